@@ -1,0 +1,1 @@
+"""What the operator says: a frozen struct a concern; flags, environment, YAML and docs from it."""

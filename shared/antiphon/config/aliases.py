@@ -1,0 +1,99 @@
+"""SGLang's flags on the command line of `antiphon serve`, beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.fields import fields
+from antiphon.config.flags import IMPLIED, Parser, Text, add_settings
+from antiphon.config.sglang import Row, rows
+from antiphon.config.spellings import SPELLINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+OUR_SHORT = {"--nats-url": "bus.url"}
+"""Short forms that SGLang does not have."""
+
+
+def other_names() -> Mapping[str, Sequence[str]]:
+    """The other flags of each path, ours and SGLang's."""
+    names: dict[str, list[str]] = {path: [flag] for flag, path in OUR_SHORT.items()}
+    for row in rows():
+        if row.path is not None:
+            shown = [flag for flag in row.flags if flag != fields()[row.path].flag]
+            names.setdefault(row.path, []).extend(shown)
+    return names
+
+
+def serve_parser(prog: str, description: str) -> Parser:
+    """The command line of `antiphon serve`: our flags, their short forms, and all of SGLang's."""
+    parser = Parser(prog, description)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    add_settings(parser, also=other_names())
+    for flag, path in OUR_SHORT.items():
+        row = Row(group="", flags=(flag,), takes="text", neutral=(), answer=path)
+        _add(parser, row, row.flags)
+    for row in rows():
+        # `--model-path` is ours as well, and the same.
+        flags = [flag for flag in row.flags if flag not in parser.flags()]
+        if flags:
+            _add(parser, row, flags)
+    return parser
+
+
+class _Translate(argparse.Action):
+    """Turns a typed SGLang flag into our setting, nothing, or a refusal."""
+
+    row: Row
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = option_string or self.row.flags[0]
+        text = values if isinstance(values, str) else " ".join(values or ())
+        if self.row.path is None:
+            self._judge(flag, text)
+            return
+        written = SPELLINGS[self.row.detail](text)
+        for path, value in written.implied.items():
+            setattr(namespace, f"{IMPLIED}{path}", Text(value, flag))
+        if written.text is not None:
+            setattr(namespace, self.row.path, Text(written.text, flag))
+
+    def _judge(self, flag: str, text: str) -> None:
+        accepted = any(_same(text, neutral) for neutral in self.row.neutral)
+        if self.row.verdict == "refused" and not accepted:
+            # The value is of interest only where another would pass; some, like keys, are secret.
+            typed = f"{flag} {text}" if self.row.neutral else flag
+            raise ConfigError(f"{typed}: refused: {self.row.reason}")
+
+
+def _add(parser: Parser, row: Row, flags: Sequence[str]) -> None:
+    count = {"+": "+", "*": "*", "?": "?"}.get(row.takes[-1], 0 if row.takes == "switch" else None)
+    action = parser.add_argument(
+        *flags,
+        action=_Translate,
+        dest=f"sglang:{row.flags[0]}",
+        nargs=count,
+        help=argparse.SUPPRESS,
+    )
+    assert isinstance(action, _Translate)
+    action.row = row
+
+
+def _same(text: str, neutral: str) -> bool:
+    """Compare as values where both are: `1.0` is `1`, and `{ }` is `{}`."""
+    if text == neutral:
+        return True
+    try:
+        return bool(json.loads(text) == json.loads(neutral))
+    except ValueError:
+        return False

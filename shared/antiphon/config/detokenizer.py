@@ -1,0 +1,13 @@
+"""Ids to text: the settings of this service."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from antiphon.config.schema import Config, Help, Requests
+
+
+class DetokenizerConfig(Config):
+    """Ids to text."""
+
+    requests_max: Annotated[Requests, Help("Most live requests.")] = 8192

@@ -1,0 +1,168 @@
+"""Every setting as a row: flags, environment, YAML and the reference page are made from these."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Annotated, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import inspect
+
+from antiphon.config.schema import Help, Secret
+from antiphon.config.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One setting, in every form that an operator meets it in."""
+
+    group: str
+    name: str
+    annotation: object
+    """What `msgspec.convert` takes, bounds included."""
+    help: str
+    default: str | int | float | bool | None
+    kind: str
+    """The type in words: integer, number, text, boolean or one of a set."""
+    choices: tuple[str, ...] = ()
+    unit: str = ""
+    bounds: str = ""
+    optional: bool = False
+    secret: bool = False
+
+    @property
+    def path(self) -> str:
+        """Where it stands in YAML, and its name in messages."""
+        return f"{self.group}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """Its name on the command line."""
+        return f"--{self.group}-{self.name}".replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return f"ANTIPHON_{self.group}__{self.name}".upper()
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One concern: a field of `Settings` and the struct under it."""
+
+    name: str
+    title: str
+    """First line of the struct's docstring."""
+    fields: tuple[Field, ...]
+
+
+@functools.cache
+def groups() -> tuple[Group, ...]:
+    """Every group, in the order of `Settings`."""
+    return tuple(group_of(member.name, member.type) for member in msgspec.structs.fields(Settings))
+
+
+def group_of(name: str, config: type[msgspec.Struct]) -> Group:
+    """Describe a struct of settings. A field without help is a bug and a `StopIteration`."""
+    hints = get_type_hints(config, include_extras=True)
+    title = (config.__doc__ or "").partition("\n")[0]
+    members = msgspec.structs.fields(config)
+    rows = (_field(name, member, hints[member.name]) for member in members)
+    return Group(name=name, title=title, fields=tuple(rows))
+
+
+@functools.cache
+def fields() -> Mapping[str, Field]:
+    """Every field by its path."""
+    return {field.path: field for group in groups() for field in group.fields}
+
+
+def value_at(settings: Settings, field: Field) -> str | int | float | bool | None:
+    """The value of one field, as YAML would write it."""
+    return msgspec.to_builtins(getattr(getattr(settings, field.group), field.name))
+
+
+def _field(group: str, member: msgspec.structs.FieldInfo, annotation: object) -> Field:
+    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    shape = _unwrap(inspect.type_info(annotation))
+    return Field(
+        group=group,
+        name=member.name,
+        annotation=annotation,
+        help=next(extra.text for extra in extras if isinstance(extra, Help)),
+        default=msgspec.to_builtins(member.default),
+        kind=_kind(shape.type),
+        choices=_choices(shape.type),
+        unit=shape.unit,
+        bounds=_bounds(shape.type),
+        optional=shape.optional,
+        secret=any(isinstance(extra, Secret) for extra in extras),
+    )
+
+
+class _Shape(msgspec.Struct):
+    type: inspect.Type
+    unit: str = ""
+    optional: bool = False
+
+
+def _unwrap(type_: inspect.Type) -> _Shape:
+    """Look through `| None` and metadata to the type that carries the value."""
+    match type_:
+        case inspect.UnionType(types=members):
+            value = next(member for member in members if not isinstance(member, inspect.NoneType))
+            shape = _unwrap(value)
+            shape.optional = True
+            return shape
+        case inspect.Metadata(type=value):
+            shape = _unwrap(value)
+            extra = cast("Mapping[str, object]", type_.extra or {})  # pyright: ignore[reportUnknownMemberType]
+            shape.unit = str(extra.get("unit", shape.unit))
+            return shape
+        case _:
+            return _Shape(type_)
+
+
+def _kind(type_: inspect.Type) -> str:
+    match type_:
+        case inspect.IntType():
+            return "integer"
+        case inspect.FloatType():
+            return "number"
+        case inspect.StrType():
+            return "text"
+        case inspect.BoolType():
+            return "boolean"
+        case inspect.EnumType() | inspect.LiteralType():
+            return "choice"
+        case _:
+            raise AssertionError(f"no flag can carry a {type_}")
+
+
+def _choices(type_: inspect.Type) -> tuple[str, ...]:
+    match type_:
+        case inspect.EnumType(cls=enum):
+            return tuple(str(member.value) for member in enum)
+        case inspect.LiteralType(values=values):
+            return tuple(str(value) for value in values)
+        case _:
+            return ()
+
+
+def _bounds(type_: inspect.Type) -> str:
+    limits: dict[str, object] = {}
+    if isinstance(type_, inspect.IntType | inspect.FloatType):
+        limits = {">": type_.gt, ">=": type_.ge, "<": type_.lt, "<=": type_.le}
+    elif isinstance(type_, inspect.StrType):
+        limits = {
+            "of length >=": type_.min_length,
+            "of length <=": type_.max_length,
+            "like": type_.pattern,
+        }
+    return ", ".join(
+        # 0 and 0.0 are one bound: typing gives whichever was imported first.
+        f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
+        for sign, limit in limits.items()
+        if limit is not None
+    )

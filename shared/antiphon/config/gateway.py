@@ -1,0 +1,24 @@
+"""The door: HTTP, limits and deadlines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds
+
+
+class GatewayConfig(Config):
+    """The HTTP server and what it lets in."""
+
+    host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
+    port: Annotated[Port, Help("Port of the HTTP API; taken means an error that names it.")] = 30000
+    body_bytes_max: Annotated[Bytes, Help("Largest request body.")] = 8 * 1024 * 1024
+    requests_max: Annotated[Requests, Help("Most open requests; one more is a 503.")] = 4096
+    unread_bytes_max: Annotated[
+        Bytes, Help("Most text that waits for a slow reader; then its request ends.")
+    ] = 1024 * 1024
+    request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
+    encode_hedge_s: Annotated[
+        Seconds, Help("Pause before a second tokenizer is asked the same.")
+    ] = 0.1
+    open_list_s: Annotated[Seconds, Help("Pause between whole open lists.")] = 0.5

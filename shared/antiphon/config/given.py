@@ -1,0 +1,80 @@
+"""A value that somebody set, and where: what every source yields, and how a bad one is told."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.config.fields import Field
+
+Value = str | int | float | bool | None
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A value and its source: a file, a variable or a flag."""
+
+    value: Value
+    source: str
+
+
+Layer = dict[str, Given]
+"""Values by path, as one source gave them."""
+
+
+def parse(text: str, field: Field, source: str) -> Given:
+    """Turn text into a value of the field's type. `null` unsets what may be unset.
+
+    Raises:
+        ConfigError: The text is of another type or out of bounds.
+    """
+    try:
+        value: object = msgspec.convert(_literal(text, field), field.annotation, strict=False)
+    except msgspec.ValidationError as error:
+        raise refusal(field, text, source) from error
+    return Given(msgspec.to_builtins(value), source)
+
+
+def refusal(field: Field, value: object, source: str) -> ConfigError:
+    """Say in one line where a bad value came from and what would be a good one."""
+    shown = "***" if field.secret else repr(value)
+    return ConfigError(f"{source}: {field.path} = {shown}: must be {describe(field)}")
+
+
+def describe(field: Field) -> str:
+    """What a field takes, in words: `an integer >= 1 (tokens), or null`."""
+    words = f"one of {', '.join(field.choices)}" if field.choices else _ARTICLED[field.kind]
+    if field.bounds:
+        words += f" {field.bounds}"
+    if field.unit:
+        words += f" ({field.unit})"
+    return f"{words}, or null" if field.optional else words
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?`, or nothing."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _literal(text: str, field: Field) -> int | float | str:
+    """Python reads more numbers than msgspec does: `.5`, `+1`."""
+    try:
+        match field.kind:
+            case "integer":
+                return int(text)
+            case "number":
+                return float(text)
+            case _:
+                return text
+    except ValueError:
+        return text
+
+
+_ARTICLED = {"integer": "an integer", "number": "a number", "text": "text", "boolean": "a boolean"}

@@ -1,0 +1,19 @@
+"""Tables for generated pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+def table(head: Sequence[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Write the lines of a Markdown table."""
+    yield _line(head)
+    yield _line("---" for _ in head)
+    yield from map(_line, body)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,94 @@
+"""Writes the reference page of the settings: `python -m antiphon.config.reference [FILE]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from antiphon.config.fields import Field, Group, groups
+from antiphon.config.markdown import table
+from antiphon.config.sglang import Row, rows
+
+PAGE = Path("docs/reference/configuration.md")
+
+HEAD = """# Configuration
+
+<!-- Written by `python -m antiphon.config.reference`; change the structs in antiphon.config. -->
+
+Every setting has four names: its path, as in `batching.tokens_max`, which is also its place in a
+YAML file; the flag `--batching-tokens-max`; and the variable `ANTIPHON_BATCHING__TOKENS_MAX`.
+Later sources win: defaults, then YAML (`--config FILE`), then environment, then flags. What is
+unknown, of the wrong type or out of bounds is refused, with the source and the path. `null` unsets
+what may be unset. Secrets come by environment only. `antiphon config` prints what is in force and
+where it came from.
+
+```yaml
+batching:
+  tokens_max: 4096
+telemetry:
+  log_level: debug
+```
+"""
+
+SGLANG_HEAD = """## SGLang's flags
+
+`antiphon serve` takes SGLang's command lines: each flag sets something here, holds already, or is
+refused with a reason. A refused flag is accepted with the values in its second column, which change
+nothing.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [HEAD, *map(_group, groups()), SGLANG_HEAD + "\n" + _sglang()]
+    return "\n".join(sections)
+
+
+def _group(group: Group) -> str:
+    lines = [f"## {group.name}", "", group.title, ""]
+    lines += table(
+        ("path", "flag and variable", "type", "default", "meaning"), map(_setting, group.fields)
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _setting(field: Field) -> tuple[str, ...]:
+    names = f"`{field.variable}`" if field.secret else f"`{field.flag}` `{field.variable}`"
+    return f"`{field.path}`", names, _type(field), _default(field), field.help
+
+
+def _type(field: Field) -> str:
+    words = " · ".join(f"`{choice}`" for choice in field.choices) or field.kind
+    notes = [note for note in (field.unit, f"`{field.bounds}`" if field.bounds else "") if note]
+    return ", ".join([words, *notes, *(["or null"] if field.optional else [])])
+
+
+def _default(field: Field) -> str:
+    if field.default is None:
+        return "unset"
+    return f"`{field.default}`" if field.default != "" else "empty"
+
+
+def _sglang() -> str:
+    return "\n".join(table(("flag", "accepted", "here"), map(_alias, rows()))) + "\n"
+
+
+def _alias(row: Row) -> tuple[str, ...]:
+    flags = " ".join(f"`{flag}`" for flag in row.flags)
+    if row.path is not None:
+        return flags, "any", f"sets `{row.path}`"
+    if row.verdict == "settled":
+        return flags, "any", row.reason
+    neutral = " ".join(f"`{value}`" for value in row.neutral)
+    return flags, neutral, f"refused: {row.reason}"
+
+
+def main() -> None:
+    """Write the page where the arguments say, or where the repository keeps it."""
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""All settings of a process: a group a concern, each a struct of its own."""
+
+from __future__ import annotations
+
+from antiphon.config.cluster import ClusterConfig
+from antiphon.config.detokenizer import DetokenizerConfig
+from antiphon.config.encoder import EncoderConfig
+from antiphon.config.gateway import GatewayConfig
+from antiphon.config.kv_storage import KvStorageConfig
+from antiphon.config.model import ModelConfig
+from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
+from antiphon.config.scheduler import SchedulerConfig
+from antiphon.config.schema import Config
+from antiphon.config.supervisor import SupervisorConfig
+from antiphon.config.tokenizer import TokenizerConfig
+from antiphon.config.worker import BatchingConfig, CacheConfig
+
+
+class Settings(Config):
+    """`--<group>-<field>` on the command line, `ANTIPHON_<GROUP>__<FIELD>` in the environment."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig = ModelConfig()
+    bus: BusConfig = BusConfig()
+    service: ServiceConfig = ServiceConfig()
+    health: HealthConfig = HealthConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    batching: BatchingConfig = BatchingConfig()
+    cache: CacheConfig = CacheConfig()
+    detokenizer: DetokenizerConfig = DetokenizerConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    kv_storage: KvStorageConfig = KvStorageConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()

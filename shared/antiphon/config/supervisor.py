@@ -1,0 +1,17 @@
+"""`antiphon serve`: one machine, every service."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from antiphon.config.schema import Config, Help, Seconds
+
+
+class SupervisorConfig(Config):
+    """How the processes of one machine are started and watched."""
+
+    start_timeout_s: Annotated[Seconds, Help("How long all services may take to be ready.")] = 60.0
+    stop_timeout_s: Annotated[Seconds, Help("How long a process may take to leave.")] = 25.0
+    run_path: Annotated[
+        str, Help("Folder for the merged settings and the logs; empty: a temporary one.")
+    ] = ""

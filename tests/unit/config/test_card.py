@@ -1,0 +1,121 @@
+"""What a model folder says of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon import embedded
+from antiphon.config.card import ModelCard, Sampling, read_card
+from antiphon.config.errors import ConfigError
+from antiphon.config.model import Dtype
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float16",
+    "eos_token_id": 2,
+}
+
+
+def write_model(folder: Path, config: dict[str, object], **files: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_weights(file: Path, **shapes: tuple[str, list[int], int]) -> None:
+    """Write a header, and no tensors: nobody may read them."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, size) in shapes.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
+    write_model(
+        tmp_path,
+        CONFIG | {"head_dim": 32, "rope_scaling": {"rope_type": "llama3"}, "rope_theta": 5e5},
+        generation_config={"eos_token_id": [2, 7], "temperature": 0.6, "top_k": 20},
+    )
+    write_weights(tmp_path / "a.safetensors", x=("F16", [100, 64], 12800), y=("F32", [8], 32))
+    write_weights(tmp_path / "b.safetensors", z=("F16", [], 2))
+    card = read_card(tmp_path)
+    assert (card.layers, card.heads, card.kv_heads, card.head_size) == (2, 4, 2, 32)
+    assert (card.vocabulary_size, card.context_tokens) == (100, 512)
+    assert card.dtype is Dtype.FLOAT16
+    assert card.eos_ids == (2, 7)
+    assert (card.rope_kind, card.rope_theta) == ("llama3", 5e5)
+    assert card.sampling == Sampling(temperature=0.6, top_k=20)
+    assert (card.weights.count, card.weights.bytes) == (6409, 12834)
+    assert card.kv_bytes(Dtype.FLOAT32) == 2 * 2 * 2 * 32 * 4
+
+
+def test_what_a_config_leaves_out_has_its_usual_meaning(tmp_path: Path) -> None:
+    left_out = ("num_key_value_heads", "torch_dtype", "eos_token_id")
+    bare = {name: value for name, value in CONFIG.items() if name not in left_out}
+    card = read_card(write_model(tmp_path, bare))
+    assert (card.kv_heads, card.head_size) == (4, 16)
+    assert card.dtype is Dtype.FLOAT32
+    assert card.eos_ids == ()
+    assert card.weights.count == 0
+    write_weights(tmp_path / "a.safetensors", x=("BF16", [2], 4))
+    assert read_card(tmp_path).dtype is Dtype.BFLOAT16
+
+
+def test_newer_names_are_read_too(tmp_path: Path) -> None:
+    newer = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    card = read_card(write_model(tmp_path, CONFIG | {"torch_dtype": None} | newer))
+    assert (card.dtype, card.rope_theta, card.rope_kind) == (Dtype.BFLOAT16, 1e6, "default")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "64"}, "Expected `int`, got `str` - at `$.hidden_size`"),
+        ({"torch_dtype": "float8"}, "dtype = 'float8': must be one of bfloat16, float16, float32"),
+    ],
+)
+def test_a_config_that_means_nothing_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: " + re.escape(message)):
+        read_card(write_model(tmp_path, CONFIG | change))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+        read_card(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, (5).to_bytes(8, "little") + b"{}"])
+def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> None:
+    write_model(tmp_path, CONFIG)
+    (tmp_path / "a.safetensors").write_bytes(content)
+    if content.endswith(b"{}"):
+        assert read_card(tmp_path).weights.count == 0  # an empty header is one
+        return
+    with pytest.raises(ConfigError, match=r"a\.safetensors: not a safetensors file"):
+        read_card(tmp_path)
+
+
+def test_the_embedded_model_has_a_card() -> None:
+    card: ModelCard = read_card(embedded.path())
+    assert card.architecture == "LlamaForCausalLM"
+    assert card.context_tokens >= 2048
+    assert card.eos_ids

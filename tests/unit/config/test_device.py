@@ -1,0 +1,66 @@
+"""What is left of a machine, in and out of containers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.config.device import this_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1024**2
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A machine with 100 MiB available, and a container in a container."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemFree: 1 kB\nMemAvailable: 102400 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    return tmp_path
+
+
+def limit(folder: Path, *, limit_bytes: str, used_bytes: int, reclaimable_bytes: int) -> None:
+    (folder / "memory.max").write_text(f"{limit_bytes}\n")
+    (folder / "memory.current").write_text(f"{used_bytes}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {reclaimable_bytes}\n")
+
+
+def memory_bytes(machine: Path) -> int:
+    return this_device(machine / "proc", machine / "groups").memory_bytes
+
+
+def test_without_limits_what_is_available_counts(machine: Path) -> None:
+    limit(machine / "groups", limit_bytes="max", used_bytes=1, reclaimable_bytes=0)
+    assert memory_bytes(machine) == 100 * MIB
+
+
+def test_the_tightest_container_counts_and_its_file_cache_does_not(machine: Path) -> None:
+    outer = machine / "groups" / "outer"
+    limit(outer, limit_bytes=str(50 * MIB), used_bytes=30 * MIB, reclaimable_bytes=4 * MIB)
+    limit(outer / "inner", limit_bytes=str(90 * MIB), used_bytes=MIB, reclaimable_bytes=0)
+    assert memory_bytes(machine) == 24 * MIB
+
+
+def test_a_container_over_its_limit_has_nothing_left(machine: Path) -> None:
+    outer = machine / "groups" / "outer"
+    limit(outer, limit_bytes=str(MIB), used_bytes=2 * MIB, reclaimable_bytes=0)
+    assert memory_bytes(machine) == 0
+
+
+def test_cores_are_those_that_this_process_may_use(machine: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert this_device(machine / "proc", machine / "groups").cores == cores
+    (machine / "groups" / "outer" / "cpu.max").write_text("50000 100000\n")
+    assert this_device(machine / "proc", machine / "groups").cores == 1
+
+
+def test_this_machine_has_something() -> None:
+    device = this_device()
+    assert device.cores >= 1
+    assert device.memory_bytes > 0

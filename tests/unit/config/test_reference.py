@@ -1,0 +1,48 @@
+"""The generated pages are the committed ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.bus import reference as bus
+from antiphon.config import reference as settings
+from antiphon.config.fields import fields
+from antiphon.config.sglang import rows
+from antiphon.wire.routes import ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("path", "page", "module"),
+    [
+        (settings.PAGE, settings.page, settings.__name__),
+        (bus.PAGE, bus.page, bus.__name__),
+    ],
+    ids=["configuration", "bus"],
+)
+def test_a_committed_page_is_current(path: Path, page: Callable[[], str], module: str) -> None:
+    committed = (ROOT / path).read_text(encoding="utf-8")
+    assert committed == page(), f"run: python -m {module}"
+
+
+def test_every_setting_and_every_flag_of_sglang_has_a_line() -> None:
+    page = settings.page()
+    for field in fields().values():
+        assert f"| `{field.path}` |" in page
+    for row in rows():
+        assert f"| `{row.flags[0]}`" in page
+
+
+def test_every_subject_and_every_message_is_told() -> None:
+    page = bus.page()
+    for route in ROUTES:
+        assert f"| `{route.subject}` |" in page
+    for message in bus.every_message():
+        assert f"### {message.__name__}\n" in page

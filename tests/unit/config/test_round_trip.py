@@ -1,0 +1,138 @@
+"""Every field can be said in every form, and means the same in each."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from antiphon.config.fields import Field, fields, group_of, groups, value_at
+from antiphon.config.flags import Parser, add_settings
+from antiphon.config.load import load, load_process
+from antiphon.config.schema import Config, Help
+from antiphon.config.settings import Settings
+from antiphon.config.yaml_file import write_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hypothesis.strategies import SearchStrategy
+
+    from antiphon.config.given import Value
+
+PARSER = Parser()
+add_settings(PARSER)
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
+PORTS = ("gateway.port", "health.port", "encoder.port", "kv_storage.port")
+NARROW: dict[str, SearchStrategy[Value]] = {
+    "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    "telemetry.otlp_endpoint": st.sampled_from(["", "http://collector:4318"]),
+    "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
+    "batching.chunk_tokens": st.none() | st.integers(1, 2048),
+    **{path: st.integers(0, 65535) for path in PORTS},
+}
+"""Fields with bounds of their own."""
+
+
+def values(field: Field) -> SearchStrategy[Value]:
+    """Good values of a field, as YAML writes them."""
+    if field.path in NARROW:
+        return NARROW[field.path]
+    if field.choices:
+        return st.sampled_from(field.choices)
+    kinds: dict[str, SearchStrategy[Value]] = {
+        "integer": st.integers(1, 2**50),
+        "number": st.floats(1e-6, 1.0),
+        "text": TEXT,
+        "boolean": st.booleans(),
+    }
+    return st.none() | kinds[field.kind] if field.optional else kinds[field.kind]
+
+
+def text(value: Value) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+OPEN_FIELDS = [field for field in fields().values() if not field.secret]
+
+
+@pytest.mark.parametrize("field", OPEN_FIELDS, ids=lambda field: field.path)
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_flag_and_variable_set_what_they_say(field: Field, data: st.DataObject) -> None:
+    value = data.draw(values(field))
+    typed = PARSER.parse([f"{field.flag}={text(value)}"])
+    by_flag = load(flags=typed.layer(), environ={}).settings
+    by_variable = load(environ={field.variable: text(value)}).settings
+    assert value_at(by_flag, field) == value
+    assert by_flag == by_variable
+
+
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(drawn=st.fixed_dictionaries({field.path: values(field) for field in OPEN_FIELDS}))
+def test_any_settings_survive_a_file(tmp_path: Path, drawn: dict[str, Value]) -> None:
+    drawn["batching.tokens_max"] = 4096  # no less than any chunk that is drawn
+    environ = {fields()[path].variable: text(value) for path, value in drawn.items()}
+    said = load(environ=environ).settings
+    write_yaml(said, tmp_path / "settings.yaml")
+    assert load(tmp_path / "settings.yaml", environ={}).settings == said
+
+
+def test_every_field_has_help_and_a_default_that_is_in_bounds() -> None:
+    given_defaults = {
+        field.variable: text(field.default) for field in OPEN_FIELDS if field.default is not None
+    }
+    assert load(environ=given_defaults).settings == Settings()
+    assert all(field.help.endswith(".") for field in fields().values())
+
+
+def test_names_are_unique_in_every_form() -> None:
+    everything = list(fields().values())
+    assert len({field.flag for field in everything}) == len(everything)
+    assert len({field.variable for field in everything}) == len(everything)
+
+
+class Door(Config):
+    """A door."""
+
+    ajar: Annotated[bool, Help("Whether air comes through.")] = True
+
+
+def door_parser() -> Parser:
+    parser = Parser()
+    add_settings(parser, concerns=[group_of("door", Door)])
+    return parser
+
+
+@pytest.mark.parametrize(("flag", "said"), [("--door-ajar", "true"), ("--no-door-ajar", "false")])
+def test_a_boolean_is_a_flag_and_its_negation(flag: str, said: str) -> None:
+    typed = door_parser().parse([flag]).settings
+    assert {path: entry.text for path, entry in typed.items()} == {"door.ajar": said}
+
+
+def test_nothing_typed_is_nothing_given() -> None:
+    typed = PARSER.parse([])
+    assert (typed.settings, typed.implied, typed.plain) == ({}, {}, {})
+
+
+def test_an_abbreviation_is_spelled_out_in_the_source() -> None:
+    layer = PARSER.parse(["--scheduler-q", "5"]).layer()
+    assert layer["scheduler.queue_max"].source == "--scheduler-queue-max"
+
+
+def test_help_tells_of_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        load_process(["--help"])
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for group in groups():
+        assert group.title in shown
+    for field in fields().values():
+        assert (field.flag in shown) is not field.secret
+    assert "Port of the HTTP API; taken means an error that names it. [>= 0, <= 65535;" in shown

@@ -1,0 +1,163 @@
+"""Every SGLang argument is honoured or refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.config.aliases import other_names, serve_parser
+from antiphon.config.errors import ConfigError
+from antiphon.config.fields import fields
+from antiphon.config.load import Loaded, load
+from antiphon.config.reasons import REASONS
+from antiphon.config.settings import Settings
+from antiphon.config.sglang import Row, rows
+from antiphon.config.spellings import SPELLINGS
+
+PARSER = serve_parser("antiphon serve", "")
+SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}'}
+SETTABLE = {
+    "model.dtype": "half",
+    "model.device": "cpu",
+    "telemetry.log_level": "DEBUG",
+    "telemetry.otlp_endpoint": "collector:4318",
+}
+TARGETS = [row for row in rows() if row.path is not None]
+SETTLED = [row for row in rows() if row.verdict == "settled"]
+REFUSED = [row for row in rows() if row.verdict == "refused"]
+
+
+def by_flag(row: Row) -> str:
+    return row.flags[0]
+
+
+def serve(line: str | list[str]) -> Loaded:
+    argv = line.split() if isinstance(line, str) else line
+    typed = PARSER.parse(argv)
+    return load(typed.config_file(), typed.layer(), implied=typed.implied_layer(), environ={})
+
+
+def typed_values(row: Row) -> list[str]:
+    if row.takes == "switch":
+        return []
+    sample = SAMPLES[row.takes.rstrip("+*?")]
+    return [sample, sample] if row.takes[-1] in "+*" else [sample]
+
+
+def test_the_map_is_total() -> None:
+    assert len(rows()) == 344
+    assert len(TARGETS) + len(SETTLED) + len(REFUSED) == len(rows())
+    for row in TARGETS:
+        assert row.detail in SPELLINGS
+    for row in (*SETTLED, *REFUSED):
+        assert row.reason
+    flags = [flag for row in rows() for flag in row.flags]
+    assert len(set(flags)) == len(flags)
+    assert set(flags) <= PARSER.flags()
+
+
+def test_no_reason_is_left_over() -> None:
+    assert {row.detail for row in (*SETTLED, *REFUSED)} == set(REASONS)
+
+
+def test_a_flag_that_is_also_ours_means_the_same() -> None:
+    ours = {field.flag: field.path for field in fields().values()}
+    shared = {flag: row.path for row in rows() for flag in row.flags if flag in ours}
+    assert shared == {flag: ours[flag] for flag in shared}
+    assert "--model-path" in shared
+
+
+@pytest.mark.parametrize("row", TARGETS, ids=by_flag)
+def test_an_alias_sets_its_setting(row: Row) -> None:
+    path = row.path
+    assert path is not None
+    value = [SETTABLE.get(path, "1")] if row.takes != "switch" else []
+    for flag in row.flags:
+        assert serve([flag, *value]).given[path].source == flag
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=by_flag)
+def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: Row) -> None:
+    for flag in row.flags:
+        with pytest.raises(ConfigError) as caught:
+            serve([flag, *typed_values(row)])
+        assert str(caught.value).startswith(flag)
+        assert str(caught.value).endswith(f"refused: {row.reason}")
+    for neutral in row.neutral:
+        assert serve([row.flags[0], neutral]).settings == Settings()
+
+
+@pytest.mark.parametrize("row", SETTLED, ids=by_flag)
+def test_a_settled_flag_changes_nothing(row: Row) -> None:
+    if row.flags[0] != "--config":  # ours: a file, see the tests of load
+        assert serve([row.flags[0], *typed_values(row)]).settings == Settings()
+
+
+def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
+    settings = serve(
+        "--model /models/small --served-model-name small --host 0.0.0.0 --port 31000 --tp 1 "
+        "--dp-size 1 --dtype half --context-len 1024 --mem-frac .8 --max-running-requests 8 "
+        "--max-total-tokens 4096 --chunked-prefill-size 512 --random-seed 42 --trust-remote-code "
+        "--disable-radix-cache --schedule-conservativeness 1 --log-level INFO --enable-metrics"
+    ).settings
+    assert settings.model.path == "/models/small"
+    assert settings.cluster.model == "small"
+    assert (settings.gateway.host, settings.gateway.port) == ("0.0.0.0", 31000)
+    assert settings.model.dtype == "float16"
+    assert settings.model.context_tokens == 1024
+    assert settings.cache.static_ratio == 0.8
+    assert settings.cache.tokens_max == 4096
+    assert settings.batching.running_max == 8
+    assert settings.batching.chunk_tokens == 512
+    assert settings.model.random_seed == 42
+
+
+def test_a_large_chunk_raises_the_step_unless_somebody_set_the_step() -> None:
+    assert serve("--chunked-prefill-size 8192").settings.batching.tokens_max == 8192
+    both = serve("--chunked-prefill-size 4096 --max-prefill-tokens 16384").settings.batching
+    assert (both.chunk_tokens, both.tokens_max) == (4096, 16384)
+    with pytest.raises(ConfigError, match="chunk_tokens exceeds tokens_max"):
+        serve("--chunked-prefill-size 4096 --batching-tokens-max 1024")
+
+
+def test_chunks_can_be_switched_off() -> None:
+    assert serve("--chunked-prefill-size -1").settings.batching.chunk_tokens is None
+
+
+def test_tracing_has_a_collector_as_soon_as_it_is_switched_on() -> None:
+    assert serve("--enable-trace").settings.telemetry.otlp_endpoint == "http://localhost:4318"
+    line = "--otlp-traces-endpoint far:4318 --enable-trace"
+    assert serve(line).settings.telemetry.otlp_endpoint == "http://far:4318"
+
+
+def test_our_short_forms_work() -> None:
+    settings = serve("--nats-url nats://a:1 --encoder-model-path /m --port 0 --host ::1").settings
+    assert settings.bus.url == "nats://a:1"
+    assert settings.encoder.model_path == "/m"
+    assert (settings.gateway.host, settings.gateway.port) == ("::1", 0)
+    assert "--port" in other_names()["gateway.port"]
+
+
+def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve("--port 99999")
+    expected = "--port: gateway.port = '99999': must be an integer >= 0, <= 65535"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--prot 1", "--prot: no such argument; did you mean --port?"),
+        ("--port", "expected one argument"),
+        ("--pp 1", "ambiguous option: --pp could match"),
+        ("stray", "stray: no such argument"),
+        ("--tp 2", "--tp-size 2: refused: tensor parallelism is not built yet"),
+        ("--api-key swordfish", "--api-key: refused: API keys are not built yet"),
+        ("--lora-paths a=b c=d", "--lora-paths: refused: LoRA"),
+    ],
+)
+def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve(line)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
