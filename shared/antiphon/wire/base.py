@@ -1,0 +1,79 @@
+"""The two kinds of struct on the wire, and the few types that every conversation shares."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from antiphon.config.frozen import FrozenMeta
+from antiphon.wire.ids import Incarnation, InstanceId
+
+WIRE_VERSION = 1
+"""Major version of the messages; part of every subject. Additive change keeps it."""
+
+
+class Value(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True):
+    """A part of a message: it has no tag of its own."""
+
+
+class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True):
+    """What is published. Its class name is its tag, so a renamed class is a new message."""
+
+
+class Role(StrEnum):
+    """The seven kinds of service."""
+
+    GATEWAY = "gateway"
+    TOKENIZER = "tokenizer"
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    DETOKENIZER = "detokenizer"
+    ENCODER = "encoder"
+    KV_STORAGE = "kv_storage"
+
+
+class State(StrEnum):
+    """Where a process is in its life, as health and heartbeats say it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Process(Value, order=True):
+    """One life of one process: who a message is from."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+
+
+class Term(Value, order=True):
+    """Right to lead one model's queue. The higher number leads; the scheduler breaks a tie."""
+
+    number: int
+    scheduler: Process
+
+
+class Attempt(Value, order=True):
+    """One binding of a request to a worker and a detokenizer; made by the leader only."""
+
+    term: Term
+    n: int
+
+
+class FinishReason(StrEnum):
+    """Why a choice, or a whole request, ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Usage(Value):
+    """Tokens of a request. The prompt counts once, however many choices share it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0

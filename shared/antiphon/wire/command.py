@@ -1,0 +1,109 @@
+"""Scheduler and detokenizer to worker: admit, abort, stop, resend; and the worker's control."""
+
+from __future__ import annotations
+
+from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.sampling import SamplingParams, StopStrings
+
+
+class ChoiceOutput(Value):
+    """What a choice has said before this attempt; empty the first time. int32, little-endian."""
+
+    choice: int
+    output_ids: bytes = b""
+
+
+class Admit(Value, tag=True):
+    """Run a request, or go on with it from what was sealed.
+
+    Limits, seed, positions and usage count from the prompt's beginning, whatever the attempt.
+    """
+
+    request_id: RequestId
+    owner: Process
+    attempt: Attempt
+    continues: Attempt | None = None
+    detokenizer: InstanceId
+    prompt_ids: bytes
+    choices: tuple[ChoiceOutput, ...]
+    sampling: SamplingParams
+    stop: StopStrings = StopStrings()
+    priority: int = 0
+    deadline_unix_ms: int
+    traceparent: str | None = None
+
+
+class Abort(Value, tag=True):
+    """Stop a request and free what it holds. An unknown id is not an error.
+
+    `error` tells the owner why; without one the owner asked for it and hears nothing.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    error: ErrorReply | None = None
+
+
+Command = Admit | Abort
+
+
+class CommandBatch(Message):
+    """Ordered commands of a leader to one worker.
+
+    `seq` grows by one a batch. On a gap the worker goes on: its heartbeat names what it runs, and
+    the leader admits again what is not among it.
+    """
+
+    leader: Term
+    worker: Process
+    seq: int
+    commands: tuple[Command, ...]
+    not_after_unix_ms: int
+
+
+class StopChoice(Message):
+    """The detokenizer ended a choice before `offset`: tokens from there on are never counted.
+
+    With `choice` unset every choice of the request is over, or was superseded.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    detokenizer: Process
+    choice: int | None = None
+    offset: int = 0
+
+
+class TokenPlace(Value):
+    """The next offset that a detokenizer waits for, of one choice."""
+
+    request_id: RequestId
+    choice: int
+    offset: int
+
+
+class ResendTokens(Message):
+    """A detokenizer missed a batch: send all of its live requests from these offsets on.
+
+    Live requests that the table does not list are sent from offset 0.
+    """
+
+    worker: Process
+    detokenizer: Process
+    places: tuple[TokenPlace, ...] = ()
+
+
+class DrainWorker(Message):
+    """Take no new request; finish what runs."""
+
+
+class FlushCache(Message):
+    """Drop every cached page that no running request holds."""
+
+
+class ControlDone(Message):
+    """A control call has taken effect. `pages_freed` tells what a flush gave back."""
+
+    pages_freed: int = 0

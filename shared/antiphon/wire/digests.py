@@ -1,0 +1,39 @@
+"""Names of prompt blocks: a hash chain, so that equal digests mean equal prefixes.
+
+A block's digest is SHA-256 of the digest before it and its tokens as little-endian uint32; the
+first block's predecessor is the namespace, which stands for everything else that KV depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+BLOCK_TOKENS: Final = 64
+"""Tokens of one hashed block, whatever a page holds: 32 bytes a page would fill a message."""
+DIGEST_BYTES: Final = 32
+TOKEN_BYTES: Final = 4
+
+
+def namespace(model_digest: str, salt: str) -> bytes:
+    """Name the world in which two equal prefixes have equal KV."""
+    parts = (b"antiphon.kv.v1", model_digest.encode(), salt.encode())
+    return hashlib.sha256(b"".join(len(p).to_bytes(4, "little") + p for p in parts)).digest()
+
+
+def block_digests(root: bytes, token_ids: bytes) -> bytes:
+    """Chain the full blocks of a prompt.
+
+    Args:
+        root: The namespace's digest.
+        token_ids: As packed on the wire; ids are never negative, so int32 and uint32 are one.
+
+    Returns:
+        32 bytes a full block; a part of a block at the end has none.
+    """
+    step = BLOCK_TOKENS * TOKEN_BYTES
+    digest, chain = root, bytearray()
+    for start in range(0, len(token_ids) - step + 1, step):
+        digest = hashlib.sha256(digest + token_ids[start : start + step]).digest()
+        chain += digest
+    return bytes(chain)

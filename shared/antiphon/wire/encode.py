@@ -1,0 +1,30 @@
+"""Gateway and encoder: an image in, where to fetch its embeddings out."""
+
+from __future__ import annotations
+
+from antiphon.wire.base import Message
+from antiphon.wire.claim import Claim
+from antiphon.wire.ids import ModelName, RequestId
+
+
+class EncodeImage(Message):
+    """Embed one image, given inline (under the size limit) or by claim check."""
+
+    request_id: RequestId
+    model: ModelName
+    image: bytes | None = None
+    claim: Claim | None = None
+    deadline_unix_ms: int
+    traceparent: str | None = None
+
+
+class ImageEmbedding(Message):
+    """Where the embeddings wait: row-major, little-endian, shape (tokens, hidden)."""
+
+    request_id: RequestId
+    content_digest: bytes
+    tokens: int
+    hidden: int
+    dtype: str
+    claim: Claim
+    cached: bool = False

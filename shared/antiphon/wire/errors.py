@@ -1,0 +1,211 @@
+"""Errors that cross the bus.
+
+EngineError               code               status  retry
+├── InvalidRequest        invalid_request    400     never    the caller must change the request
+│   ├── PromptTooLong     prompt_too_long    400     never
+│   ├── Unsupported       unsupported        400     never    known, but not in this build or model
+│   ├── UnknownModel      model_not_found    404     never
+│   └── RequestTooLarge   request_too_large  413     never
+├── DuplicateRequest      duplicate_request  409     never    a live request has this id
+├── WrongTerm             wrong_term         409     never    a lower term; names the higher one
+├── Overloaded            overloaded         503     after_s  nothing was started
+├── Unavailable           unavailable        503     after_s  leaving, or nobody is there
+├── WorkerLost            worker_lost        503     never    the worker died; the stream ends
+├── DeadlineExceeded      deadline           504     never
+├── Cancelled             cancelled          499     never    the client left
+└── Internal              internal           500     never    our bug; the log has the traceback
+
+An operating condition is an `EngineError`; a bug is an assertion. `encode_error` and
+`decode_error` carry one over the bus without loss of code, message, retry advice or details.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from antiphon.wire.base import Message
+
+
+class ErrorReply(Message):
+    """An error on the wire, in place of the reply or as the terminal of a stream."""
+
+    code: str
+    message: str
+    retry_after_s: float | None = None
+    param: str | None = None
+    details: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
+class EngineError(Exception):
+    """An operating condition that the caller is told about."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        details: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.details = details or {}
+
+
+class InvalidRequest(EngineError):
+    """The request can never be served as it is; `param` names the field."""
+
+    code = "invalid_request"
+    status = 400
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt cannot fit even in an empty cache."""
+
+    code = "prompt_too_long"
+
+    @classmethod
+    def of(cls, *, prompt_tokens: int, tokens_max: int) -> PromptTooLong:
+        """Say both numbers."""
+        return cls(
+            f"The input ({prompt_tokens} tokens) is longer than the model's context length "
+            f"({tokens_max} tokens).",
+            details={"prompt_tokens": str(prompt_tokens), "tokens_max": str(tokens_max)},
+        )
+
+
+class Unsupported(InvalidRequest):
+    """The field or the call is known, but this build or this model does not have it."""
+
+    code = "unsupported"
+
+
+class UnknownModel(InvalidRequest):
+    """No such model is served."""
+
+    code = "model_not_found"
+    status = 404
+
+    @classmethod
+    def of(cls, model: str) -> UnknownModel:
+        """Name the model that was asked for."""
+        return cls(f"The model '{model}' does not exist.", param="model")
+
+
+class RequestTooLarge(InvalidRequest):
+    """A body or message is over its size limit."""
+
+    code = "request_too_large"
+    status = 413
+
+    @classmethod
+    def of(cls, *, size_bytes: int, bytes_max: int) -> RequestTooLarge:
+        """Say both numbers."""
+        return cls(
+            f"The request has {size_bytes} bytes; the limit is {bytes_max} bytes.",
+            details={"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)},
+        )
+
+
+class DuplicateRequest(EngineError):
+    """A live request has this id and another content or owner."""
+
+    code = "duplicate_request"
+    status = 409
+
+
+class WrongTerm(EngineError):
+    """The sender's term is lower than one already seen; `details` names the higher one."""
+
+    code = "wrong_term"
+    status = 409
+
+
+class Overloaded(EngineError):
+    """Admission said no and nothing was started. Always says when to come back."""
+
+    code = "overloaded"
+    status = 503
+
+
+class Unavailable(EngineError):
+    """The process is leaving, or nobody listens. The caller asks another, or later."""
+
+    code = "unavailable"
+    status = 503
+
+
+class WorkerLost(EngineError):
+    """The worker of a running request is gone, and the request ends with it."""
+
+    code = "worker_lost"
+    status = 503
+
+
+class DeadlineExceeded(EngineError):
+    """The request's deadline passed before it ended."""
+
+    code = "deadline"
+    status = 504
+
+
+class Cancelled(EngineError):
+    """The client left, or somebody aborted the request."""
+
+    code = "cancelled"
+    status = 499
+
+
+class Internal(EngineError):
+    """Our bug. The log has the traceback; the message says nothing of it."""
+
+    code = "internal"
+    status = 500
+
+
+_TYPES: dict[str, type[EngineError]] = {
+    error.code: error
+    for error in (
+        InvalidRequest,
+        PromptTooLong,
+        Unsupported,
+        UnknownModel,
+        RequestTooLarge,
+        DuplicateRequest,
+        WrongTerm,
+        Overloaded,
+        Unavailable,
+        WorkerLost,
+        DeadlineExceeded,
+        Cancelled,
+        Internal,
+    )
+}
+
+
+def encode_error(error: EngineError) -> ErrorReply:
+    """Make the message that carries an error."""
+    return ErrorReply(
+        code=error.code,
+        message=error.message,
+        retry_after_s=error.retry_after_s,
+        param=error.param,
+        details=error.details,
+    )
+
+
+def decode_error(reply: ErrorReply) -> EngineError:
+    """Make the error again. A code that this version does not know becomes `Internal`."""
+    return _TYPES.get(reply.code, Internal)(
+        reply.message,
+        param=reply.param,
+        retry_after_s=reply.retry_after_s,
+        details=reply.details,
+    )

@@ -1,0 +1,78 @@
+"""Everybody to schedulers and gateways: who lives, in which state, how loaded; and discovery."""
+
+from __future__ import annotations
+
+from antiphon.wire.base import WIRE_VERSION, Attempt, Message, Process, Role, State, Term, Value
+from antiphon.wire.ids import InstanceId, ModelName, RequestId
+
+
+class StreamSeq(Value):
+    """The last `seq` sent to one receiver: shows the loss of a tail, as no later message would."""
+
+    receiver: InstanceId
+    seq: int
+
+
+class RunningRequest(Value):
+    """One request that a worker holds, so that a leader can tell what is running but not open.
+
+    `ended`: it holds neither slot nor pages, only its ids, until its owner lists it no more.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    tokens: int
+    ended: bool = False
+
+
+class WorkerLoad(Value):
+    """A worker's load report; what the leader's credit is counted from.
+
+    Attributes:
+        step: Forward passes since start.
+        step_age_s: Time since the last step ended; with work in flight it shows a stall.
+        context_tokens: Most tokens of prompt and answer together.
+        commands_seq: The last command batch applied, of the leader `term`.
+    """
+
+    pages_free: int
+    pages_total: int
+    page_tokens: int
+    running: tuple[RunningRequest, ...] = ()
+    waiting: int = 0
+    running_max: int
+    step: int
+    step_age_s: float
+    context_tokens: int
+    term: Term | None = None
+    commands_seq: int = 0
+
+
+class Heartbeat(Message):
+    """One process says that it lives; each 0.5 s, at every change of state, and when asked.
+
+    Attributes:
+        load: Requests in flight.
+        state: `draining` takes no new work.
+        config_digest: Of the cluster config; a peer with another one is refused, naming a field.
+        leads: The term that this scheduler leads with, if it leads.
+    """
+
+    role: Role
+    process: Process
+    state: State
+    model: ModelName | None = None
+    wire_version: int = WIRE_VERSION
+    config_digest: str
+    health_port: int
+    load: int
+    worker: WorkerLoad | None = None
+    leads: Term | None = None
+    streams: tuple[StreamSeq, ...] = ()
+    not_after_unix_ms: int
+
+
+class Discover(Message):
+    """Somebody (re)connected: everybody answers with a heartbeat, after a random pause."""
+
+    asker: Process

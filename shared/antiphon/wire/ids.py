@@ -1,0 +1,31 @@
+"""Names of things that cross the bus: strings on the wire, types of their own in code."""
+
+from __future__ import annotations
+
+import uuid
+from typing import NewType
+
+ClusterName = NewType("ClusterName", str)
+ModelName = NewType("ModelName", str)
+"""The served name of a model, as clients say it; never a path."""
+InstanceId = NewType("InstanceId", str)
+"""Stable name of one process, as `worker-0`; survives a restart."""
+Incarnation = NewType("Incarnation", str)
+"""One life of a process; changes at each restart."""
+RequestId = NewType("RequestId", str)
+"""Minted by the owner; unique in the cluster."""
+TenantId = NewType("TenantId", str)
+ClientKey = NewType("ClientKey", str)
+"""What a client calls its request (`rid`); unique a tenant among live requests."""
+
+DEFAULT_TENANT = TenantId("default")
+
+
+def new_incarnation() -> Incarnation:
+    """Name this life of the process."""
+    return Incarnation(uuid.uuid4().hex[:16])
+
+
+def new_request_id() -> RequestId:
+    """Mint a request id: 32 hexadecimal digits, as OpenAI clients see it in `id`."""
+    return RequestId(uuid.uuid4().hex)

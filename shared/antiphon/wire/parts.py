@@ -1,0 +1,25 @@
+"""Rows of one message, cut so that each part fits into a message of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+T = TypeVar("T")
+
+
+def parts(rows: Iterable[T], size_bytes: Callable[[T], int], bytes_max: int) -> Iterator[list[T]]:
+    """Yield the rows in order, in parts of at most `bytes_max`. A row is never cut."""
+    part: list[T] = []
+    used = 0
+    for row in rows:
+        size = size_bytes(row)
+        if part and used + size > bytes_max:
+            yield part
+            part, used = [], 0
+        part.append(row)
+        used += size
+    if part:
+        yield part

@@ -1,0 +1,307 @@
+"""Every subject of the bus, and nowhere else: what travels on it, from whom to whom.
+
+A `Call` is answered; a `Feed` is not. Subjects here lack the `<cluster>.v<major>` prefix, which the
+bus puts before them. The table in the docs, the permissions of the NATS users and the golden files
+are all made from `ROUTES`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from antiphon.wire.base import Message, Role
+from antiphon.wire.command import (
+    CommandBatch,
+    ControlDone,
+    DrainWorker,
+    FlushCache,
+    ResendTokens,
+    StopChoice,
+)
+from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.generate import (
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateDone,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResume,
+    GenerateText,
+)
+from antiphon.wire.heartbeat import Discover, Heartbeat
+from antiphon.wire.ids import DEFAULT_TENANT, TenantId
+from antiphon.wire.notice import NoticeBatch
+from antiphon.wire.storage import (
+    GetPages,
+    LeaseReleased,
+    LookupPages,
+    PagesFound,
+    PagesLeased,
+    PagesStored,
+    PutPages,
+    ReleaseLease,
+)
+from antiphon.wire.submit import (
+    CancelAccepted,
+    CancelRequest,
+    OpenList,
+    SubmitAccepted,
+    SubmitRequest,
+)
+from antiphon.wire.text import ResumeText, TextBatch, TextResumed
+from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+from antiphon.wire.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+
+class Spread(StrEnum):
+    """Who of several listeners gets a message."""
+
+    DIRECT = "direct"
+    """The one that the subject names, or the one that leads: for whatever holds state."""
+    QUEUE = "queue"
+    """Any one: only for services that hold nothing."""
+    ALL = "all"
+
+
+CLIENT = "client"
+"""The sender or listener outside: a NATS client with a tenant of its own."""
+ANYBODY = tuple(Role)
+
+Party = Role | str
+
+
+def inbox(party: Party, tenant: TenantId = DEFAULT_TENANT) -> str:
+    """Name the prefix under which a party is answered, and where nobody else may listen."""
+    return f"client.{escape(tenant)}" if party == CLIENT else f"inbox.{escape(party)}"
+
+
+@dataclass(frozen=True)
+class Feed(Generic[Q]):
+    """A subject that is published to and not answered.
+
+    Attributes:
+        carries: The messages that travel on it.
+        ordered: One consumer applies them in order and asks for a replay on a gap.
+    """
+
+    name: str
+    subject: str
+    carries: tuple[type[Q], ...]
+    senders: tuple[Party, ...]
+    listeners: tuple[Party, ...]
+    spread: Spread = Spread.DIRECT
+    ordered: bool = False
+
+    def at(self, **parts: str) -> str:
+        """Fill in the subject, escaping each part."""
+        return fill(self.subject, parts)
+
+    def listening(self, **parts: str) -> str:
+        """Fill in the subject, with a wildcard for each part that is left out."""
+        wildcards = re.sub(r"\{(\w+)\}", lambda p: p[0] if p[1] in parts else "*", self.subject)
+        return fill(wildcards, parts)
+
+
+@dataclass(frozen=True)
+class Call(Feed[Q], Generic[Q, R]):
+    """A subject whose messages are each answered with one of `replies`, or an `ErrorReply`."""
+
+    replies: tuple[type[R], ...] = field(default=())
+
+
+def escape(part: str) -> str:
+    """Make a name fit for one token of a subject; distinct names stay distinct.
+
+    Dots, spaces, wildcards and whatever else is not a letter, digit, `-` or `_` become `=XX`, the
+    hexadecimal of each UTF-8 byte.
+    """
+    if not part:
+        raise ValueError("an empty name cannot be part of a subject")
+    return re.sub(
+        r"[^A-Za-z0-9_-]", lambda match: "".join(f"={b:02X}" for b in match[0].encode()), part
+    )
+
+
+def fill(subject: str, parts: dict[str, str]) -> str:
+    """Put escaped names into a subject. An unknown or missing part is a bug and a `KeyError`."""
+    return subject.format(**{name: escape(value) for name, value in parts.items()})
+
+
+GENERATE = Call(
+    name="gateway.generate",
+    subject="generate.{model}",
+    carries=(GenerateRequest,),
+    replies=(GenerateAccepted,),
+    senders=(CLIENT,),
+    listeners=(Role.GATEWAY,),
+    spread=Spread.QUEUE,
+)
+CLIENT_TEXT = Feed(
+    name="client.text",
+    subject="client.{tenant}.{inbox}",
+    carries=(GenerateAccepted, GenerateText, GenerateEnd, ErrorReply),
+    senders=(Role.GATEWAY,),
+    listeners=(CLIENT,),
+    ordered=True,
+)
+GATEWAY_CONTROL = Call(
+    name="gateway.control",
+    subject="gateway.{gateway}.control",
+    carries=(GenerateResume, GenerateCancel),
+    replies=(GenerateDone,),
+    senders=(CLIENT,),
+    listeners=(Role.GATEWAY,),
+)
+TOKENIZE = Call(
+    name="tokenizer.encode",
+    subject="tokenizer.{model}.encode",
+    carries=(EncodeRequest,),
+    replies=(EncodeReply,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.TOKENIZER,),
+    spread=Spread.QUEUE,
+)
+ENCODE_IMAGE = Call(
+    name="encoder.encode",
+    subject="encoder.{model}.encode",
+    carries=(EncodeImage,),
+    replies=(ImageEmbedding,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.ENCODER,),
+    spread=Spread.QUEUE,
+)
+SUBMIT = Call(
+    name="scheduler.submit",
+    subject="scheduler.{model}.submit",
+    carries=(SubmitRequest,),
+    replies=(SubmitAccepted,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.SCHEDULER,),
+)
+CANCEL = Call(
+    name="scheduler.cancel",
+    subject="scheduler.{model}.cancel",
+    carries=(CancelRequest,),
+    replies=(CancelAccepted,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.SCHEDULER,),
+)
+OPEN = Feed(
+    name="scheduler.open",
+    subject="scheduler.{model}.open",
+    carries=(OpenList,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER),
+    spread=Spread.ALL,
+    ordered=True,
+)
+COMMAND = Feed(
+    name="worker.command",
+    subject="worker.{worker}.command",
+    carries=(CommandBatch,),
+    senders=(Role.SCHEDULER,),
+    listeners=(Role.WORKER,),
+    ordered=True,
+)
+STOP = Feed(
+    name="worker.stop",
+    subject="worker.{worker}.stop",
+    carries=(StopChoice, ResendTokens),
+    senders=(Role.DETOKENIZER,),
+    listeners=(Role.WORKER,),
+    ordered=True,
+)
+WORKER_CONTROL = Call(
+    name="worker.control",
+    subject="worker.{worker}.control",
+    carries=(DrainWorker, FlushCache),
+    replies=(ControlDone,),
+    senders=(Role.SCHEDULER,),
+    listeners=(Role.WORKER,),
+)
+TOKENS = Feed(
+    name="detokenizer.tokens",
+    subject="detokenizer.{detokenizer}.tokens",
+    carries=(TokenBatch,),
+    senders=(Role.WORKER,),
+    listeners=(Role.DETOKENIZER,),
+    ordered=True,
+)
+DETOKENIZER_CONTROL = Call(
+    name="detokenizer.control",
+    subject="detokenizer.{detokenizer}.control",
+    carries=(ResumeText,),
+    replies=(TextResumed,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.DETOKENIZER,),
+)
+TEXT = Feed(
+    name="gateway.text",
+    subject="gateway.{gateway}.text",
+    carries=(TextBatch,),
+    senders=(Role.DETOKENIZER,),
+    listeners=(Role.GATEWAY,),
+    ordered=True,
+)
+NOTICE = Feed(
+    name="gateway.notice",
+    subject="gateway.{gateway}.notice",
+    carries=(NoticeBatch,),
+    senders=(Role.SCHEDULER,),
+    listeners=(Role.GATEWAY,),
+)
+KV_CONTROL = Call(
+    name="kv_storage.control",
+    subject="kv_storage.{node}.control",
+    carries=(PutPages, LookupPages, GetPages, ReleaseLease),
+    replies=(PagesStored, PagesFound, PagesLeased, LeaseReleased),
+    senders=(Role.WORKER,),
+    listeners=(Role.KV_STORAGE,),
+)
+HEARTBEAT = Feed(
+    name="heartbeat",
+    subject="heartbeat.{role}.{instance}",
+    carries=(Heartbeat,),
+    senders=ANYBODY,
+    listeners=(Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
+    spread=Spread.ALL,
+)
+DISCOVER = Feed(
+    name="discover",
+    subject="discover",
+    carries=(Discover,),
+    senders=ANYBODY,
+    listeners=ANYBODY,
+    spread=Spread.ALL,
+)
+
+ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
+    GENERATE,
+    CLIENT_TEXT,
+    GATEWAY_CONTROL,
+    TOKENIZE,
+    ENCODE_IMAGE,
+    SUBMIT,
+    CANCEL,
+    OPEN,
+    COMMAND,
+    STOP,
+    WORKER_CONTROL,
+    TOKENS,
+    DETOKENIZER_CONTROL,
+    TEXT,
+    NOTICE,
+    KV_CONTROL,
+    HEARTBEAT,
+    DISCOVER,
+)

@@ -1,0 +1,64 @@
+"""Detokenizer to gateway: one batch of text a step; and how a gateway asks for what it lacks."""
+
+from __future__ import annotations
+
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, Usage, Value
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.ids import RequestId
+
+
+class TextRow(Value):
+    """More text of one choice.
+
+    Attributes:
+        attempt: The attempt that said it.
+        continues: The sealed attempt that this one goes on from, if any.
+        text_offset: Where `text` begins, in UTF-8 bytes of the choice's text.
+        finish_reason: The detokenizer's proposal to end the choice; the owner writes the terminal.
+        usage: The request's tokens as far as this detokenizer has seen.
+    """
+
+    request_id: RequestId
+    choice: int
+    attempt: Attempt
+    continues: Attempt | None = None
+    text_offset: int
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    usage: Usage | None = None
+    error: ErrorReply | None = None
+
+
+class TextBatch(Message):
+    """Everything one step said to one gateway. `seq` is per (detokenizer incarnation, gateway)."""
+
+    detokenizer: Process
+    gateway: Process
+    seq: int
+    rows: tuple[TextRow, ...]
+
+
+class ChoicePlace(Value):
+    """How much of a choice's text the gateway has, in UTF-8 bytes."""
+
+    request_id: RequestId
+    choice: int
+    text_offset: int
+
+
+class ResumeText(Message):
+    """A gateway missed a batch: send everything of its live requests beyond these places.
+
+    Live requests of this gateway that the table does not list are sent from the beginning.
+    """
+
+    detokenizer: Process
+    gateway: Process
+    places: tuple[ChoicePlace, ...] = ()
+
+
+class TextResumed(Message):
+    """What was missing is on its way on the gateway's text subject."""
+
+    rows: int

@@ -1,0 +1,62 @@
+"""Gateway and tokenizer: a conversation or text in, token ids out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from antiphon.wire.base import Message, Value
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.sampling import MinP, Temperature, TopP
+
+
+class ChatMessage(Value):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str
+    name: str | None = None
+
+
+class EncodeRequest(Message):
+    """Render and encode. Exactly one of `messages` and `prompt` is given.
+
+    Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them; a rendered
+    template writes its own.
+    """
+
+    request_id: RequestId
+    model: ModelName
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | None = None
+    continue_final_message: bool = False
+    deadline_unix_ms: int
+    traceparent: str | None = None
+
+
+class SamplingDefaults(Value):
+    """What the model's generation config says of sampling; unset fields say nothing."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: int | None = None
+    min_p: MinP | None = None
+
+
+class EncodeReply(Message):
+    """The prompt as ids, its page hash chain, and what the model card says of sampling.
+
+    Attributes:
+        token_ids: int32, little-endian.
+        block_digests: SHA-256 chain of the prompt's full blocks of 64 tokens, 32 bytes each.
+        vocabulary_size: Ids of a request must lie below it.
+        context_tokens: Most tokens of prompt and answer together.
+    """
+
+    request_id: RequestId
+    token_ids: bytes
+    block_digests: bytes = b""
+    vocabulary_size: int
+    context_tokens: int
+    defaults: SamplingDefaults = SamplingDefaults()

@@ -1,0 +1,57 @@
+"""Worker to detokenizer: one batch a step."""
+
+from __future__ import annotations
+
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, Value
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import StopStrings
+
+
+class TokenStream(Value):
+    """What a detokenizer must know of a request; on an attempt's first row, and on a resend."""
+
+    owner: Process
+    prompt_tokens: int
+    cached_tokens: int = 0
+    choices: int = 1
+    continues: Attempt | None = None
+    stop: StopStrings = StopStrings()
+    deadline_unix_ms: int
+    traceparent: str | None = None
+
+
+class TokenRow(Value):
+    """New tokens of one choice.
+
+    Attributes:
+        attempt: A receiver refuses rows of a lower one.
+        offset: Index of the first id in this choice's output.
+        token_ids: int32, little-endian.
+        finish_reason: On the last row of a choice, and only there.
+        matched_stop: The token id that ended the choice, if one did. It is not among the ids.
+        error: Why the request cannot go on; then `finish_reason` is `error`.
+    """
+
+    request_id: RequestId
+    choice: int
+    attempt: Attempt
+    offset: int
+    token_ids: bytes = b""
+    stream: TokenStream | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: int | None = None
+    error: ErrorReply | None = None
+
+
+class TokenBatch(Message):
+    """Everything one step produced for one detokenizer, in order.
+
+    `seq` is per (worker incarnation, detokenizer). A gap makes the receiver send its table of
+    offsets (`ResendTokens`), and the worker answers from its requests' own output lists.
+    """
+
+    worker: Process
+    seq: int
+    step: int
+    rows: tuple[TokenRow, ...]

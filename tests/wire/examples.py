@@ -1,0 +1,348 @@
+"""One example of every message, with every field set, so that every field shows in its bytes.
+
+Some fields exclude each other in use (`messages` and `prompt`); here they are all filled.
+"""
+
+from __future__ import annotations
+
+from antiphon.wire.base import Attempt, FinishReason, Message, Process, Role, State, Term, Usage
+from antiphon.wire.claim import Claim
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import (
+    Abort,
+    Admit,
+    ChoiceOutput,
+    CommandBatch,
+    ControlDone,
+    DrainWorker,
+    FlushCache,
+    ResendTokens,
+    StopChoice,
+    TokenPlace,
+)
+from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.generate import (
+    ChoiceEnd,
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateDone,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResume,
+    GenerateText,
+    TextPlace,
+)
+from antiphon.wire.heartbeat import Discover, Heartbeat, RunningRequest, StreamSeq, WorkerLoad
+from antiphon.wire.ids import (
+    ClientKey,
+    Incarnation,
+    InstanceId,
+    ModelName,
+    RequestId,
+    TenantId,
+)
+from antiphon.wire.notice import LostRequest, NoticeBatch
+from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.storage import (
+    GetPages,
+    LeaseReleased,
+    LookupPages,
+    PageOffer,
+    PagesFound,
+    PagesLeased,
+    PagesStored,
+    PutPages,
+    ReleaseLease,
+)
+from antiphon.wire.submit import (
+    CancelAccepted,
+    CancelRequest,
+    OpenList,
+    OpenRequest,
+    SubmitAccepted,
+    SubmitRequest,
+)
+from antiphon.wire.text import ChoicePlace, ResumeText, TextBatch, TextResumed, TextRow
+from antiphon.wire.tokenize import ChatMessage, EncodeReply, EncodeRequest, SamplingDefaults
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+
+MODEL = ModelName("antiphon-small")
+REQUEST = RequestId("0123456789abcdef0123456789abcdef")
+OTHER_REQUEST = RequestId("fedcba9876543210fedcba9876543210")
+KEY = ClientKey("my-request-1")
+DEADLINE = 1_767_225_600_000
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+GATEWAY = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("aaaa000000000001"))
+SCHEDULER = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("bbbb000000000002"))
+WORKER = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("cccc000000000003"))
+DETOKENIZER = Process(
+    instance=InstanceId("detokenizer-0"), incarnation=Incarnation("dddd000000000004")
+)
+TERM = Term(number=7, scheduler=SCHEDULER)
+FIRST = Attempt(term=TERM, n=1)
+SECOND = Attempt(term=TERM, n=2)
+STOP = StopStrings(strings=("\n\n", "END"), include=True, skip_special_tokens=False)
+SAMPLING = SamplingParams(
+    max_new_tokens=64,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    seed=-42,
+    stop_token_ids=(2, 3),
+    ignore_eos=True,
+)
+ERROR = ErrorReply(
+    code="overloaded",
+    message="the queue is full",
+    retry_after_s=1.5,
+    param="model",
+    details={"waiting": "1024"},
+)
+USAGE = Usage(prompt_tokens=11, completion_tokens=5, cached_tokens=3)
+CLAIM = Claim(
+    address="127.0.0.1:40123",
+    token="2f1c9d",  # an example
+    size_bytes=1_048_576,
+    digest=bytes(range(32)),
+    expires_unix_ms=DEADLINE,
+)
+DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
+CHAT = (
+    ChatMessage(role="system", content="Answer shortly.", name="house"),
+    ChatMessage(role="user", content="Grüße, 世界 👋", name="Ada"),
+)
+
+EVERY: tuple[Message, ...] = (
+    GenerateRequest(
+        key=KEY,
+        model=MODEL,
+        messages=CHAT,
+        prompt="Once upon",
+        prompt_ids=(1, 2, 70_000),
+        max_tokens=64,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=-42,
+        stop=("\n\n",),
+        stop_token_ids=(2,),
+        ignore_eos=True,
+        stream=False,
+        timeout_s=30.5,
+        traceparent=TRACE,
+    ),
+    GenerateAccepted(key=KEY, request_id=REQUEST, gateway=GATEWAY.instance),
+    GenerateText(request_id=REQUEST, choice=1, text_offset=12, text="né 👋"),
+    GenerateEnd(
+        request_id=REQUEST,
+        choices=(
+            ChoiceEnd(
+                choice=1,
+                finish_reason=FinishReason.STOP,
+                text_bytes=17,
+                text="Hello there, you.",
+                matched_stop="END",
+            ),
+        ),
+        usage=USAGE,
+        error=ERROR,
+    ),
+    GenerateResume(request_id=REQUEST, places=(TextPlace(choice=1, text_offset=12),)),
+    GenerateCancel(request_id=REQUEST),
+    GenerateDone(request_id=REQUEST),
+    EncodeRequest(
+        request_id=REQUEST,
+        model=MODEL,
+        messages=CHAT,
+        prompt="Once upon",
+        continue_final_message=True,
+        deadline_unix_ms=DEADLINE,
+        traceparent=TRACE,
+    ),
+    EncodeReply(
+        request_id=REQUEST,
+        token_ids=pack_ids((1, 2, 70_000)),
+        block_digests=b"".join(DIGESTS),
+        vocabulary_size=4096,
+        context_tokens=2048,
+        defaults=SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.01),
+    ),
+    EncodeImage(
+        request_id=REQUEST,
+        model=MODEL,
+        image=b"\x89PNG",
+        claim=CLAIM,
+        deadline_unix_ms=DEADLINE,
+        traceparent=TRACE,
+    ),
+    ImageEmbedding(
+        request_id=REQUEST,
+        content_digest=DIGESTS[0],
+        tokens=196,
+        hidden=768,
+        dtype="float32",
+        claim=CLAIM,
+        cached=True,
+    ),
+    SubmitRequest(
+        request_id=REQUEST,
+        owner=GATEWAY,
+        tenant=TenantId("acme"),
+        model=MODEL,
+        digest=DIGESTS[0],
+        prompt_ids=pack_ids((1, 2, 3)),
+        block_digests=b"".join(DIGESTS),
+        choices=2,
+        sampling=SAMPLING,
+        stop=STOP,
+        priority=5,
+        deadline_unix_ms=DEADLINE,
+        attempt_floor=FIRST,
+        traceparent=TRACE,
+    ),
+    SubmitAccepted(request_id=REQUEST, term=TERM, position=3),
+    CancelRequest(request_id=REQUEST, owner=GATEWAY, deadline_unix_ms=DEADLINE),
+    CancelAccepted(request_id=REQUEST),
+    OpenList(
+        model=MODEL,
+        owner=GATEWAY,
+        version=9,
+        whole=True,
+        opened=(OpenRequest(request_id=REQUEST, deadline_unix_ms=DEADLINE, attempt=FIRST),),
+        closed=(OTHER_REQUEST,),
+        not_after_unix_ms=DEADLINE,
+    ),
+    NoticeBatch(
+        leader=TERM,
+        gateway=GATEWAY,
+        requests=(LostRequest(request_id=REQUEST, attempt=FIRST, error=ERROR),),
+        not_after_unix_ms=DEADLINE,
+    ),
+    CommandBatch(
+        leader=TERM,
+        worker=WORKER,
+        seq=4,
+        commands=(
+            Admit(
+                request_id=REQUEST,
+                owner=GATEWAY,
+                attempt=SECOND,
+                continues=FIRST,
+                detokenizer=DETOKENIZER.instance,
+                prompt_ids=pack_ids((1, 2, 3)),
+                choices=(ChoiceOutput(choice=1, output_ids=pack_ids((9, 8))),),
+                sampling=SAMPLING,
+                stop=STOP,
+                priority=5,
+                deadline_unix_ms=DEADLINE,
+                traceparent=TRACE,
+            ),
+            Abort(request_id=OTHER_REQUEST, attempt=FIRST, error=ERROR),
+        ),
+        not_after_unix_ms=DEADLINE,
+    ),
+    StopChoice(request_id=REQUEST, attempt=FIRST, detokenizer=DETOKENIZER, choice=1, offset=6),
+    ResendTokens(
+        worker=WORKER,
+        detokenizer=DETOKENIZER,
+        places=(TokenPlace(request_id=REQUEST, choice=1, offset=6),),
+    ),
+    DrainWorker(),
+    FlushCache(),
+    ControlDone(pages_freed=128),
+    TokenBatch(
+        worker=WORKER,
+        seq=12,
+        step=345,
+        rows=(
+            TokenRow(
+                request_id=REQUEST,
+                choice=1,
+                attempt=SECOND,
+                offset=2,
+                token_ids=pack_ids((7, 70_000)),
+                stream=TokenStream(
+                    owner=GATEWAY,
+                    prompt_tokens=11,
+                    cached_tokens=3,
+                    choices=2,
+                    continues=FIRST,
+                    stop=STOP,
+                    deadline_unix_ms=DEADLINE,
+                    traceparent=TRACE,
+                ),
+                finish_reason=FinishReason.ERROR,
+                matched_stop=2,
+                error=ERROR,
+            ),
+        ),
+    ),
+    TextBatch(
+        detokenizer=DETOKENIZER,
+        gateway=GATEWAY,
+        seq=12,
+        rows=(
+            TextRow(
+                request_id=REQUEST,
+                choice=1,
+                attempt=SECOND,
+                continues=FIRST,
+                text_offset=12,
+                text="né 👋",
+                finish_reason=FinishReason.STOP,
+                matched_stop=2,
+                usage=USAGE,
+                error=ERROR,
+            ),
+        ),
+    ),
+    ResumeText(
+        detokenizer=DETOKENIZER,
+        gateway=GATEWAY,
+        places=(ChoicePlace(request_id=REQUEST, choice=1, text_offset=12),),
+    ),
+    TextResumed(rows=2),
+    PutPages(
+        pages=(PageOffer(digest=DIGESTS[1], parent=DIGESTS[0], claim=CLAIM),),
+        deadline_unix_ms=DEADLINE,
+    ),
+    PagesStored(stored=DIGESTS),
+    LookupPages(chain=DIGESTS),
+    PagesFound(pages=2),
+    GetPages(request_id=REQUEST, chain=DIGESTS, lease_s=30.0),
+    PagesLeased(lease="lease-1", claims=(CLAIM,)),
+    ReleaseLease(lease="lease-1"),
+    LeaseReleased(),
+    Heartbeat(
+        role=Role.WORKER,
+        process=WORKER,
+        state=State.READY,
+        model=MODEL,
+        wire_version=2,
+        config_digest="ab" * 32,
+        health_port=8081,
+        load=3,
+        worker=WorkerLoad(
+            pages_free=100,
+            pages_total=512,
+            page_tokens=16,
+            running=(RunningRequest(request_id=REQUEST, attempt=FIRST, tokens=40, ended=True),),
+            waiting=2,
+            running_max=64,
+            step=345,
+            step_age_s=0.25,
+            context_tokens=2048,
+            term=TERM,
+            commands_seq=4,
+        ),
+        leads=TERM,
+        streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),
+        not_after_unix_ms=DEADLINE,
+    ),
+    Discover(asker=GATEWAY),
+    ERROR,
+)
+EXAMPLES: dict[type[Message], Message] = {type(example): example for example in EVERY}

@@ -1,0 +1,166 @@
+"""What is read from the wire is checked, and grows without breaking who came before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.wire.examples import ERROR, EVERY, EXAMPLES
+
+from antiphon.wire import errors
+from antiphon.wire.codec import (
+    decode,
+    decode_reply,
+    encode,
+    encode_json,
+    id_count,
+    pack_ids,
+    unpack_ids,
+)
+from antiphon.wire.command import DrainWorker, FlushCache
+from antiphon.wire.errors import EngineError, ErrorReply, Internal, InvalidRequest, Overloaded
+from antiphon.wire.generate import GenerateRequest
+from antiphon.wire.storage import GetPages, LookupPages
+from antiphon.wire.submit import CancelAccepted, SubmitRequest
+from antiphon.wire.tokenize import EncodeRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Message
+
+ERRORS = sorted(errors._TYPES.values(), key=lambda error: error.code)
+
+
+def altered(message: type[Message], path: str, value: object) -> bytes:
+    """Encode the example of a message with one field replaced, or left out if `value` is ..."""
+    fields = msgspec.msgpack.decode(encode(EXAMPLES[message]))
+    *parents, last = path.split(".")
+    place = fields
+    for parent in parents:
+        place = place[int(parent) if parent.isdigit() else parent]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize("example", EVERY, ids=lambda m: type(m).__name__)
+def test_field_of_a_later_version_is_ignored(example: Message) -> None:
+    later = altered(type(example), "field_of_tomorrow", {"deep": [1, 2]})
+    assert decode(later, (type(example),)) == example
+
+
+def test_field_left_out_takes_its_default() -> None:
+    earlier = altered(SubmitRequest, "priority", ...)
+    assert decode(earlier, (SubmitRequest,)) == msgspec.structs.replace(
+        EXAMPLES[SubmitRequest], priority=0
+    )
+
+
+@pytest.mark.parametrize("write", [encode, encode_json])
+def test_message_of_another_route_is_refused(write) -> None:
+    with pytest.raises(InvalidRequest, match="FlushCache"):
+        decode(write(FlushCache()), (DrainWorker, CancelAccepted))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"{", b"\xc1", b'{"type": 3}', b"{}", b'{"type":"DrainWorker"', b"[1]", b"\x80"],
+)
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="malformed message"):
+        decode(payload, (DrainWorker, FlushCache))
+
+
+@pytest.mark.parametrize("example", EVERY, ids=lambda m: type(m).__name__)
+def test_cut_message_is_refused(example: Message) -> None:
+    payload = encode(example)
+    for size in range(len(payload)):
+        with pytest.raises(InvalidRequest):
+            decode(payload[:size], (type(example),))
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "value"),
+    [
+        (GenerateRequest, "temperature", -0.1),
+        (GenerateRequest, "temperature", 100.5),
+        (GenerateRequest, "top_p", 0.0),
+        (GenerateRequest, "top_p", 1.1),
+        (GenerateRequest, "top_k", -2),
+        (GenerateRequest, "min_p", 1.01),
+        (GenerateRequest, "max_tokens", -1),
+        (GenerateRequest, "seed", 2**63),
+        (GenerateRequest, "stop", ["x"] * 33),
+        (GenerateRequest, "stop", [""]),
+        (GenerateRequest, "stop_token_ids", [-1]),
+        (GenerateRequest, "timeout_s", 0),
+        (GenerateRequest, "key", ...),
+        (GenerateRequest, "stream", "yes"),
+        (EncodeRequest, "messages.0.role", ""),
+        (EncodeRequest, "messages.0.role", "r" * 65),
+        (EncodeRequest, "messages.0.content", 5),
+        (SubmitRequest, "choices", 0),
+        (SubmitRequest, "owner", "gateway-0"),
+        (SubmitRequest, "sampling.max_new_tokens", -1),
+        (GetPages, "lease_s", 601),
+        (GetPages, "lease_s", 0),
+        (LookupPages, "chain", [b"x" * 31]),
+    ],
+)
+def test_value_out_of_bounds_is_refused_with_its_path(
+    message: type[Message], path: str, value: object
+) -> None:
+    field = path.rpartition(".")[2]
+    with pytest.raises(InvalidRequest, match=field):
+        decode(altered(message, path, value), (message,))
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.code)
+def test_error_crosses_the_bus_whole(kind: type[EngineError]) -> None:
+    error = kind("why", param="model", retry_after_s=2.5, details={"a": "1"})
+    reply = encode(errors.encode_error(error))
+    with pytest.raises(kind) as raised:
+        decode_reply(reply, (CancelAccepted,))
+    again = raised.value
+    assert type(again) is kind
+    assert (again.code, again.status) == (kind.code, kind.status)
+    assert (again.message, str(again), again.param) == ("why", "why", "model")
+    assert (again.retry_after_s, again.details) == (2.5, {"a": "1"})
+
+
+def test_every_error_of_the_tree_has_a_code_of_its_own() -> None:
+    def tree(kind: type[EngineError]) -> set[type[EngineError]]:
+        return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
+
+    of_wire = {kind for kind in tree(EngineError) if kind.__module__ == errors.__name__}
+    assert of_wire - {EngineError} == set(ERRORS)
+    assert len({kind.code for kind in ERRORS}) == len(ERRORS)
+
+
+def test_error_with_a_code_of_tomorrow_is_internal() -> None:
+    reply = encode(ErrorReply(code="new", message="what is this"))
+    with pytest.raises(Internal, match="what is this"):
+        decode_reply(reply, (CancelAccepted,))
+
+
+def test_error_in_json_is_raised_too() -> None:
+    with pytest.raises(Overloaded, match=ERROR.message):
+        decode_reply(encode_json(ERROR), (CancelAccepted,))
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_ids_are_packed_without_loss(ids: list[int]) -> None:
+    packed = pack_ids(ids)
+    assert packed == b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
+    assert list(unpack_ids(packed)) == ids
+    assert id_count(packed) == len(ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_half_an_id_is_refused(size: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{size} bytes"):
+        unpack_ids(bytes(size))
