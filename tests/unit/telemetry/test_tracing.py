@@ -1,0 +1,167 @@
+"""Spans of one trace across processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from antiphon.telemetry import export, tracing
+from antiphon.telemetry.tracing import span
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+NOT_SAMPLED = PARENT[:-1] + "0"
+
+
+class Collector:
+    """Gives the finished spans by name."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self._exporter = InMemorySpanExporter()
+        self._provider = export.start_with(
+            self._exporter, service="gateway", instance="gateway-0", ratio=ratio
+        )
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        self._provider.force_flush()
+        return {found.name: found for found in self._exporter.get_finished_spans()}
+
+    def stop(self) -> None:
+        export.stop(self._provider)
+
+
+def parent_of(found: ReadableSpan) -> int | None:
+    return found.parent.span_id if found.parent else None
+
+
+def context_of(found: ReadableSpan) -> SpanContext:
+    context = found.get_span_context()
+    assert context is not None
+    return context
+
+
+@pytest.fixture
+def collector() -> Generator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.stop()
+
+
+def test_spans_across_processes_share_a_trace_and_each_has_its_parent(
+    collector: Collector,
+) -> None:
+    with span("gateway", PARENT) as gateway, span("submit", tokens=12):
+        carried = tracing.current()
+    with span("scheduler", carried):
+        pass
+    spans = collector.spans()
+    assert {context_of(found).trace_id for found in spans.values()} == {int(TRACE, 16)}
+    assert parent_of(spans["submit"]) == context_of(spans["gateway"]).span_id
+    assert parent_of(spans["scheduler"]) == context_of(spans["submit"]).span_id
+    assert dict(spans["submit"].attributes or {}) == {"tokens": 12}
+    assert gateway.traceparent is not None
+    assert gateway.traceparent.startswith(f"00-{TRACE}-")
+    assert tracing.current() is None
+
+
+def test_an_error_is_on_its_span(collector: Collector) -> None:
+    with pytest.raises(ValueError, match="wrong"), span("failing"):
+        raise ValueError("wrong")
+    assert collector.spans()["failing"].status.description == "ValueError"
+
+
+def test_a_parent_that_was_not_sampled_is_not_traced_below(collector: Collector) -> None:
+    with span("gateway", NOT_SAMPLED) as here:
+        assert here.traceparent is not None
+        assert here.traceparent.endswith("-00")
+    assert collector.spans() == {}
+
+
+@pytest.mark.parametrize("text", ["", "garbage", PARENT.upper(), "00-" + "0" * 32 + PARENT[35:]])
+def test_a_parent_that_is_not_w3c_begins_a_trace_of_its_own(
+    collector: Collector, text: str
+) -> None:
+    with span("gateway", text):
+        pass
+    assert collector.spans()["gateway"].parent is None
+
+
+def test_work_without_a_block_has_a_beginning_and_an_end(collector: Collector) -> None:
+    waiting = span("queue", PARENT).start()
+    assert tracing.current() is None
+    waiting.set(position=3)
+    waiting.end()
+    assert dict(collector.spans()["queue"].attributes or {}) == {"position": 3}
+
+
+def test_the_ratio_decides_for_traces_that_begin_here() -> None:
+    collector = Collector(ratio=0.1)
+    for n in range(300):
+        with span(f"request-{n}"):
+            pass
+    kept = len(collector.spans())
+    collector.stop()
+    assert 5 <= kept <= 90
+
+
+async def test_a_collector_gets_the_spans_over_http() -> None:
+    got: list[tuple[str, bytes]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        got.append((request.path, await request.read()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port: int = runner.addresses[0][1]
+    provider = export.start(
+        endpoint=f"http://127.0.0.1:{port}", service="gateway", instance="gateway-0", ratio=1.0
+    )
+    with span("gateway.chat", PARENT):
+        pass
+    await asyncio.to_thread(export.stop, provider)
+    await runner.cleanup()
+    assert [path for path, _ in got] == ["/v1/traces"]
+    assert b"gateway.chat" in got[0][1]
+    assert bytes.fromhex(TRACE) in got[0][1]
+
+
+def test_a_collector_that_is_away_does_not_hold_up_the_end() -> None:
+    provider = export.start(
+        endpoint="http://127.0.0.1:9", service="gateway", instance="gateway-0", ratio=1.0
+    )
+    with span("gateway.chat"):
+        pass
+    since = time.monotonic()
+    export.stop(provider)
+    assert time.monotonic() - since < 3.5
+
+
+def test_without_a_collector_the_parent_is_passed_on_and_costs_little() -> None:
+    with span("gateway", PARENT), span("submit") as here:
+        assert here.traceparent == PARENT
+    best_s = min(_time_of_spans(1000) for _ in range(5))
+    assert best_s / 1000 < 10e-6
+
+
+def _time_of_spans(count: int) -> float:
+    since = time.perf_counter()
+    for _ in range(count):
+        with span("gateway.submit", PARENT, tokens=12):
+            pass
+    return time.perf_counter() - since
