@@ -1,0 +1,201 @@
+"""Typed calls and feeds over a transport: the only way in which services talk.
+
+    reply = await bus.call(SUBMIT, message, timeout_s=1.0, model=model)
+    await bus.publish(TOKENS, batch, detokenizer=instance)
+    subscription = await bus.listen(TEXT, inbox.deliver, gateway=instance)
+
+Replies come to one inbox a process, which saves 40 % of a round trip against an inbox a call. Its
+prefix says whose it is (`routes.inbox`), so that nobody else may listen there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from antiphon.bus.errors import AnswerLost, NobodyListens
+from antiphon.wire.base import WIRE_VERSION, Message, Process
+from antiphon.wire.codec import decode, decode_reply, encode, encode_json, speaks_json
+from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
+from antiphon.wire.ids import DEFAULT_TENANT
+from antiphon.wire.routes import CLIENT, Call, Feed, Spread, escape, inbox
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Link, Packet, Subscription, Transport
+    from antiphon.wire.ids import ClusterName, TenantId
+    from antiphon.wire.routes import Party
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One received message, still in bytes, and the way to answer it."""
+
+    subject: str
+    data: bytes
+    reply: str | None
+    bus: Bus
+
+    async def respond(self, message: Message, *, probe: str | None = None) -> None:
+        """Answer in the form that the sender spoke. Does nothing where nobody waits.
+
+        With a `probe` from `Bus.probe` its holder is told if nobody listens any more.
+
+        Raises:
+            BusDown: The link is down.
+            RequestTooLarge: The answer is over the broker's limit.
+        """
+        if self.reply is not None:
+            write = encode_json if speaks_json(self.data) else encode
+            await self.bus.transport.publish(self.reply, write(message), probe)
+
+    async def refuse(self, error: EngineError) -> None:
+        """Answer with an error."""
+        await self.respond(encode_error(error))
+
+    def read(self, route: Feed[Q]) -> Q:
+        """Decode as one of the route's messages.
+
+        Raises:
+            InvalidRequest: It is none of them.
+        """
+        return decode(self.data, route.carries)
+
+
+Deliver = Callable[[Delivery], Awaitable[None]]
+
+
+class Bus:
+    """One process's place on the bus of one cluster: a service's, or a client's outside."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        cluster: ClusterName,
+        process: Process,
+        *,
+        party: Party = CLIENT,
+        tenant: TenantId = DEFAULT_TENANT,
+    ) -> None:
+        self.transport = transport
+        self.process = process
+        self._prefix = f"{cluster}.v{WIRE_VERSION}."
+        self._inbox = ".".join(
+            (
+                self._prefix + inbox(party, tenant),
+                escape(process.instance),
+                escape(process.incarnation),
+            )
+        )
+        self._waiting: dict[str, asyncio.Future[Packet | None]] = {}
+        self._probes: dict[str, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        transport.link.on_drop(self._lose_answers)
+
+    @property
+    def link(self) -> Link:
+        """The state of the connection."""
+        return self.transport.link
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as failing:
+            await failing.enter_async_context(self.transport)
+            await self.transport.subscribe(f"{self._inbox}.*", self._settle)
+            failing.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lose_answers()
+        await self.transport.__aexit__(*error)
+
+    async def listen(self, route: Feed[Q], deliver: Deliver, **address: str) -> Subscription:
+        """Deliver each message of a route to `deliver`, one at a time and in order.
+
+        `deliver` must not block: it answers, applies, or hands over to a task.
+        A part of the subject that `address` leaves out is listened to whatever it is.
+        """
+        queue = route.listeners[0] if route.spread is Spread.QUEUE else None
+        subject = self.subject(route, **address)
+        return await self.transport.subscribe(subject, self._opener(deliver), queue)
+
+    def subject(self, route: Feed[Q], **address: str) -> str:
+        """Name the whole subject that `listen` listens to."""
+        return self._prefix + route.listening(**address)
+
+    async def publish(self, route: Feed[Q], message: Q, **address: str) -> None:
+        """Send a message to whoever listens now.
+
+        Raises:
+            BusDown: The link is down; nothing was sent.
+            RequestTooLarge: The message is over the broker's limit.
+        """
+        await self.transport.publish(self._prefix + route.at(**address), encode(message))
+
+    async def call(self, route: Call[Q, R], message: Q, *, timeout_s: float, **address: str) -> R:
+        """Send a message and return its answer.
+
+        Raises:
+            NobodyListens: No process takes this subject; known at once, not by a timeout.
+            DeadlineExceeded: No answer within `timeout_s`.
+            BusDown: The link is down; nothing was sent.
+            AnswerLost: The link dropped on the way. The answer would hardly come: the broker keeps
+                nothing for who is away. The caller may try again at once.
+            RequestTooLarge: The message is over the broker's limit.
+            EngineError: What the callee answered.
+        """
+        subject = self._prefix + route.at(**address)
+        key = f"{self._inbox}.{next(self._numbers)}"
+        answer: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.transport.publish(subject, encode(message), key)
+                packet = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer from {route.name} in {timeout_s:g} s") from None
+        finally:
+            del self._waiting[key]
+        if packet is None:
+            raise AnswerLost(f"the link dropped while {route.name} was asked", retry_after_s=1.0)
+        if packet.nobody:
+            raise NobodyListens(f"nobody serves {route.name}", retry_after_s=1.0)
+        return decode_reply(packet.data, route.replies)
+
+    @contextmanager
+    def probe(self, unheard: Callable[[], None]) -> Generator[str]:
+        """Give a mark for messages whose hearer may be gone; `unheard` is called for each of those.
+
+        Only who publishes with the mark learns of it: core NATS tells nobody else.
+        """
+        key = f"{self._inbox}.{next(self._numbers)}"
+        self._probes[key] = unheard
+        try:
+            yield key
+        finally:
+            del self._probes[key]
+
+    async def _settle(self, packet: Packet) -> None:
+        if packet.nobody and (unheard := self._probes.get(packet.subject)) is not None:
+            unheard()
+            return
+        answer = self._waiting.get(packet.subject)
+        if answer is not None and not answer.done():
+            answer.set_result(packet)
+
+    def _lose_answers(self) -> None:
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_result(None)
+
+    def _opener(self, deliver: Deliver) -> Callable[[Packet], Awaitable[None]]:
+        async def receive(packet: Packet) -> None:
+            if not packet.nobody:
+                await deliver(Delivery(packet.subject, packet.data, packet.reply, self))
+
+        return receive

@@ -1,0 +1,199 @@
+"""The discovery verbs of NATS micro services (ADR-32), answered for one process.
+
+`nats micro ls` and the console see each process by them. They carry no data: `nats.micro` itself
+runs its handlers one at a time, so our routes are plain subscriptions beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.wire.base import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from antiphon.bus.transport import Packet, Receive, Subscription, Transport
+    from antiphon.wire.base import Process
+
+PREFIX = "$SRV"
+VERBS = ("PING", "INFO", "STATS")
+OPERATOR = "operator"
+"""The party of tools outside the request path, as the command line."""
+ASKERS = (Role.GATEWAY, OPERATOR)
+"""Who may ask: the console behind the gateway, and the operator."""
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One route of a process, and what has happened on it. Whoever handles a message counts it."""
+
+    name: str
+    subject: str
+    queue: str = ""
+    requests: int = 0
+    errors: int = 0
+    last_error: str = ""
+    processing_s: float = 0.0
+
+    def count(self, seconds: float, error: str = "") -> None:
+        """Add one handled message."""
+        self.requests += 1
+        self.processing_s += seconds
+        if error:
+            self.errors += 1
+            self.last_error = error
+
+
+class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An endpoint as `INFO` tells it."""
+
+    name: str
+    subject: str
+    queue_group: str
+
+
+class EndpointStats(EndpointInfo, frozen=True, kw_only=True):
+    """An endpoint as `STATS` tells it; times in nanoseconds."""
+
+    num_requests: int
+    num_errors: int
+    last_error: str
+    processing_time: int
+    average_processing_time: int
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `PING`, and the head of the others."""
+
+    type: str = "io.nats.micro.v1.ping_response"
+    name: str
+    id: str
+    version: str
+    metadata: dict[str, str]
+
+
+class Info(Pong, frozen=True, kw_only=True):
+    """The answer to `INFO`."""
+
+    type: str = "io.nats.micro.v1.info_response"
+    description: str
+    endpoints: tuple[EndpointInfo, ...]
+
+
+class Stats(Pong, frozen=True, kw_only=True):
+    """The answer to `STATS`."""
+
+    type: str = "io.nats.micro.v1.stats_response"
+    started: str
+    endpoints: tuple[EndpointStats, ...]
+
+
+class Discovery:
+    """Answers the verbs for one process.
+
+    Args:
+        version: Of the program, as `1.2.3`.
+        description: What the process does, in one line.
+        endpoints: Read at each answer, so that counts are current.
+        metadata: What else to tell, as the cluster and the model.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        role: Role,
+        process: Process,
+        version: str,
+        description: str,
+        endpoints: Sequence[Endpoint],
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        self._transport = transport
+        self._role = role
+        self._id = str(process.incarnation)
+        self._version = version
+        self._description = description
+        self._endpoints = endpoints
+        self._metadata = {"instance": str(process.instance), **(metadata or {})}
+        self._started = datetime.now(UTC).isoformat(timespec="milliseconds")
+
+    async def listen(self) -> Sequence[Subscription]:
+        """Answer from now on. Whoever calls this drains what it returns."""
+        answers = {"PING": self._pong, "INFO": self._info, "STATS": self._stats}
+        return [
+            await self._transport.subscribe(subject, self._answering(answers[verb]))
+            for verb in VERBS
+            for subject in subjects(verb, self._role, self._id)
+        ]
+
+    def _answering(self, answer: Callable[[], Pong]) -> Receive:
+        async def receive(packet: Packet) -> None:
+            if packet.reply is not None:
+                await self._transport.publish(packet.reply, msgspec.json.encode(answer()))
+
+        return receive
+
+    def _pong(self) -> Pong:
+        return Pong(
+            name=name_of(self._role),
+            id=self._id,
+            version=self._version,
+            metadata=self._metadata,
+        )
+
+    def _info(self) -> Info:
+        return Info(
+            name=name_of(self._role),
+            id=self._id,
+            version=self._version,
+            metadata=self._metadata,
+            description=self._description,
+            endpoints=tuple(
+                EndpointInfo(name=e.name, subject=e.subject, queue_group=e.queue)
+                for e in self._endpoints
+            ),
+        )
+
+    def _stats(self) -> Stats:
+        return Stats(
+            name=name_of(self._role),
+            id=self._id,
+            version=self._version,
+            metadata=self._metadata,
+            started=self._started,
+            endpoints=tuple(map(_stats_of, self._endpoints)),
+        )
+
+
+def name_of(role: Role) -> str:
+    """Name a role's service as the verbs do."""
+    return f"antiphon-{role}"
+
+
+def subjects(verb: str, role: Role, instance: str = "*") -> Sequence[str]:
+    """Name the three subjects of a verb: everybody's, the role's and one process's."""
+    return (
+        f"{PREFIX}.{verb}",
+        f"{PREFIX}.{verb}.{name_of(role)}",
+        f"{PREFIX}.{verb}.{name_of(role)}.{instance}",
+    )
+
+
+def _stats_of(endpoint: Endpoint) -> EndpointStats:
+    nanoseconds = round(endpoint.processing_s * 1e9)
+    return EndpointStats(
+        name=endpoint.name,
+        subject=endpoint.subject,
+        queue_group=endpoint.queue,
+        num_requests=endpoint.requests,
+        num_errors=endpoint.errors,
+        last_error=endpoint.last_error,
+        processing_time=nanoseconds,
+        average_processing_time=nanoseconds // max(endpoint.requests, 1),
+    )

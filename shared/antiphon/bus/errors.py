@@ -1,0 +1,17 @@
+"""What may go wrong below the messages."""
+
+from __future__ import annotations
+
+from antiphon.wire.errors import Unavailable
+
+
+class BusDown(Unavailable):
+    """The link to the broker is down; nothing was sent and nothing is kept."""
+
+
+class AnswerLost(Unavailable):
+    """The link dropped while an answer was awaited; the call may have taken effect."""
+
+
+class NobodyListens(Unavailable):
+    """No process listens on the subject; nothing was started."""

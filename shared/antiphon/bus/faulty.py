@@ -1,0 +1,133 @@
+"""A transport that fails on purpose: at one call, or by a seeded share of what is published."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from antiphon.bus.errors import BusDown
+from antiphon.wire.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Link, Receive, Subscription, Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What happens to published messages, as shares of them.
+
+    Attributes:
+        delay: Held back for `delay_s` with all that follows on its subject, so that other subjects
+            overtake it: order within a subject is the one that NATS promises.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.01
+    seed: int = 0
+
+
+NO_FAULTS = Faults()
+
+
+class FaultyTransport:
+    """Passes everything on to another transport, less what fails. Implements `Transport`.
+
+    With `fail_at_call`, the call of that number (from 0; publish, subscribe and flush count) raises
+    `BusDown` and does nothing else: a test that counts it up until `fault_happened` stays false has
+    tried a fault at every call.
+    """
+
+    def __init__(
+        self, inner: Transport, *, faults: Faults = NO_FAULTS, fail_at_call: int | None = None
+    ) -> None:
+        self.calls = 0
+        self._inner = inner
+        self._faults = faults
+        self._fail_at_call = fail_at_call
+        self._random = random.Random(faults.seed)  # noqa: S311  # a schedule, not a secret
+        self._group = asyncio.TaskGroup()
+        self._held: dict[str, deque[tuple[bytes, str | None]]] = {}
+
+    @property
+    def fault_happened(self) -> bool:
+        """Whether the call that was to fail has been made."""
+        return self._fail_at_call is not None and self.calls > self._fail_at_call
+
+    @property
+    def link(self) -> Link:
+        """The state of the connection beneath."""
+        return self._inner.link
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest message."""
+        return self._inner.payload_bytes_max
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._group.__aexit__(None, None, None)
+        finally:
+            await self._inner.__aexit__(*error)
+
+    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+        """Send to whoever listens now, or not, or twice, or later."""
+        self._count_call()
+        self._check(data)
+        if self._hits(self._faults.drop):
+            return
+        for _ in range(2 if self._hits(self._faults.duplicate) else 1):
+            if subject in self._held:
+                self._held[subject].append((data, reply))
+            elif self._hits(self._faults.delay):
+                self._held[subject] = deque([(data, reply)])
+                self._group.create_task(self._release(subject))
+            else:
+                await self._inner.publish(subject, data, reply)
+
+    async def subscribe(
+        self, subject: str, receive: Receive, queue: str | None = None
+    ) -> Subscription:
+        """Call `receive` for each message, one at a time, in order."""
+        self._count_call()
+        return await self._inner.subscribe(subject, receive, queue)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return when the broker has read all that was published and is not held back."""
+        self._count_call()
+        await self._inner.flush(timeout_s)
+
+    def _count_call(self) -> None:
+        call, self.calls = self.calls, self.calls + 1
+        if call == self._fail_at_call:
+            raise BusDown("the link to the broker is down (on purpose)", retry_after_s=1.0)
+
+    def _check(self, data: bytes) -> None:
+        """Refuse what the inner transport would refuse, had we not dropped or held it."""
+        if len(data) > self.payload_bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)
+        if not self.link.up:
+            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+
+    def _hits(self, share: float) -> bool:
+        return share > 0 and self._random.random() < share
+
+    async def _release(self, subject: str) -> None:
+        await asyncio.sleep(self._faults.delay_s)
+        held = self._held[subject]
+        while held:
+            data, reply = held.popleft()
+            try:
+                await self._inner.publish(subject, data, reply)
+            except BusDown:
+                held.clear()  # Lost on the way, as anything held in an outage is.
+        del self._held[subject]

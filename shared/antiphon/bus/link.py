@@ -1,0 +1,61 @@
+"""The state of a connection, as every transport keeps it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from antiphon.wire.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+log = logging.getLogger(__name__)
+
+
+class LinkState:
+    """Whether a transport reaches its broker, and who wants to know. Implements `Link`."""
+
+    def __init__(self) -> None:
+        self._up = False
+        self._joins = 0
+        self._on_join: list[Callable[[], Awaitable[None]]] = []
+        self._on_drop: list[Callable[[], None]] = []
+
+    @property
+    def up(self) -> bool:
+        """Whether the broker is reachable now."""
+        return self._up
+
+    @property
+    def joins(self) -> int:
+        """How often the connection was made."""
+        return self._joins
+
+    def on_join(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Await `call` at each join from now on."""
+        self._on_join.append(call)
+
+    def on_drop(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever the link drops."""
+        self._on_drop.append(call)
+
+    async def join(self) -> None:
+        """Say that the broker is reached and subscriptions are in place. For the transport only."""
+        self._joins += 1
+        self._up = True
+        for call in self._on_join:
+            try:
+                await call()
+            except EngineError as error:
+                log.warning("join callback refused", extra={"code": error.code})
+            except Exception:
+                # A join must not fail for what somebody does with it.
+                log.exception("join callback failed")
+
+    def drop(self) -> None:
+        """Say that the broker is gone. For the transport only; a second drop says nothing."""
+        if self._up:
+            self._up = False
+            for call in self._on_drop:
+                call()

@@ -1,0 +1,266 @@
+"""The transport over NATS: callbacks only, and nothing kept through an outage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import nats.errors
+
+from antiphon.bus.connection import Connection
+from antiphon.bus.errors import BusDown
+from antiphon.bus.link import LinkState
+from antiphon.bus.receiving import hand_over
+from antiphon.bus.transport import Packet
+from antiphon.wire.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.client import Server
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+    from antiphon.bus.transport import Receive
+    from antiphon.config.process import BusConfig
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+SUBSCRIBE_TIMEOUT_S = 2.0
+PENDING_MESSAGES_MAX = 64 * 1024
+"""Messages that wait for one subscription's receiver; past it they are dropped and counted."""
+PENDING_BYTES_MAX = 64 * 1024 * 1024
+OUTBOUND_BYTES_MAX = 8 * 1024 * 1024
+"""Bytes not yet taken by the socket: a broker that reads nothing is as good as gone."""
+
+
+@dataclass(slots=True)
+class LinkErrors:
+    """What went wrong out of anybody's sight, since start.
+
+    Attributes:
+        dropped: Messages that a slow receiver lost.
+        forbidden: Publishes and subscriptions that the broker's permissions refused.
+        failed: Everything else, failed attempts to connect among them.
+    """
+
+    dropped: int = 0
+    forbidden: int = 0
+    failed: int = 0
+
+
+class NatsTransport:
+    """One connection to NATS. Implements `Transport`."""
+
+    def __init__(
+        self, config: BusConfig, *, name: str, join_timeout_s: float = JOIN_TIMEOUT_S
+    ) -> None:
+        self.errors = LinkErrors()
+        self._config = config
+        self._name = name
+        self._join_timeout_s = join_timeout_s
+        self._link = LinkState()
+        self._connection = Connection()
+        self._subscriptions: set[NatsSubscription] = set()
+        self._payload_bytes_max = config.payload_bytes_max
+        self._reasons: dict[str, None] = {}  # Why attempts to join for the first time failed.
+
+    @property
+    def link(self) -> LinkState:
+        """The state of the connection."""
+        return self._link
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest message: the smaller of our limit and the server's."""
+        return self._payload_bytes_max
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as failing:
+            failing.push_async_callback(self._close)
+            try:
+                async with asyncio.timeout(self._join_timeout_s):
+                    await self._connection.connect(**self._options())
+            except TimeoutError:
+                raise BusDown(
+                    f"no NATS server at {self._config.url} in {self._join_timeout_s:g} s: "
+                    f"{', '.join(self._reasons) or 'no answer'}",
+                    retry_after_s=1.0,
+                ) from None
+            await self._joined()
+            failing.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S), asyncio.TaskGroup() as group:
+                for subscription in tuple(self._subscriptions):
+                    group.create_task(subscription.drain())
+            if self._link.up:
+                await self.flush(CLOSE_TIMEOUT_S)
+        except (TimeoutError, BusDown):
+            log.warning("bus left before it was drained", extra={"bus": self._name})
+        finally:
+            self._link.drop()
+            await self._close()
+
+    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+        """Send to whoever listens now."""
+        if len(data) > self._payload_bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
+        if not self._link.up:
+            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+        if self._connection.pending_data_size > OUTBOUND_BYTES_MAX:
+            raise BusDown("the broker reads nothing", retry_after_s=1.0)
+        try:
+            await self._connection.publish(subject, data, reply or "")
+        except (
+            nats.errors.ConnectionClosedError,
+            nats.errors.ConnectionDrainingError,
+            nats.errors.OutboundBufferLimitError,
+        ) as error:
+            raise BusDown("the link to the broker is down", retry_after_s=1.0) from error
+
+    async def subscribe(
+        self, subject: str, receive: Receive, queue: str | None = None
+    ) -> NatsSubscription:
+        """Call `receive` for each message, one at a time, in order."""
+
+        async def callback(message: Msg) -> None:
+            await hand_over(receive, packet_of(message))
+
+        inner = await self._connection.subscribe(  # pyright: ignore[reportUnknownMemberType]
+            subject,
+            queue=queue or "",
+            cb=callback,
+            pending_msgs_limit=PENDING_MESSAGES_MAX,
+            pending_bytes_limit=PENDING_BYTES_MAX,
+        )
+        subscription = NatsSubscription(self._connection, inner, self._subscriptions.discard)
+        self._subscriptions.add(subscription)
+        if self._link.up:
+            try:
+                await self.flush(SUBSCRIBE_TIMEOUT_S)
+            except BusDown:
+                log.info("subscription waits for the broker", extra={"subject": subject})
+        return subscription
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return when the broker has read all that was published."""
+        joins = self._link.joins
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connection.flush()
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            raise BusDown("the broker has not read everything", retry_after_s=1.0) from error
+        if not (self._link.up and self._connection.is_connected and self._link.joins == joins):
+            raise BusDown("the link to the broker dropped", retry_after_s=1.0)
+
+    def _options(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "servers": [url.strip() for url in config.url.split(",")],
+            "name": self._name,
+            "user": config.user or None,
+            "password": config.password or None,
+            "connect_timeout": config.connect_timeout_s,
+            "ping_interval": config.ping_interval_s,
+            "max_outstanding_pings": 2,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": config.reconnect_wait_s,
+            "reconnect_to_server_handler": self._choose_server,
+            "pending_size": 0,
+            "error_cb": self._failed,
+            "disconnected_cb": self._dropped,
+            "reconnected_cb": self._joined,
+        }
+
+    def _choose_server(
+        self, servers: list[Server], _info: dict[str, object]
+    ) -> tuple[Server, float]:
+        """Take a server that failed least, after a pause that differs between processes."""
+        pick = min(servers, key=lambda server: (server.reconnects, random.random()))  # noqa: S311  # spreads load
+        return pick, self._config.reconnect_wait_s * random.uniform(0.5, 1.5)  # noqa: S311
+
+    async def _joined(self) -> None:
+        self._payload_bytes_max = min(self._config.payload_bytes_max, self._connection.max_payload)
+        log.info("bus joined", extra={"bus": self._name, "joins": self._link.joins + 1})
+        await self._link.join()
+
+    async def _dropped(self) -> None:
+        self._connection.forget()
+        if self._link.up:
+            log.warning("bus link dropped", extra={"bus": self._name})
+        self._link.drop()
+
+    async def _failed(self, error: Exception) -> None:
+        """Count what nats-py reports from the background; repeats are logged at each doubling."""
+        text = str(error) or type(error).__name__
+        if not self._link.joins:
+            self._reasons[text] = None
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self.errors.dropped += 1
+            if _doubled(self.errors.dropped):
+                log.warning(
+                    "slow receiver lost messages",
+                    extra={"subject": error.subject, "dropped": self.errors.dropped},
+                )
+        elif "permissions violation" in text:
+            self.errors.forbidden += 1
+            log.error("broker refused", extra={"error": text})
+        else:
+            self.errors.failed += 1
+            if _doubled(self.errors.failed):
+                log.warning(
+                    "bus failed",
+                    extra={"error": text, "failed": self.errors.failed},
+                )
+
+    async def _close(self) -> None:
+        self._connection.forget()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._connection.close()
+        except TimeoutError:
+            log.warning("bus did not close in time", extra={"bus": self._name})
+
+
+class NatsSubscription:
+    """Interest in a subject of NATS. Implements `Subscription`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        inner: Subscription,
+        ended: Callable[[NatsSubscription], None],
+    ) -> None:
+        self._connection = connection
+        self._inner = inner
+        self._on_end = ended
+        self._draining = asyncio.Lock()
+        self._ended = False
+
+    async def drain(self) -> None:
+        """End the interest and return when what had arrived has been received. Idempotent."""
+        async with self._draining:
+            if not self._ended:
+                self._ended = True
+                await self._connection.end(self._inner)
+                self._on_end(self)
+
+
+def packet_of(message: Msg) -> Packet:
+    """Translate a message, telling the broker's `503` (nobody listens) from an answer."""
+    nobody = bool(message.headers and not message.data and message.headers.get("Status") == "503")
+    return Packet(message.subject, message.data, message.reply or None, nobody)
+
+
+def _doubled(count: int) -> bool:
+    return count & (count - 1) == 0

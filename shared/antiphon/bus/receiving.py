@@ -1,0 +1,33 @@
+"""What stands between a subscription and whoever receives from it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from antiphon.wire.errors import EngineError
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Packet, Receive
+
+log = logging.getLogger(__name__)
+
+
+async def hand_over(receive: Receive, packet: Packet) -> None:
+    """Let `receive` have a packet, and log what it raises: one message must not end the others."""
+    try:
+        await receive(packet)
+    except asyncio.CancelledError:
+        if _being_cancelled():
+            raise
+        log.warning("receiver awaited what was cancelled", extra={"subject": packet.subject})
+    except EngineError as error:
+        log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
+    except Exception:
+        log.exception("receiver failed", extra={"subject": packet.subject})
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,217 @@
+"""Finding, configuring and starting a nats-server of our own: for `antiphon serve` and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+FOLDERS = "/usr/sbin:/usr/local/sbin:/usr/local/bin"
+"""Where packages put it; not on every user's PATH."""
+READY_TIMEOUT_S = 10.0
+POLL_S = 0.02
+LOG_TAIL_CHARS = 2000
+
+
+class ServerMissing(Exception):
+    """There is no nats-server on this machine; the text says where to get one."""
+
+
+class ServerFailed(Exception):
+    """The nats-server did not come up; the text is the end of its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server of ours is told; the rest is as nats-server comes.
+
+    Attributes:
+        name: Told to every client, so that nobody talks to another server on the same port.
+        port: -1 takes any free one.
+        monitoring_port: Of its HTTP monitoring; -1 takes any free one, None has none.
+        users: Config text of its users (`antiphon.bus.permissions`); empty lets everybody in.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = -1
+    monitoring_port: int | None = None
+    payload_bytes_max: int = 1024 * 1024
+    ping_interval_s: int = 10
+    write_deadline_s: int = 5
+    users: str = ""
+
+
+class _Ports(msgspec.Struct):
+    """The file in which a server says where it listens."""
+
+    nats: tuple[str, ...] = ()
+    monitoring: tuple[str, ...] = ()
+
+
+class _Info(msgspec.Struct):
+    """What a server says first, less what we do not read."""
+
+    server_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningServer:
+    """A server that is ready. Whoever started it stops it."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    monitoring_url: str | None
+
+
+def find(override: str = "") -> Path:
+    """Find the nats-server program: `override` (`ANTIPHON_NATS_SERVER`), PATH, the usual folders.
+
+    Raises:
+        ServerMissing: There is none, or `override` names none.
+    """
+    wanted = override or "nats-server"
+    found = shutil.which(wanted) or (None if override else shutil.which(wanted, path=FOLDERS))
+    if found is None:
+        raise ServerMissing(
+            f"no program {wanted!r} on PATH or in {FOLDERS}. Install the package `nats-server` "
+            "(Debian, Ubuntu, Homebrew), or take a release from "
+            "https://github.com/nats-io/nats-server/releases and name it in ANTIPHON_NATS_SERVER."
+        )
+    return Path(found)
+
+
+def config_text(settings: ServerSettings) -> str:
+    """Write the settings in nats-server's own language, fit for compose too."""
+    lines = [
+        f"server_name: {settings.name}",
+        f'listen: "{settings.host}:{settings.port}"',
+        f"max_payload: {settings.payload_bytes_max}",
+        "# A dead client is found in half a minute, a slow one is closed in seconds.",
+        f'ping_interval: "{settings.ping_interval_s}s"',
+        "ping_max: 2",
+        f'write_deadline: "{settings.write_deadline_s}s"',
+    ]
+    if settings.monitoring_port is not None:
+        lines.append(f'http: "{settings.host}:{settings.monitoring_port}"')
+    return "\n".join(lines) + "\n" + settings.users
+
+
+def write_config(settings: ServerSettings, folder: Path) -> Path:
+    """Write `nats.conf` into `folder`, where the server will also keep its log and ports file.
+
+    Readable by the owner only: it may hold passwords.
+    """
+    path = folder / "nats.conf"
+    path.touch(mode=0o600)
+    path.write_text(
+        config_text(settings)
+        + f'ports_file_dir: "{folder}"\nlog_file: "{log_path(folder)}"\nlogtime: true\n'
+    )
+    return path
+
+
+def command(program: Path, config: Path) -> Sequence[str]:
+    """Name the command line that runs a server on a config file."""
+    return (str(program), "-c", str(config))
+
+
+def log_path(folder: Path) -> Path:
+    """Name the log of a server that was configured by `write_config`."""
+    return folder / "nats.log"
+
+
+async def start(
+    settings: ServerSettings,
+    folder: Path,
+    *,
+    program: Path | None = None,
+    before_exec: Callable[[], None] | None = None,
+    timeout_s: float = READY_TIMEOUT_S,
+) -> RunningServer:
+    """Start a server and return when it answers under its name.
+
+    `before_exec` runs in the child, for whoever wants it to die with its parent.
+
+    Raises:
+        ServerMissing: There is no nats-server.
+        ServerFailed: It ended, or was not ready within `timeout_s`; it does not run then.
+    """
+    config = write_config(settings, folder)
+    process = await asyncio.create_subprocess_exec(
+        *command(program or find(), config),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        preexec_fn=before_exec,
+    )
+    try:
+        return await wait_ready(process, settings.name, folder, timeout_s)
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+
+
+async def wait_ready(
+    process: asyncio.subprocess.Process, name: str, folder: Path, timeout_s: float
+) -> RunningServer:
+    """Return when a server that was configured into `folder` answers under its name.
+
+    Raises:
+        ServerFailed: It ended, or was not ready within `timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while process.returncode is None:
+                ports = _read_ports(folder, process.pid)
+                if ports is not None and await name_at(ports.nats[0]) == name:
+                    monitoring = next(iter(ports.monitoring), None)
+                    return RunningServer(
+                        process=process, url=ports.nats[0], monitoring_url=monitoring
+                    )
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise ServerFailed(
+            f"nats-server was not ready in {timeout_s:g} s: {_log_tail(folder)}"
+        ) from None
+    raise ServerFailed(f"nats-server ended with {process.returncode}: {_log_tail(folder)}")
+
+
+async def name_at(url: str) -> str | None:
+    """Ask who listens at `nats://host:port`; None if it is no NATS server, or nobody."""
+    host, _, port = url.removeprefix("nats://").rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return None
+    try:
+        line = await reader.readline()
+        return msgspec.json.decode(line.removeprefix(b"INFO "), type=_Info).server_name
+    except (OSError, msgspec.DecodeError):
+        return None
+    finally:
+        writer.close()
+
+
+def _read_ports(folder: Path, pid: int) -> _Ports | None:
+    for path in folder.glob(f"*_{pid}.ports"):
+        try:
+            ports = msgspec.json.decode(path.read_bytes(), type=_Ports)
+        except msgspec.DecodeError:
+            return None  # Half written.
+        return ports if ports.nats else None
+    return None
+
+
+def _log_tail(folder: Path) -> str:
+    path = log_path(folder)
+    return path.read_text(errors="replace")[-LOG_TAIL_CHARS:] if path.exists() else "(no log)"

@@ -1,0 +1,25 @@
+"""Every test that takes `world` runs on a real NATS server, in memory, and behind the injector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import WORLDS, World
+
+from antiphon.testing.nats import NatsServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture(params=WORLDS)
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    async with WORLDS[request.param]() as world:
+        yield world
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NatsServer]:
+    async with NatsServer() as server:
+        yield server

@@ -1,0 +1,261 @@
+"""Typed calls and feeds, on every transport."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import Mailbox, World
+
+from antiphon.bus.bus import Bus, Delivery
+from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process, Role
+from antiphon.wire.codec import encode_json
+from antiphon.wire.errors import DeadlineExceeded, Overloaded
+from antiphon.wire.generate import GenerateAccepted, GenerateRequest
+from antiphon.wire.heartbeat import Discover
+from antiphon.wire.ids import (
+    ClientKey,
+    ClusterName,
+    Incarnation,
+    InstanceId,
+    ModelName,
+    RequestId,
+    new_incarnation,
+)
+from antiphon.wire.routes import CANCEL, DISCOVER, GENERATE
+from antiphon.wire.submit import CancelAccepted, CancelRequest
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Transport
+
+MODEL = ModelName("org/model-1.5 b")
+CLUSTER = ClusterName("test")
+OWNER = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
+CANCEL_IT = CancelRequest(request_id=RequestId("r"), owner=OWNER, deadline_unix_ms=1)
+CANCELLED = CancelAccepted(request_id=RequestId("r"))
+
+
+def bus_on(transport: Transport, instance: str = "gateway-0") -> Bus:
+    process = Process(instance=InstanceId(instance), incarnation=new_incarnation())
+    return Bus(transport, CLUSTER, process, party=Role.GATEWAY)
+
+
+async def join(world: World, instance: str = "gateway-0") -> Bus:
+    """A bus on a transport of its own, which the world leaves."""
+    bus = await world.stack.enter_async_context(bus_on(world.make(), instance))
+    world.transports.append(bus.transport)
+    return bus
+
+
+async def answer_cancel(delivery: Delivery) -> None:
+    await delivery.respond(CANCELLED)
+
+
+async def test_call_returns_the_answer(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    heard: list[CancelRequest] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        heard.append(delivery.read(CANCEL))
+        await answer_cancel(delivery)
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    assert await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL) == CANCELLED
+    assert heard == [CANCEL_IT]
+
+
+async def test_calls_beside_each_other_get_their_own_answers(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    waiting: list[Delivery] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        waiting.append(delivery)
+        if len(waiting) == 20:
+            for one in reversed(waiting):
+                await one.respond(CancelAccepted(request_id=one.read(CANCEL).request_id))
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    async with asyncio.TaskGroup() as group:
+        calls = [
+            group.create_task(
+                caller.call(
+                    CANCEL,
+                    CancelRequest(request_id=RequestId(str(n)), owner=OWNER, deadline_unix_ms=1),
+                    timeout_s=5,
+                    model=MODEL,
+                )
+            )
+            for n in range(20)
+        ]
+    assert [call.result().request_id for call in calls] == [str(n) for n in range(20)]
+
+
+async def test_error_of_the_callee_is_raised(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+
+    async def deliver(delivery: Delivery) -> None:
+        await delivery.refuse(Overloaded("full", retry_after_s=2.5, details={"waiting": "9"}))
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    with pytest.raises(Overloaded, match="full") as error:
+        await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL)
+    assert (error.value.retry_after_s, error.value.details) == (2.5, {"waiting": "9"})
+
+
+async def test_call_to_nobody_fails_at_once(world: World) -> None:
+    caller = await join(world)
+    with pytest.raises(NobodyListens):
+        await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
+
+
+async def test_call_ends_at_its_deadline_and_a_late_answer_is_ignored(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    kept: list[Delivery] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        kept.append(delivery)
+
+    subscription = await callee.listen(CANCEL, deliver, model=MODEL)
+    with pytest.raises(DeadlineExceeded, match=r"scheduler\.cancel in 0\.05 s"):
+        await caller.call(CANCEL, CANCEL_IT, timeout_s=0.05, model=MODEL)
+    await until(lambda: len(kept) == 1)
+    await kept[0].respond(CANCELLED)
+    await subscription.drain()
+    await callee.listen(CANCEL, answer_cancel, model=MODEL)
+    assert await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL) == CANCELLED
+    assert not caller._waiting
+
+
+async def test_call_fails_at_once_when_the_link_drops(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    heard = asyncio.Event()
+
+    async def deliver(_delivery: Delivery) -> None:
+        heard.set()
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(lost(caller))
+        await heard.wait()
+        await world.cut()
+        assert await call
+    with pytest.raises(BusDown):
+        await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
+    assert not caller._waiting
+    await world.heal()
+
+
+async def test_call_fails_when_its_bus_is_left(world: World) -> None:
+    callee = await join(world, "scheduler-0")
+    heard = asyncio.Event()
+
+    async def deliver(_delivery: Delivery) -> None:
+        heard.set()
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    async with asyncio.TaskGroup() as group:
+        async with bus_on(world.make()) as caller:
+            call = group.create_task(lost(caller))
+            await heard.wait()
+        assert await call
+
+
+async def lost(caller: Bus) -> bool:
+    with pytest.raises(AnswerLost):
+        await caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL)
+    return True
+
+
+async def test_cancelled_call_leaves_nothing(world: World) -> None:
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    heard = asyncio.Event()
+
+    async def deliver(_delivery: Delivery) -> None:
+        heard.set()
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(caller.call(CANCEL, CANCEL_IT, timeout_s=60, model=MODEL))
+        await heard.wait()
+        call.cancel()
+    assert call.cancelled()
+    assert not caller._waiting
+
+
+async def test_json_is_answered_in_json(world: World) -> None:
+    gateway, client = await join(world), await world.join()
+    accepted = GenerateAccepted(
+        key=ClientKey("k"), request_id=RequestId("r"), gateway=InstanceId("gateway-0")
+    )
+
+    async def deliver(delivery: Delivery) -> None:
+        assert delivery.read(GENERATE).prompt == "hello"
+        await delivery.respond(accepted)
+
+    await gateway.listen(GENERATE, deliver, model=MODEL)
+    box = Mailbox()
+    await client.subscribe("client.default.1", box.receive)
+    request = encode_json(GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello"))
+    await client.publish(f"test.v1.{GENERATE.at(model=MODEL)}", request, "client.default.1")
+    assert await box.wait(1) == [encode_json(accepted)]
+
+
+async def test_queue_route_is_answered_by_one_of_many(world: World) -> None:
+    caller = await join(world)
+    heard: list[str] = []
+    for n in range(3):
+        gateway = await join(world, f"gateway-{n + 1}")
+
+        async def deliver(delivery: Delivery) -> None:
+            heard.append(delivery.bus.process.instance)
+            await delivery.respond(
+                GenerateAccepted(
+                    key=ClientKey("k"),
+                    request_id=RequestId("r"),
+                    gateway=delivery.bus.process.instance,
+                )
+            )
+
+        await gateway.listen(GENERATE, deliver, model=MODEL)
+    request = GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello")
+    for _ in range(30):
+        await caller.call(GENERATE, request, timeout_s=5, model=MODEL)
+    assert len(heard) == 30
+    assert len(set(heard)) > 1
+
+
+async def test_everybody_hears_a_feed_and_a_part_left_out_is_a_wildcard(world: World) -> None:
+    sender, listeners = await join(world), [await join(world, f"worker-{n}") for n in range(2)]
+    heard: list[tuple[str, Discover]] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        heard.append((delivery.bus.process.instance, delivery.read(DISCOVER)))
+        await delivery.respond(CANCELLED)  # Nobody waits: says nothing, fails nothing.
+
+    for listener in listeners:
+        await listener.listen(DISCOVER, deliver)
+    cancels: list[str] = []
+
+    async def any_model(delivery: Delivery) -> None:
+        cancels.append(delivery.subject)
+        await answer_cancel(delivery)
+
+    await listeners[0].listen(CANCEL, any_model)
+    await sender.publish(DISCOVER, Discover(asker=OWNER))
+    await until(lambda: len(heard) == 2)
+    assert {name for name, _ in heard} == {"worker-0", "worker-1"}
+    await sender.call(CANCEL, CANCEL_IT, timeout_s=5, model=ModelName("other"))
+    assert cancels == ["test.v1.scheduler.other.cancel"]
+
+
+async def test_clusters_on_one_broker_do_not_meet(world: World) -> None:
+    here = await join(world)
+    elsewhere = await world.stack.enter_async_context(
+        Bus(world.make(), ClusterName("other"), here.process)
+    )
+    await elsewhere.listen(CANCEL, answer_cancel, model=MODEL)
+    with pytest.raises(NobodyListens):
+        await here.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL)

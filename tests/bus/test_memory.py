@@ -1,0 +1,68 @@
+"""What the memory broker can do that a server cannot: cut one link, and draw lots from a seed."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+from tests.bus.worlds import Mailbox
+
+from antiphon.bus.errors import BusDown
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.testing.wait import until
+
+
+async def test_one_link_is_cut_and_the_others_stay() -> None:
+    broker = MemoryBroker()
+    async with MemoryTransport(broker) as near, MemoryTransport(broker) as far:
+        heard_near, heard_far = Mailbox(), Mailbox()
+        await near.subscribe("news", heard_near.receive)
+        await far.subscribe("news", heard_far.receive)
+        broker.cut(far)
+        await near.publish("news", b"missed")
+        with pytest.raises(BusDown):
+            await far.publish("news", b"lost")
+        broker.heal(far)
+        await until(lambda: far.link.up)
+        await near.publish("news", b"heard")
+        assert await heard_far.wait(1) == [b"heard"]
+        assert await heard_near.wait(2) == [b"missed", b"heard"]
+        assert (near.link.joins, far.link.joins) == (1, 2)
+
+
+async def test_healing_a_whole_link_does_nothing() -> None:
+    broker = MemoryBroker()
+    async with MemoryTransport(broker) as transport:
+        broker.heal(transport)
+    assert transport.link.joins == 1
+
+
+async def test_same_seed_draws_the_same_members() -> None:
+    assert await drawn(7) == await drawn(7)
+    assert await drawn(7) != await drawn(8)
+
+
+async def drawn(seed: int) -> list[list[bytes]]:
+    broker = MemoryBroker(seed=seed)
+    boxes = [Mailbox() for _ in range(3)]
+    async with AsyncExitStack() as stack:
+        sender = await stack.enter_async_context(MemoryTransport(broker))
+        for box in boxes:
+            transport = await stack.enter_async_context(MemoryTransport(broker))
+            await transport.subscribe("work", box.receive, "workers")
+        for n in range(50):
+            await sender.publish("work", b"%d" % n)
+    return [box.data for box in boxes]
+
+
+async def test_slow_receiver_loses_the_newest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("antiphon.bus.memory.PENDING_MESSAGES_MAX", 10)
+    box = Mailbox()
+    async with MemoryTransport(MemoryBroker()) as transport:
+        await transport.subscribe("fast", box.receive)
+        for n in range(15):
+            await transport.publish("fast", b"%d" % n)
+    assert box.data == [b"%d" % n for n in range(10)]
+    assert caplog.messages.count("slow receiver lost a message") == 5

@@ -1,0 +1,237 @@
+"""What only the NATS transport can get wrong: frozen brokers, limits, refusals, reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import Mailbox, bus_config, flood
+
+from antiphon.bus import nats as transport_module
+from antiphon.bus.errors import BusDown
+from antiphon.bus.nats import NatsTransport
+from antiphon.bus.server import ServerSettings
+from antiphon.testing.nats import NatsServer
+from antiphon.testing.wait import until
+from antiphon.wire.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.bus.transport import Packet
+
+USERS = """
+authorization {
+  users: [{
+    user: "one", password: "right"
+    permissions: {publish: {allow: ["may"]}, subscribe: {allow: ["may"]}}
+  }]
+}
+"""
+
+
+async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
+    server: NatsServer,
+) -> None:
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+        await server.pause()
+        chunk = b"x" * 512 * 1024
+        connection = transport._connection
+        async with asyncio.timeout(10):
+            while connection.pending_data_size < len(chunk):
+                await transport.publish("news", chunk)
+                await asyncio.sleep(0)
+        await server.kill()
+        await until(lambda: not transport.link.up)
+        await server.start()
+        await until(lambda: transport.link.up)
+        await transport.publish("news", b"after")
+        assert await box.wait(1) == [b"after"]
+
+
+async def test_publishing_to_a_frozen_broker_ends_in_an_error_not_in_memory(
+    server: NatsServer,
+) -> None:
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        await server.pause()
+        with pytest.raises(BusDown, match="reads nothing"):
+            await flood(transport)
+        server.resume()
+
+
+async def test_frozen_broker_is_found_by_pings_and_joined_again(server: NatsServer) -> None:
+    config = bus_config(server.url, ping_interval_s=0.05)
+    async with NatsTransport(config, name="test") as transport:
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+        # More than the sockets take: closing ours must not wait until that is written.
+        await server.pause()
+        with pytest.raises(BusDown):
+            await flood(transport)
+        await until(lambda: not transport.link.up)
+        with pytest.raises(BusDown):
+            await transport.publish("news", b"lost")
+        server.resume()
+        await until(lambda: transport.link.up)
+        box.packets.clear()
+        await transport.publish("news", b"after")
+        assert (await box.wait(1))[-1] == b"after"
+
+
+async def test_flush_that_gave_up_does_not_deafen_the_link(server: NatsServer) -> None:
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+        await server.pause()
+        with pytest.raises(BusDown):
+            await transport.flush(0.05)
+        server.resume()
+        await transport.publish("news", b"hello")
+        assert await box.wait(1) == [b"hello"]
+        await transport.flush(5)
+        assert transport.link.joins == 1
+
+
+async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
+    settings = ServerSettings(name="shrinking", payload_bytes_max=64 * 1024)
+    async with (
+        NatsServer(settings) as server,
+        NatsTransport(bus_config(server.url), name="test") as transport,
+    ):
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+        assert transport.payload_bytes_max == 64 * 1024
+        config = server.folder / "nats.conf"
+        config.write_text(config.read_text().replace("max_payload: 65536", "max_payload: 1024"))
+        server.running.process.send_signal(signal.SIGHUP)
+        await reloaded(server.folder / "nats.log")
+        # The server answers with -ERR 'Maximum Payload Violation' and closes.
+        await transport.publish("news", b"x" * 2048)
+        await until(lambda: transport.link.joins == 2)
+        with pytest.raises(RequestTooLarge):
+            await transport.publish("news", b"x" * 2048)
+        await transport.publish("news", b"after")
+        assert await box.wait(1) == [b"after"]
+
+
+async def reloaded(log: Path) -> None:
+    await until(lambda: "Reloaded server configuration" in log.read_text())
+
+
+async def test_start_waits_for_a_broker_that_comes_up(server: NatsServer) -> None:
+    await server.kill()
+    async with asyncio.TaskGroup() as group:
+        transport = NatsTransport(bus_config(server.url), name="test")
+        entering = group.create_task(transport.__aenter__())
+        await until(lambda: transport.errors.failed > 0)
+        await server.start()
+        await entering
+    assert transport.link.up
+    await transport.__aexit__()
+
+
+async def test_start_without_a_broker_fails_at_the_deadline_and_says_where(
+    server: NatsServer,
+) -> None:
+    await server.kill()
+    transport = NatsTransport(bus_config(server.url), name="test", join_timeout_s=0.2)
+    begun = time.monotonic()
+    with pytest.raises(BusDown, match=server.url):
+        await transport.__aenter__()
+    assert time.monotonic() - begun < 2
+
+
+async def test_wrong_password_is_named() -> None:
+    async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
+        config = bus_config(server.url, user="one", password="wrong")
+        with pytest.raises(BusDown, match=r"(?i)authorization violation"):
+            await NatsTransport(config, name="test", join_timeout_s=0.3).__aenter__()
+
+
+async def test_refused_subjects_are_counted_and_the_link_stays_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
+        config = bus_config(server.url, user="one", password="right")
+        async with NatsTransport(config, name="test") as transport:
+            box, foreign = Mailbox(), Mailbox()
+            await transport.subscribe("may", box.receive)
+            await transport.subscribe("may.not", foreign.receive)
+            await transport.publish("may.not", b"no")
+            await transport.publish("may", b"yes")
+            assert await box.wait(1) == [b"yes"]
+            assert transport.errors.forbidden == 2
+            assert transport.link.joins == 1
+    assert "broker refused" in caplog.messages
+    assert not foreign.packets
+
+
+async def test_slow_receiver_loses_the_newest_and_is_counted(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transport_module, "PENDING_MESSAGES_MAX", 10)
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        go, box = asyncio.Event(), Mailbox()
+
+        async def receive(packet: Packet) -> None:
+            await go.wait()
+            await box.receive(packet)
+
+        await transport.subscribe("fast", receive)
+        for n in range(100):
+            await transport.publish("fast", b"%d" % n)
+        await transport.flush(5)
+        go.set()
+        await until(lambda: len(box.packets) + transport.errors.dropped == 100)
+        assert transport.errors.dropped >= 80
+        assert box.data == [b"%d" % n for n in range(len(box.packets))]
+        # Logged at each doubling: 1, 2, 4, ... 64.
+        assert caplog.messages.count("slow receiver lost messages") == 7
+
+
+async def test_leaving_a_frozen_broker_ends_in_time(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "LEAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(transport_module, "CLOSE_TIMEOUT_S", 0.2)
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        await transport.subscribe("news", Mailbox().receive)
+        await server.pause()
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2
+    server.resume()
+
+
+async def test_drain_through_a_lost_link_ends_and_is_not_made_again(server: NatsServer) -> None:
+    config = bus_config(server.url, ping_interval_s=0.05)
+    async with NatsTransport(config, name="test") as transport:
+        box = Mailbox()
+        subscription = await transport.subscribe("news", box.receive)
+        await server.pause()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(subscription.drain())
+            await until(lambda: not transport.link.up)
+            server.resume()
+            await until(lambda: transport.link.up)
+        answers = Mailbox()
+        await transport.subscribe("answers", answers.receive)
+        await transport.publish("news", b"late", "answers")
+        await answers.wait(1)
+        assert answers.packets[0].nobody
+        assert not box.packets
+
+
+async def test_another_server_of_the_list_is_taken(server: NatsServer) -> None:
+    async with NatsServer() as other:
+        urls = f"{server.url}, {other.url}"
+        async with NatsTransport(bus_config(urls), name="test") as transport:
+            first = transport._connection._server_info["server_name"]
+            names = {s.settings.name: s for s in (server, other)}
+            await names[first].kill()
+            await until(lambda: transport.link.joins == 2)
+            assert transport._connection._server_info["server_name"] != first

@@ -1,0 +1,236 @@
+"""The users made from the route table, on a real server: who may, may, and nobody else."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import Mailbox, bus_config
+from tests.wire.examples import EXAMPLES, TERM, WORKER
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.discovery import ASKERS, OPERATOR, Discovery, Endpoint
+from antiphon.bus.nats import NatsTransport
+from antiphon.bus.permissions import compose_config, user, users, users_text
+from antiphon.bus.server import ServerSettings
+from antiphon.testing.nats import NatsServer
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process, Role
+from antiphon.wire.command import CommandBatch
+from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, InstanceId, TenantId, new_incarnation
+from antiphon.wire.routes import CLIENT, COMMAND, ROUTES, Call, Feed, Party
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from antiphon.bus.bus import Delivery
+
+CLUSTER = ClusterName("antiphon")
+OTHER = TenantId("other")
+PARTS = ("model", "tenant", "inbox", "gateway", "worker", "detokenizer", "node", "instance")
+COMMITTED = Path(__file__).parents[2] / "compose" / "nats.conf"
+
+
+@dataclass
+class Member:
+    """One party on the bus, with its own user."""
+
+    party: Party
+    bus: Bus
+    transport: NatsTransport
+
+    async def refusals(self) -> int:
+        """How much the broker has refused us, of all that we sent until now."""
+        await self.transport.flush(5)
+        return self.transport.errors.forbidden
+
+
+class House:
+    """A server with the generated users, and one member a party."""
+
+    def __init__(self, url: str, stack: AsyncExitStack) -> None:
+        self.url = url
+        self.stack = stack
+        self.members: dict[Party, Member] = {}
+
+    async def join(self, party: Party, tenant: TenantId = DEFAULT_TENANT) -> Member:
+        name = user(CLUSTER, party, tenant).name
+        config = bus_config(self.url, user=name, password="secret")
+        transport = NatsTransport(config, name=name)
+        process = Process(instance=InstanceId(f"{party}-0"), incarnation=new_incarnation())
+        bus = Bus(transport, CLUSTER, process, party=party, tenant=tenant)
+        await self.stack.enter_async_context(bus)
+        return Member(party, bus, transport)
+
+
+@pytest.fixture(scope="module")
+def permitted() -> str:
+    everybody = (*users(CLUSTER), user(CLUSTER, CLIENT, OTHER))
+    return users_text([replace(one, password='"secret"') for one in everybody])
+
+
+@pytest.fixture
+async def house(permitted: str) -> AsyncIterator[House]:
+    async with (
+        NatsServer(ServerSettings(name="guarded", users=permitted)) as server,
+        AsyncExitStack() as stack,
+    ):
+        house = House(server.url, stack)
+        for party in (*Role, CLIENT, OPERATOR):
+            house.members[party] = await house.join(party)
+        yield house
+
+
+def address(route: Feed, sender: Party) -> dict[str, str]:
+    """Fill every part of a route's subject, as its sender would."""
+    parts = {part: "x" for part in PARTS if f"{{{part}}}" in route.subject}
+    if "tenant" in parts:
+        parts["tenant"] = DEFAULT_TENANT
+    if "{role}" in route.subject:
+        parts["role"] = sender
+    return parts
+
+
+def test_committed_config_is_the_generated_one() -> None:
+    assert COMMITTED.read_text() == compose_config(CLUSTER)
+
+
+async def test_committed_config_starts_with_passwords_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for party in users(CLUSTER):
+        monkeypatch.setenv(party.password.removeprefix("$"), f"secret{len(party.name)}")
+    text = COMMITTED.read_text()
+    authorization = text[text.index("authorization {") :]
+    async with NatsServer(ServerSettings(name="composed", users=authorization)) as server:
+        config = bus_config(server.url, user="worker", password="secret6")
+        async with NatsTransport(config, name="worker") as transport:
+            assert transport.link.up
+
+
+async def test_every_route_works_between_its_rightful_parties(house: House) -> None:
+    for route in ROUTES:
+        for listener in route.listeners:
+            for sender in route.senders:
+                await try_route(route, house.members[sender], house.members[listener])
+    for member in house.members.values():
+        assert await member.refusals() == 0, member.party
+
+
+async def try_route(route: Feed, sender: Member, listener: Member) -> None:
+    heard: list[Delivery] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        heard.append(delivery)
+        if isinstance(route, Call):
+            await delivery.respond(EXAMPLES[route.replies[0]])
+
+    parts = address(route, sender.party)
+    named = {"tenant": DEFAULT_TENANT} if "tenant" in parts else {}
+    subscription = await listener.bus.listen(route, deliver, **named)
+    message = EXAMPLES[route.carries[0]]
+    if isinstance(route, Call):
+        reply = await sender.bus.call(route, message, timeout_s=5, **parts)
+        assert reply == EXAMPLES[route.replies[0]]
+    else:
+        await sender.bus.publish(route, message, **parts)
+    await until(lambda: len(heard) == 1)
+    assert heard[0].read(route) == message
+    await subscription.drain()
+
+
+async def test_nobody_publishes_what_another_party_sends(house: House) -> None:
+    for member in house.members.values():
+        foreign = [route for route in ROUTES if member.party not in route.senders]
+        if member.party == OPERATOR:
+            foreign = [route for route in foreign if route.name != "discover"]
+        for route in foreign:
+            before = await member.refusals()
+            await member.bus.publish(
+                route, EXAMPLES[route.carries[0]], **address(route, route.senders[0])
+            )
+            assert await member.refusals() == before + 1, (member.party, route.name)
+
+
+async def test_nobody_listens_to_what_another_party_is_sent(house: House) -> None:
+    async def deliver(delivery: Delivery) -> None:
+        raise AssertionError(delivery.subject)
+
+    for member in house.members.values():
+        foreign = [route for route in ROUTES if member.party not in route.listeners]
+        if member.party == OPERATOR:
+            foreign = [route for route in foreign if route.name != "heartbeat"]
+        for route in foreign:
+            before = await member.refusals()
+            await member.bus.listen(route, deliver)
+            assert await member.refusals() == before + 1, (member.party, route.name)
+
+
+async def test_command_of_a_tokenizer_never_reaches_a_worker(house: House) -> None:
+    worker, tokenizer, scheduler = (
+        house.members[role] for role in (Role.WORKER, Role.TOKENIZER, Role.SCHEDULER)
+    )
+    heard: list[str] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        heard.append(delivery.subject)
+
+    await worker.bus.listen(COMMAND, deliver, worker="worker-0")
+    command = CommandBatch(leader=TERM, worker=WORKER, seq=0, commands=(), not_after_unix_ms=1)
+    await tokenizer.bus.publish(COMMAND, command, worker="worker-0")
+    assert await tokenizer.refusals() == 1
+    assert not heard
+    await scheduler.bus.publish(COMMAND, command, worker="worker-0")
+    await until(lambda: len(heard) == 1)
+
+
+async def test_replies_are_heard_by_their_own_party_only(house: House) -> None:
+    inboxes = [f"antiphon.v1.inbox.{party}.>" for party in (*Role, OPERATOR)]
+    inboxes += [f"antiphon.v1.client.{tenant}.>" for tenant in (DEFAULT_TENANT, OTHER)]
+    wide = [">", "antiphon.>", "antiphon.v1.client.>", "antiphon.v1.inbox.>", "_INBOX.>"]
+    members = [*house.members.values(), await house.join(CLIENT, OTHER)]
+    allowed = 0
+    for member in members:
+        for subject in (*inboxes, *wide):
+            before = await member.refusals()
+            await member.transport.subscribe(subject, Mailbox().receive)
+            allowed += await member.refusals() == before
+    assert allowed == len(members)
+
+
+async def test_client_speaks_to_gateways_only(house: House) -> None:
+    client = house.members[CLIENT]
+    for subject in (
+        "antiphon.v1.inbox.gateway.gateway-0.1.0",
+        "antiphon.v1.client.other.inbox",
+        "antiphon.v1.client.default.inbox",
+        "$SRV.PING",
+        "anything",
+    ):
+        before = await client.refusals()
+        await client.transport.publish(subject, b"")
+        assert await client.refusals() == before + 1, subject
+
+
+async def test_every_role_answers_the_discovery_verbs_to_those_who_may_ask(house: House) -> None:
+    for role in Role:
+        member = house.members[role]
+        await Discovery(
+            member.transport,
+            role=role,
+            process=member.bus.process,
+            version="0.1.0",
+            description="",
+            endpoints=[Endpoint("a", "b")],
+        ).listen()
+    for asker in ASKERS:
+        member, box = house.members[asker], Mailbox()
+        prefix = f"antiphon.v1.inbox.{asker}.test"
+        await member.transport.subscribe(prefix, box.receive)
+        await member.transport.publish("$SRV.PING", b"", prefix)
+        await box.wait(len(Role))
+    for member in house.members.values():
+        assert await member.refusals() == 0, member.party

@@ -1,0 +1,286 @@
+"""What every transport promises, on each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import Mailbox, World
+
+from antiphon.bus.errors import BusDown
+from antiphon.testing.wait import until
+from antiphon.wire.errors import RequestTooLarge
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Packet
+
+
+async def test_message_reaches_every_listener_with_its_subject_and_reply(world: World) -> None:
+    sender, first, second = [await world.join() for _ in range(3)]
+    boxes = [Mailbox(), Mailbox()]
+    await first.subscribe("news.today", boxes[0].receive)
+    await second.subscribe("news.today", boxes[1].receive)
+    await sender.publish("news.today", b"hello", "answer.here")
+    for box in boxes:
+        assert await box.wait(1) == [b"hello"]
+        assert (box.packets[0].subject, box.packets[0].reply) == ("news.today", "answer.here")
+        assert not box.packets[0].nobody
+
+
+async def test_subscription_is_in_place_when_subscribe_returns(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    answers = Mailbox()
+    await sender.subscribe("answers", answers.receive)
+    for n in range(50):
+        await listener.subscribe(f"s.{n}", Mailbox().receive)
+        await sender.publish(f"s.{n}", b"", "answers")
+    await sender.publish("nobody", b"", "answers")
+    await answers.wait(1)
+    assert len(answers.packets) == 1
+
+
+async def test_flush_returns_after_everything_published_was_read(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    for n in range(50):
+        box = Mailbox()
+        subscription = await listener.subscribe(f"s.{n}", box.receive)
+        for _ in range(3):
+            await sender.publish(f"s.{n}", b"x" * 1000)
+        await sender.flush(5)
+        await subscription.drain()
+        assert len(box.packets) == 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "heard"),
+    [
+        ("a.*", ["a.b", "a.c"]),
+        ("a.>", ["a.b", "a.c", "a.b.c"]),
+        ("*.b", ["a.b"]),
+        ("a.b", ["a.b"]),
+        (">", ["a.b", "a.c", "a", "a.b.c"]),
+    ],
+)
+async def test_wildcards_cover_tokens(world: World, pattern: str, heard: list[str]) -> None:
+    transport = await world.join()
+    box = Mailbox()
+    await transport.subscribe(pattern, box.receive)
+    for subject in ("a.b", "a.c", "a", "a.b.c"):
+        await transport.publish(subject, b"")
+    last = Mailbox()
+    await transport.subscribe("last", last.receive)
+    await transport.publish("last", b"")
+    await last.wait(1)
+    subjects = [packet.subject for packet in box.packets if packet.subject != "last"]
+    assert subjects == heard
+
+
+async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: World) -> None:
+    sender = await world.join()
+    boxes = [Mailbox() for _ in range(3)]
+    for box in boxes:
+        await (await world.join()).subscribe("work", box.receive, "workers")
+    everybody = Mailbox()
+    await (await world.join()).subscribe("work", everybody.receive)
+    for n in range(200):
+        await sender.publish("work", b"%d" % n)
+    await everybody.wait(200)
+    await until(lambda: sum(len(box.packets) for box in boxes) == 200)
+    assert {int(data) for box in boxes for data in box.data} == set(range(200))
+    assert all(box.packets for box in boxes)
+
+
+async def test_order_is_kept(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    box = Mailbox()
+    await listener.subscribe("steps.*", box.receive)
+    for n in range(2000):
+        await sender.publish(f"steps.{n % 2}", b"%d" % n)
+    assert await box.wait(2000) == [b"%d" % n for n in range(2000)]
+
+
+async def test_one_message_at_a_time_is_received(world: World) -> None:
+    transport = await world.join()
+    running = most = done = 0
+
+    async def receive(_packet: Packet) -> None:
+        nonlocal running, most, done
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        done += 1
+
+    await transport.subscribe("one", receive)
+    for _ in range(20):
+        await transport.publish("one", b"")
+    await until(lambda: done == 20)
+    assert most == 1
+
+
+async def test_nobody_listening_is_told_at_once(world: World) -> None:
+    transport, other = await world.join(), await world.join()
+    box, foreign = Mailbox(), Mailbox()
+    await transport.subscribe("inbox.*", box.receive)
+    await other.subscribe("inbox.*", foreign.receive)
+    await transport.publish("nobody.here", b"hello", "inbox.1")
+    await box.wait(1)
+    assert box.packets[0].nobody
+    assert (box.packets[0].subject, box.packets[0].data) == ("inbox.1", b"")
+    assert not foreign.packets
+
+
+async def test_empty_answer_is_not_taken_for_nobody(world: World) -> None:
+    transport = await world.join()
+    box = Mailbox()
+    await transport.subscribe("inbox.1", box.receive)
+    await transport.publish("inbox.1", b"")
+    await box.wait(1)
+    assert not box.packets[0].nobody
+
+
+async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
+    transport = await world.join()
+    box = Mailbox()
+    await transport.subscribe("big", box.receive)
+    limit = transport.payload_bytes_max
+    with pytest.raises(RequestTooLarge) as refusal:
+        await transport.publish("big", b"x" * (limit + 1))
+    assert refusal.value.details == {"size_bytes": str(limit + 1), "bytes_max": str(limit)}
+    await transport.publish("big", b"x" * limit)
+    assert [len(data) for data in await box.wait(1)] == [limit]
+    assert transport.link.joins == 1
+
+
+async def test_failing_receiver_hears_the_next_message(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = await world.join()
+    box = Mailbox()
+
+    async def receive(packet: Packet) -> None:
+        await box.receive(packet)
+        if packet.data == b"bad":
+            raise ValueError("our bug")
+
+    await transport.subscribe("fragile", receive)
+    await transport.publish("fragile", b"bad")
+    await transport.publish("fragile", b"good")
+    assert await box.wait(2) == [b"bad", b"good"]
+    assert "receiver failed" in caplog.messages
+
+
+async def test_receiver_that_awaits_something_cancelled_hears_the_next_message(
+    world: World,
+) -> None:
+    transport = await world.join()
+    box = Mailbox()
+
+    async def receive(packet: Packet) -> None:
+        await box.receive(packet)
+        cancelled = asyncio.get_running_loop().create_future()
+        cancelled.cancel()
+        await cancelled
+
+    await transport.subscribe("fragile", receive)
+    for _ in range(2):
+        await transport.publish("fragile", b"")
+    await box.wait(2)
+
+
+async def test_drain_loses_nothing_and_ends_the_interest(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    box = Mailbox()
+    subscription = await listener.subscribe("stream", box.receive)
+    for n in range(500):
+        await sender.publish("stream", b"%d" % n)
+    await sender.flush(5)
+    await asyncio.gather(subscription.drain(), subscription.drain())
+    assert len(box.packets) == 500
+    await subscription.drain()
+    answers = Mailbox()
+    await sender.subscribe("answers", answers.receive)
+    await sender.publish("stream", b"late", "answers")
+    await answers.wait(1)
+    assert answers.packets[0].nobody
+    assert len(box.packets) == 500
+
+
+async def test_leaving_receives_what_had_arrived(world: World) -> None:
+    sender = await world.join()
+    box = Mailbox()
+    begun = asyncio.Event()
+
+    async def receive(packet: Packet) -> None:
+        begun.set()
+        await asyncio.sleep(0)
+        await box.receive(packet)
+
+    async with world.make() as listener:
+        await listener.subscribe("stream", receive)
+        for n in range(100):
+            await sender.publish("stream", b"%d" % n)
+        await sender.flush(5)
+        await begun.wait()
+    assert len(box.packets) == 100
+    assert not listener.link.up
+    with pytest.raises(BusDown):
+        await listener.publish("stream", b"gone")
+
+
+async def test_nothing_published_while_the_link_is_down_comes_later(world: World) -> None:
+    transport = await world.join()
+    box = Mailbox()
+    await transport.subscribe("news", box.receive)
+    await transport.publish("news", b"before")
+    await box.wait(1)
+    await world.cut()
+    with pytest.raises(BusDown):
+        await transport.publish("news", b"lost")
+    with pytest.raises(BusDown):
+        await transport.flush(0.1)
+    await world.heal()
+    await transport.publish("news", b"after")
+    assert await box.wait(2) == [b"before", b"after"]
+
+
+async def test_subscriptions_survive_an_outage(world: World) -> None:
+    transport = await world.join()
+    kept, made, drained = Mailbox(), Mailbox(), Mailbox()
+    await transport.subscribe("kept", kept.receive)
+    ended_before = await transport.subscribe("drained", drained.receive)
+    await world.cut()
+    await transport.subscribe("made", made.receive)
+    await ended_before.drain()
+    await world.heal()
+    for subject in ("drained", "kept", "made"):
+        await transport.publish(subject, b"hello")
+    assert await kept.wait(1) == [b"hello"]
+    assert await made.wait(1) == [b"hello"]
+    assert not drained.packets
+
+
+async def test_link_tells_of_joins_and_drops(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = await world.join()
+    link, box, events = transport.link, Mailbox(), list[str]()
+    await transport.subscribe("discover", box.receive)
+
+    async def greet() -> None:
+        events.append(f"join {link.joins} {link.up}")
+        await transport.publish("discover", b"hello")
+
+    async def fail() -> None:
+        raise ValueError("our bug")
+
+    link.on_join(fail)
+    link.on_join(greet)
+    link.on_drop(lambda: events.append(f"drop {link.joins} {link.up}"))
+    assert (link.joins, link.up) == (1, True)
+    await world.cut()
+    await world.heal()
+    assert await box.wait(1) == [b"hello"]
+    assert events == ["drop 1 False", "join 2 True"]
+    assert "join callback failed" in caplog.messages
