@@ -1,0 +1,134 @@
+"""What a service does with a route: answer its calls, or follow its feed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from antiphon.bus.discovery import Endpoint as Tally
+from antiphon.service.inbox import Inbox, InboxLimits, RequestInbox, StreamInbox
+from antiphon.telemetry.context import request_id_var
+from antiphon.telemetry.tracing import span
+from antiphon.wire.base import Message
+from antiphon.wire.routes import Spread
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from antiphon.bus.bus import Bus, Deliver, Delivery
+    from antiphon.bus.transport import Subscription
+    from antiphon.service.counts import RouteCounts
+    from antiphon.wire.routes import Call, Feed
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+
+class Endpoint(Protocol):
+    """A route and what is done with it: an `Answer` or a `Follow`, whatever its messages are."""
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it takes new work, and so is closed first when the process drains."""
+        ...
+
+    def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteCounts) -> Inbox:
+        """Make what its messages are delivered to."""
+        ...
+
+    def tally(self, bus: Bus) -> Tally:
+        """Make what the discovery verbs tell of it."""
+        ...
+
+    async def listen(self, bus: Bus, deliver: Deliver) -> Subscription:
+        """Have its messages delivered."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Generic[Q, R]):
+    """Answer each call of a route. Calls run beside each other, in slots, behind a bounded queue.
+
+    Attributes:
+        handler: Returns the reply, or raises an `EngineError`, which is the reply then. It gets
+            the delivery too, for routes that go on speaking to the caller (`generate`).
+        address: Parts of the subject; what is left out is listened to whatever it is.
+        while_draining: The calls are about work accepted before (cancel, resume), so they are
+            taken until the drain is over. Others are refused from its beginning.
+    """
+
+    route: Call[Q, R]
+    handler: Callable[[Q, Delivery], Awaitable[R]]
+    address: Mapping[str, str] = field(default_factory=dict[str, str])
+    while_draining: bool = False
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a draining process stops listening to it at once."""
+        return not self.while_draining
+
+    def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteCounts) -> Inbox:
+        """Answer each call in a task of its own."""
+        return RequestInbox(
+            self.route.name, self._answer, calls=calls, limits=limits, counts=counts
+        )
+
+    def tally(self, bus: Bus) -> Tally:
+        """Name the route and its subject."""
+        return _tally(self.route, bus, self.address)
+
+    async def listen(self, bus: Bus, deliver: Deliver) -> Subscription:
+        """Subscribe to the route."""
+        return await bus.listen(self.route, deliver, **self.address)
+
+    async def _answer(self, delivery: Delivery) -> R:
+        message = delivery.read(self.route)
+        # Not restored: the task is this call's own, and what is logged after it should say so too.
+        request_id_var.set(_text(message, "request_id"))
+        with span(self.route.name, _text(message, "traceparent")):
+            return await self.handler(message, delivery)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follow(Generic[Q]):
+    """Apply each message of a feed, one at a time, in order.
+
+    `apply` must not wait between looking at a sequence number and applying the message; it may
+    await publishes after that. A malformed message is logged, counted and dropped. A draining
+    process follows its feeds until the drain is over: what runs still needs them.
+    """
+
+    route: Feed[Q]
+    apply: Callable[[Q], Awaitable[None]]
+    address: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def takes_work(self) -> bool:
+        """Never: what is accepted comes by calls."""
+        return False
+
+    def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteCounts) -> Inbox:
+        """Apply each message where it arrives."""
+        return StreamInbox(self.route.name, self._apply, counts=counts)
+
+    def tally(self, bus: Bus) -> Tally:
+        """Name the route and its subject."""
+        return _tally(self.route, bus, self.address)
+
+    async def listen(self, bus: Bus, deliver: Deliver) -> Subscription:
+        """Subscribe to the route."""
+        return await bus.listen(self.route, deliver, **self.address)
+
+    async def _apply(self, delivery: Delivery) -> None:
+        await self.apply(delivery.read(self.route))
+
+
+def _tally(route: Feed[Q], bus: Bus, address: Mapping[str, str]) -> Tally:
+    queue = str(route.listeners[0]) if route.spread is Spread.QUEUE else ""
+    return Tally(name=route.name, subject=bus.subject(route, **address), queue=queue)
+
+
+def _text(message: Message, name: str) -> str | None:
+    """A field that most requests have and that logs and traces want."""
+    return getattr(message, name, None)

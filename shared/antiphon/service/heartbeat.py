@@ -1,0 +1,125 @@
+"""Our heartbeat to the others, and theirs to our table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from antiphon.config.digest import digest
+from antiphon.service.deadline import deadline_in
+from antiphon.service.endpoint import Follow
+from antiphon.service.peers import Change
+from antiphon.service.service import Report, Runtime, Service
+from antiphon.wire.base import State
+from antiphon.wire.errors import EngineError
+from antiphon.wire.heartbeat import Discover, Heartbeat
+from antiphon.wire.routes import DISCOVER, HEARTBEAT
+
+if TYPE_CHECKING:
+    from antiphon.service.peers import Peer
+
+log = logging.getLogger(__name__)
+
+_ANSWER_PAUSE_S = 0.1
+_JUDGEMENTS_PER_BEAT = 5
+
+
+class Pulse:
+    """Says that this process lives, asks who else does, and lets the table of peers judge."""
+
+    def __init__(self, service: Service, runtime: Runtime, health_port: int) -> None:
+        self._service = service
+        self._runtime = runtime
+        self._health_port = health_port
+        self._config_digest = digest(runtime.settings.cluster)
+        self._answering = False
+
+    async def listen(self) -> None:
+        """Hear heartbeats, if the route table says that our role does, and questions."""
+        if self._service.role in HEARTBEAT.listeners:
+            await self._runtime.listen(Follow(route=HEARTBEAT, apply=self._hear))
+        await self._runtime.listen(Follow(route=DISCOVER, apply=self._asked))
+        self._runtime.bus.link.on_join(self._joined)
+        await self._joined()
+
+    async def beat(self) -> None:
+        """Send a heartbeat each `heartbeat_s` and at each change, until cancelled."""
+        pause_s = self._runtime.settings.service.heartbeat_s
+        while True:
+            await self.send()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._runtime.health.change()
+            except TimeoutError:
+                continue
+
+    async def judge(self) -> None:
+        """Draw verdicts of the peers several times a heartbeat, until cancelled."""
+        peers, link = self._runtime.peers, self._runtime.bus.link
+        age = self._runtime.metrics.peer_age
+        peers.watch(self._forget_age)
+        while True:
+            peers.judge(link_up=link.up, joins=link.joins)
+            for peer in peers.all():
+                age.labels(peer.beat.role, peer.process.instance).set(peers.age_s(peer))
+            await asyncio.sleep(self._runtime.settings.service.heartbeat_s / _JUDGEMENTS_PER_BEAT)
+
+    async def send(self) -> None:
+        """Send one heartbeat. Not sent, it is no error: the next one says the same."""
+        process, role = self._runtime.process, self._service.role
+        try:
+            await self._runtime.bus.publish(
+                HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
+            )
+        except EngineError as error:
+            self._runtime.metrics.bus_errors.labels("heartbeat").inc()
+            log.debug("heartbeat not sent", extra={"code": error.code})
+
+    def _heartbeat(self) -> Heartbeat:
+        runtime = self._runtime
+        starting = runtime.health.state is State.STARTING
+        report = Report(load=0) if starting else self._service.report()
+        patience_s = runtime.settings.service.heartbeat_s * runtime.settings.scheduler.dead_beats
+        return Heartbeat(
+            role=self._service.role,
+            process=runtime.process,
+            state=runtime.health.state,
+            model=None if starting else self._service.model(),
+            config_digest=self._config_digest,
+            health_port=self._health_port,
+            load=report.load,
+            worker=report.worker,
+            leads=report.leads,
+            streams=report.streams,
+            not_after_unix_ms=deadline_in(patience_s, runtime.clock),
+        )
+
+    async def _joined(self) -> None:
+        """Ask who is there: at the start, and whenever the broker is back."""
+        self._runtime.health.changed()
+        try:
+            await self._runtime.bus.publish(DISCOVER, Discover(asker=self._runtime.process))
+        except EngineError:
+            self._runtime.metrics.bus_errors.labels("discover").inc()
+
+    async def _hear(self, beat: Heartbeat) -> None:
+        self._runtime.peers.hear(beat)
+
+    async def _asked(self, question: Discover) -> None:
+        """Answer after a pause of our own: a whole cluster is asked at once."""
+        if question.asker == self._runtime.process:
+            return
+        if not self._answering:
+            self._answering = True
+            pause_s = random.uniform(0, _ANSWER_PAUSE_S)  # noqa: S311  # spreads load
+            asyncio.get_running_loop().call_later(pause_s, self._answer)
+
+    def _answer(self) -> None:
+        self._answering = False
+        self._runtime.health.changed()
+
+    def _forget_age(self, change: Change, peer: Peer) -> None:
+        if change is Change.DIED:
+            self._runtime.metrics.peer_age.remove(peer.beat.role, peer.process.instance)

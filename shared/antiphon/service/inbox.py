@@ -1,0 +1,210 @@
+"""What stands between the bus and a handler: a bound, an order, and an answer for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from antiphon.service.counts import OK, RouteCounts
+from antiphon.wire.errors import (
+    EngineError,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    encode_error,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.wire.base import Message
+
+log = logging.getLogger(__name__)
+
+OVERLOADED_RETRY_S = 1.0
+
+LEAVING = Unavailable("this process is leaving", retry_after_s=0.0)
+"""The caller asks another, and need not wait."""
+
+
+class Inbox(Protocol):
+    """Takes the deliveries of one endpoint."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody waits for an answer."""
+        ...
+
+    async def deliver(self, delivery: Delivery) -> None:
+        """Take one message. Raises nothing but cancellation."""
+        ...
+
+    def shut(self) -> None:
+        """Take no more calls: each is answered `Unavailable` from now on."""
+        ...
+
+    async def close(self) -> None:
+        """Answer `Unavailable` to whatever was taken and is not answered yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class InboxLimits:
+    """How many calls of one route run beside each other, and how many more may wait."""
+
+    slots: int
+    backlog: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A call that is owed an answer."""
+
+    delivery: Delivery
+    since_s: float
+
+
+class RequestInbox:
+    """Runs at most `slots` handlers at once; at most `backlog` wait; one more is refused.
+
+    Core NATS has no back-pressure: past its pending limit a subscription drops messages and tells
+    nobody who sent them. So we answer `Overloaded` long before that. Every call that was taken is
+    answered: by its handler, by the error that ended it, or by `close`.
+    """
+
+    def __init__(
+        self,
+        route: str,
+        handler: Callable[[Delivery], Awaitable[Message]],
+        *,
+        calls: asyncio.TaskGroup,
+        limits: InboxLimits,
+        counts: RouteCounts,
+    ) -> None:
+        self._route = route
+        self._handler = handler
+        self._calls = calls
+        self._slots = asyncio.Semaphore(limits.slots)
+        self._places = limits.slots + limits.backlog
+        self._counts = counts
+        self._taken: set[_Taken] = set()
+        self._open = True
+
+    @property
+    def empty(self) -> bool:
+        """Whether every call that was taken is answered."""
+        return not self._taken
+
+    async def deliver(self, delivery: Delivery) -> None:
+        """Take the call, or refuse it at once."""
+        if not self._open:
+            await self._refuse(delivery, LEAVING)
+        elif len(self._taken) >= self._places:
+            text = f"{self._route} has {self._places} calls in flight, its limit"
+            await self._refuse(delivery, Overloaded(text, retry_after_s=OVERLOADED_RETRY_S))
+        else:
+            call = _Taken(delivery, time.monotonic())
+            self._taken.add(call)
+            self._counts.open(len(self._taken))
+            self._calls.create_task(self._run(call), name=self._route)
+
+    def shut(self) -> None:
+        """Take no more calls."""
+        self._open = False
+
+    async def close(self) -> None:
+        """Answer the calls whose task was cancelled before it began."""
+        self.shut()
+        for call in list(self._taken):
+            await self._settle(call, LEAVING)
+
+    async def _run(self, call: _Taken) -> None:
+        try:
+            async with self._slots:
+                reply = await self._handler(call.delivery)
+            await call.delivery.respond(reply)
+        except asyncio.CancelledError:
+            await self._settle(call, LEAVING)
+            raise
+        except EngineError as error:
+            await self._settle(call, error)
+        except Exception:
+            log.exception("handler failed", extra={"route": self._route})
+            await self._settle(call, Internal("internal error"))
+        else:
+            self._forget(call, OK)
+
+    async def _settle(self, call: _Taken, error: EngineError) -> None:
+        if isinstance(error, InvalidRequest):
+            log.info("call refused", extra={"route": self._route, "reason": error.message})
+        await answer(call.delivery, error, self._counts)
+        self._forget(call, error.code)
+
+    def _forget(self, call: _Taken, outcome: str) -> None:
+        self._taken.discard(call)
+        self._counts.open(len(self._taken))
+        self._counts.answered(time.monotonic() - call.since_s, outcome)
+
+    async def _refuse(self, delivery: Delivery, error: EngineError) -> None:
+        self._counts.refused(error.code)
+        await answer(delivery, error, self._counts)
+
+
+class StreamInbox:
+    """Applies one message at a time, in order, and answers nothing.
+
+    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots.
+    """
+
+    def __init__(
+        self, route: str, apply: Callable[[Delivery], Awaitable[None]], *, counts: RouteCounts
+    ) -> None:
+        self._route = route
+        self._apply = apply
+        self._counts = counts
+
+    @property
+    def empty(self) -> bool:
+        """Always: a feed has no caller."""
+        return True
+
+    async def deliver(self, delivery: Delivery) -> None:
+        """Apply the message. One that cannot be read, or meets a bug, is dropped."""
+        since_s = time.monotonic()
+        try:
+            await self._apply(delivery)
+        except EngineError as error:
+            if isinstance(error, InvalidRequest):
+                self._counts.malformed()
+            self._counts.dropped(time.monotonic() - since_s, error.code)
+            extra = {"route": self._route, "code": error.code, "reason": error.message}
+            log.warning("message dropped", extra=extra)
+        except Exception:
+            self._counts.dropped(time.monotonic() - since_s, Internal.code)
+            log.exception("message dropped", extra={"route": self._route})
+        else:
+            self._counts.applied(time.monotonic() - since_s)
+
+    def shut(self) -> None:
+        """Nothing to refuse: a feed has no caller."""
+
+    async def close(self) -> None:
+        """Nothing to answer: a feed has no caller."""
+
+
+async def answer(delivery: Delivery, error: EngineError, counts: RouteCounts) -> None:
+    """Send an error to whoever waits for one. Never raises: a reply must not end the service."""
+    extra = {"subject": delivery.subject, "code": error.code}
+    try:
+        await delivery.respond(encode_error(error))
+    except EngineError as failure:
+        counts.unsent("answer")
+        log.warning("answer not sent", extra=extra | {"reason": failure.message})
+    except Exception:
+        counts.unsent("answer")
+        log.exception("answer not sent", extra=extra)

@@ -1,0 +1,118 @@
+"""Everything that a process listens to: opened, drained in order, answered to the last call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+from antiphon.service.counts import RouteCounts
+from antiphon.service.tasks import Tasks
+from antiphon.wire.errors import Unavailable
+
+if TYPE_CHECKING:
+    from antiphon.bus.bus import Bus
+    from antiphon.bus.discovery import Endpoint as Tally
+    from antiphon.bus.transport import Subscription
+    from antiphon.service.endpoint import Endpoint
+    from antiphon.service.inbox import Inbox, InboxLimits
+    from antiphon.telemetry.metrics import Metrics
+
+
+class Listener:
+    """One endpoint that is listened to. A `Subscription`: draining it ends it."""
+
+    def __init__(
+        self, subscription: Subscription, inbox: Inbox, tally: Tally, *, takes_work: bool
+    ) -> None:
+        self.tally = tally
+        self._subscription = subscription
+        self._inbox = inbox
+        self._drained = False
+        self.takes_work = takes_work
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more and nobody waits for an answer."""
+        return self._drained and self._inbox.empty
+
+    async def drain(self) -> None:
+        """Stop listening; what had arrived is still taken, what comes later is refused."""
+        await self._subscription.drain()
+        self._inbox.shut()
+        self._drained = True
+
+    def shut(self) -> None:
+        """Refuse whatever comes from now on."""
+        self._inbox.shut()
+
+    async def close(self) -> None:
+        """Answer `Unavailable` to whoever still waits."""
+        await self._inbox.close()
+
+
+class Listeners:
+    """Opens endpoints and runs their calls. Left with every call answered that was taken."""
+
+    def __init__(self, bus: Bus, limits: InboxLimits, metrics: Metrics) -> None:
+        self._bus = bus
+        self._limits = limits
+        self._metrics = metrics
+        self._calls = Tasks()
+        self._listeners: list[Listener] = []
+        self._draining = False
+        self.tallies: list[Tally] = []
+        """What happened on each endpoint; the same list for ever, for the discovery verbs."""
+
+    async def __aenter__(self) -> Self:
+        await self._calls.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.end()
+        await self._calls.__aexit__(None, None, None)
+
+    async def open(self, endpoint: Endpoint) -> Listener:
+        """Listen to an endpoint from now on.
+
+        Raises:
+            Unavailable: The process is draining, or the link is down.
+        """
+        if self._draining:
+            raise Unavailable("a draining process opens nothing", retry_after_s=0.0)
+        self._listeners = [listener for listener in self._listeners if not listener.ended]
+        self.tallies[:] = [listener.tally for listener in self._listeners]
+        tally = endpoint.tally(self._bus)
+        inbox = endpoint.inbox(self._calls, self._limits, RouteCounts(self._metrics, tally))
+        subscription = await endpoint.listen(self._bus, inbox.deliver)
+        listener = Listener(subscription, inbox, tally, takes_work=endpoint.takes_work)
+        self._listeners.append(listener)
+        self.tallies.append(tally)
+        return listener
+
+    async def drain_work(self) -> None:
+        """Stop listening to whatever brings new work, and wait for the calls that run."""
+        self._draining = True
+        await self._drain([listener for listener in self._listeners if listener.takes_work])
+
+    async def drain(self) -> None:
+        """Stop listening to everything, and wait for the calls that run."""
+        self._draining = True
+        await self._drain(self._listeners)
+
+    async def end(self) -> None:
+        """Refuse what still comes, cancel what still runs, answer everybody who waits."""
+        self._draining = True
+        for listener in self._listeners:
+            listener.shut()
+        await self._calls.cancel(_CANCEL_S)
+        for listener in self._listeners:
+            await listener.close()
+
+    async def _drain(self, listeners: list[Listener]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for listener in listeners:
+                group.create_task(listener.drain())
+        await self._calls.ended()
+
+
+_CANCEL_S = 2.0

@@ -1,0 +1,167 @@
+"""The entry point of every service: `python -m antiphon.<service> --config FILE --instance NAME`.
+
+    run("tokenizer", TokenizerService)
+
+Exit codes: 0 stopped as told, 1 failed while it ran, 2 bad settings, 3 could not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import uvloop
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.digest import digest
+from antiphon.config.errors import ConfigError
+from antiphon.config.load import ProcessArguments, load_process
+from antiphon.service.parent import die_with
+from antiphon.service.run import Surroundings, serve
+from antiphon.service.sockets import CannotStart
+from antiphon.telemetry import log as logs
+from antiphon.wire.base import WIRE_VERSION, Process, Role, State
+from antiphon.wire.errors import EngineError
+from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from antiphon.config.settings import Settings
+    from antiphon.service.service import Service
+
+log = logging.getLogger(__name__)
+
+FAILED = 1
+BAD_SETTINGS = 2
+CANNOT_START = 3
+
+_LEAVE_S = 4.0
+"""What leaving may take beyond the drain deadline."""
+
+
+def run(role: str, build: Callable[[Settings], Service]) -> NoReturn:
+    """Be a service until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+
+    Args:
+        role: For `service.name` in traces and in messages before there is a log.
+        build: Makes the service. It does no work yet; it may raise `CannotStart`.
+    """
+    try:
+        arguments = load_process()
+    except ConfigError as error:
+        sys.stderr.write(f"antiphon {role}: {error}\n")
+        sys.exit(BAD_SETTINGS)
+    telemetry = arguments.settings.telemetry
+    logs.set_up(level=telemetry.log_level, form=telemetry.log_format, instance=arguments.instance)
+    with _traces(role, arguments):
+        code = _run(role, build, arguments)
+    log.info("stopped", extra={"code": code})
+    sys.exit(code)
+
+
+def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArguments) -> int:
+    try:
+        if arguments.parent_pid is not None:
+            die_with(arguments.parent_pid)
+        around = _surroundings(Role(role), arguments)
+        service = build(arguments.settings)
+    except (CannotStart, ConfigError, EngineError) as error:
+        log.error("cannot start", extra={"reason": str(error)})  # noqa: TRY400  # one line
+        return CANNOT_START
+    process = around.bus.process
+    log.info(
+        "starting",
+        extra={
+            "role": role,
+            "incarnation": process.incarnation,
+            "pid": os.getpid(),
+            "wire_version": WIRE_VERSION,
+            "config_digest": digest(arguments.settings.cluster),
+        },
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_until_signal(service, around))
+
+
+def _surroundings(role: Role, arguments: ProcessArguments) -> Surroundings:
+    settings = arguments.settings
+    if not settings.bus.url:
+        raise CannotStart("no NATS server is named; say --bus-url nats://host:port")
+    process = Process(instance=InstanceId(arguments.instance), incarnation=new_incarnation())
+    transport = NatsTransport(settings.bus, name=arguments.instance)
+    return Surroundings(
+        settings=settings,
+        bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
+    )
+
+
+async def _until_signal(service: Service, around: Surroundings) -> int:
+    stop = asyncio.Event()
+    leave_s = around.settings.service.drain_timeout_s + _LEAVE_S
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        # Whatever hangs on the way out, even the loop itself: gone by then, with tracebacks.
+        faulthandler.dump_traceback_later(leave_s, exit=True)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await serve(service, around, stop)
+    except Exception as error:  # noqa: BLE001  # here and in the inbox
+        return _failed(error, starting=around.health.state is State.STARTING)
+    else:
+        return 0
+    finally:
+        # What is left is to join threads, and one that hangs must not keep the process.
+        faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
+
+
+def _failed(error: Exception, *, starting: bool) -> int:
+    """Say it: an operating condition at the start in a line, anything else with its traceback."""
+    causes = list(_leaves(error))
+    if starting and all(isinstance(cause, CannotStart | EngineError) for cause in causes):
+        for cause in causes:
+            log.error("cannot start", extra={"reason": str(cause)})
+        return CANNOT_START
+    log.critical("service failed", exc_info=error)
+    return FAILED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        yield error
+        return
+    for member in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+        yield from _leaves(member)
+
+
+@contextmanager
+def _traces(role: str, arguments: ProcessArguments) -> Generator[None]:
+    telemetry = arguments.settings.telemetry
+    if not telemetry.otlp_endpoint:
+        yield
+        return
+    from antiphon.telemetry import export  # noqa: PLC0415  # 0.1 s that most save
+
+    provider = export.start(
+        endpoint=telemetry.otlp_endpoint,
+        service=role,
+        instance=arguments.instance,
+        ratio=telemetry.trace_ratio,
+    )
+    try:
+        yield
+    finally:
+        export.stop(provider)

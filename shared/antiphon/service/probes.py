@@ -1,0 +1,59 @@
+"""`/healthz`, `/readyz` and `/metrics`: on a port of their own, or mounted on another server."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from antiphon.service.sockets import bind
+from antiphon.wire.base import State
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.service.health import Health
+    from antiphon.telemetry.metrics import Metrics
+
+_LEAVE_S = 0.5
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def probe_routes(health: Health, metrics: Metrics) -> list[web.RouteDef]:
+    """The three routes, for `app.add_routes`."""
+
+    async def alive(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.Response:
+        status = 200 if health.state is State.READY else 503
+        return web.Response(text=f"{health.state}\n", status=status)
+
+    async def numbers(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+
+    return [web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", numbers)]
+
+
+@asynccontextmanager
+async def probe_server(
+    health: Health, metrics: Metrics, *, host: str, port: int
+) -> AsyncGenerator[int]:
+    """Answer the probes while inside; gives the port, for 0 the one that was free.
+
+    Raises:
+        CannotStart: The port is taken, or the address is not ours.
+    """
+    app = web.Application()
+    app.add_routes(probe_routes(health, metrics))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LEAVE_S)
+    listening = bind(host, port)
+    bound: int = listening.getsockname()[1]
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        yield bound
+    finally:
+        await runner.cleanup()
+        listening.close()

@@ -1,0 +1,55 @@
+"""A task group that can end its tasks before its block ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Generator
+    from contextvars import Context
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Tasks(asyncio.TaskGroup):
+    """Background tasks, or running calls: awaited or cancelled while what they use still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: set[asyncio.Task[Any]] = set()
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        """Start a task of this group."""
+        task = super().create_task(coro, name=name, context=context)
+        self._live.add(task)
+        task.add_done_callback(self._live.discard)
+        return task
+
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._live)
+
+    async def ended(self) -> None:
+        """Return when no task is left, later ones included. The caller bounds it."""
+        while self._live:
+            await asyncio.wait(self._live)
+
+    async def cancel(self, timeout_s: float) -> None:
+        """Cancel every task and wait until they have ended, but no longer than `timeout_s`."""
+        for task in self._live:
+            task.cancel()
+        if self._live:
+            _, stuck = await asyncio.wait(self._live, timeout=timeout_s)
+            if stuck:
+                names = [task.get_name() for task in stuck]
+                log.error("tasks ignore cancellation", extra={"tasks": names})

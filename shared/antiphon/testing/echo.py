@@ -1,0 +1,102 @@
+"""The smallest service: in the tokenizer's place, it answers each request at its deadline.
+
+Run by `python -m antiphon.testing.echo` where a test needs a process to send signals to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.main import run
+from antiphon.service.service import Report, Runtime
+from antiphon.wire.base import Role
+from antiphon.wire.errors import PromptTooLong
+from antiphon.wire.ids import ModelName, new_request_id
+from antiphon.wire.routes import TOKENIZE
+from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.config.settings import Settings
+    from antiphon.service.clock import Clock
+
+MODEL = ModelName("echo")
+BUG = "bug"
+"""A prompt that meets a bug in the handler."""
+TOO_LONG = "too long"
+"""A prompt that is refused."""
+
+
+class EchoService:
+    """Answers a prompt with its own bytes."""
+
+    role = Role.TOKENIZER
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings
+        self.open = 0
+        self.left = False
+        self.runtime: Runtime
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Remember the runtime for whoever tests."""
+        self.runtime = runtime
+        try:
+            yield
+        finally:
+            self.left = True
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """One route."""
+        return [Answer(route=TOKENIZE, handler=self.encode, address={"model": MODEL})]
+
+    def model(self) -> ModelName | None:
+        """One model."""
+        return MODEL
+
+    def report(self) -> Report:
+        """Calls that run."""
+        return Report(load=self.open)
+
+    async def drain(self) -> None:
+        """Nothing outlives its call."""
+
+    async def encode(self, request: EncodeRequest, _: Delivery) -> EncodeReply:
+        """Wait until the deadline, then answer."""
+        assert request.prompt is not None
+        self.open += 1
+        try:
+            await asyncio.sleep(remaining_s(request.deadline_unix_ms, self.runtime.clock))
+        finally:
+            self.open -= 1
+        if request.prompt == BUG:
+            raise ValueError("a bug, on purpose")
+        if request.prompt == TOO_LONG:
+            raise PromptTooLong.of(prompt_tokens=9, tokens_max=8)
+        return EncodeReply(
+            request_id=request.request_id,
+            token_ids=request.prompt.encode(),
+            vocabulary_size=256,
+            context_tokens=8,
+        )
+
+
+def echo_request(clock: Clock, prompt: str = "echo", after_s: float = 0.0) -> EncodeRequest:
+    """A request that is answered `after_s` from now."""
+    return EncodeRequest(
+        request_id=new_request_id(),
+        model=MODEL,
+        prompt=prompt,
+        deadline_unix_ms=deadline_in(after_s, clock),
+    )
+
+
+if __name__ == "__main__":
+    run(Role.TOKENIZER, EchoService)

@@ -1,0 +1,22 @@
+"""Waiting for a condition, never for a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOOK_AGAIN_S = 0.002
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Return once `condition` holds; for what nothing can be awaited on.
+
+    Raises:
+        TimeoutError: It did not hold within `timeout_s`.
+    """
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # the condition has no event
+            await asyncio.sleep(_LOOK_AGAIN_S)

@@ -1,0 +1,163 @@
+"""What stands between the bus and a handler, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.bus.discovery import Endpoint as Tally
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.service.counts import RouteCounts
+from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
+from antiphon.service.tasks import Tasks
+from antiphon.telemetry.metrics import Metrics
+from antiphon.testing.services import client_bus
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process
+from antiphon.wire.command import ControlDone, FlushCache
+from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
+from antiphon.wire.heartbeat import Discover
+from antiphon.wire.ids import Incarnation, InstanceId
+from antiphon.wire.routes import DISCOVER, WORKER_CONTROL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    import pytest
+
+    from antiphon.bus.bus import Bus, Delivery
+
+
+class World:
+    """An inbox whose handlers wait for the test, and somebody who calls it."""
+
+    def __init__(self, bus: Bus, calls: Tasks, callers: asyncio.TaskGroup) -> None:
+        self.bus = bus
+        self.calls = calls
+        self.go = asyncio.Event()
+        self.running = self.began = self.cancelled = 0
+        self.cancels = False
+        self.tally = Tally(name="route", subject="subject")
+        self.inbox = RequestInbox(
+            "route",
+            self.flush,
+            calls=calls,
+            limits=InboxLimits(slots=2, backlog=3),
+            counts=RouteCounts(Metrics(), self.tally),
+        )
+        self._callers = callers
+
+    async def take(self, delivery: Delivery) -> None:
+        await self.inbox.deliver(delivery)
+        if self.cancels:  # nothing has awaited since: the call's task has not run yet
+            await self.calls.cancel(timeout_s=1)
+            self.cancelled += 1
+
+    async def flush(self, _: Delivery) -> ControlDone:
+        self.began += 1
+        self.running += 1
+        try:
+            await self.go.wait()
+        finally:
+            self.running -= 1
+        return ControlDone(pages_freed=7)
+
+    def call(self, count: int) -> list[asyncio.Task[EngineError | None]]:
+        return [self._callers.create_task(self._call()) for _ in range(count)]
+
+    async def _call(self) -> EngineError | None:
+        try:
+            await self.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5, worker="worker-0")
+        except EngineError as error:
+            return error
+        return None
+
+
+@asynccontextmanager
+async def world() -> AsyncGenerator[World]:
+    broker = MemoryBroker()
+    async with (
+        client_bus(MemoryTransport(broker), "caller") as caller,
+        client_bus(MemoryTransport(broker), "called") as called,
+        Tasks() as calls,
+        asyncio.TaskGroup() as callers,
+    ):
+        world = World(caller, calls, callers)
+        await called.listen(WORKER_CONTROL, world.take)
+        yield world
+
+
+async def test_no_more_handlers_run_than_there_are_slots() -> None:
+    async with world() as at:
+        made = at.call(5)
+        await until(lambda: len(at.calls) == 5)
+        assert at.running == 2
+        at.go.set()
+        assert [await call for call in made] == [None] * 5
+        assert at.inbox.empty
+        assert (at.tally.requests, at.tally.errors) == (5, 0)
+
+
+async def test_one_call_more_is_told_when_to_come_back() -> None:
+    async with world() as at:
+        at.call(5)
+        await until(lambda: len(at.calls) == 5)
+        refused = await at.call(1)[0]
+        assert isinstance(refused, Overloaded)
+        assert refused.retry_after_s == 1.0
+        assert at.tally.last_error == "overloaded"
+        at.go.set()
+
+
+async def test_a_shut_inbox_refuses_and_finishes_what_it_took() -> None:
+    async with world() as at:
+        taken = at.call(1)[0]
+        await until(lambda: at.running == 1)
+        at.inbox.shut()
+        refused = await at.call(1)[0]
+        assert refused is not None
+        assert refused.code == "unavailable"
+        at.go.set()
+        assert await taken is None
+
+
+async def test_a_call_that_is_cancelled_before_it_began_is_answered_by_close() -> None:
+    async with world() as at:
+        at.cancels = True
+        made = at.call(3)
+        await until(lambda: at.cancelled == 3)
+        assert at.began == 0
+        assert not at.inbox.empty
+        await at.inbox.close()
+        codes = [error.code for error in [await call for call in made] if error]
+        assert codes == ["unavailable"] * 3
+        assert at.inbox.empty
+
+
+async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broker, applied = MemoryBroker(), list[str]()
+    tally = Tally(name="route", subject="subject")
+
+    async def apply(delivery: Delivery) -> None:
+        message: Discover = delivery.read(DISCOVER)
+        name = message.asker.instance
+        await asyncio.sleep(0)
+        if name == "3":
+            raise ValueError("a bug, on purpose")
+        if name == "4":
+            raise InvalidRequest("an odd number of bytes")
+        applied.append(name)
+
+    inbox = StreamInbox("route", apply, counts=RouteCounts(Metrics(), tally))
+    async with client_bus(MemoryTransport(broker)) as bus:
+        subscription = await bus.listen(DISCOVER, inbox.deliver)
+        for n in range(50):
+            asker = Process(instance=InstanceId(str(n)), incarnation=Incarnation("1"))
+            await bus.publish(DISCOVER, Discover(asker=asker))
+        await subscription.drain()
+    assert applied == [str(n) for n in range(50) if n not in (3, 4)]
+    assert (tally.requests, tally.errors) == (50, 2)
+    assert "a bug, on purpose" in caplog.text

@@ -1,0 +1,255 @@
+"""The run loop as a process of its own, over a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.process import BusConfig
+from antiphon.service.clock import SystemClock
+from antiphon.testing.echo import BUG, MODEL, echo_request
+from antiphon.testing.nats import NatsServer
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process, State
+from antiphon.wire.errors import EngineError
+from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
+from antiphon.wire.routes import HEARTBEAT, TOKENIZE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.wire.heartbeat import Heartbeat
+
+CLOCK = SystemClock()
+
+
+@pytest.fixture
+async def server() -> AsyncGenerator[NatsServer]:
+    async with NatsServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
+    process = Process(instance=InstanceId("test"), incarnation=Incarnation("1"))
+    transport = NatsTransport(BusConfig(url=server.url), name="test")
+    async with Bus(transport, ClusterName("antiphon"), process) as bus:
+        yield bus
+
+
+class Echo:
+    """A process of `antiphon.testing.echo`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.health_port = 0
+        self.log = ""
+
+    async def ready(self, bus: Bus) -> None:
+        """Wait for the heartbeat that says so."""
+        heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
+
+        async def hear(delivery: Delivery) -> None:
+            heard.put_nowait(delivery.read(HEARTBEAT))
+
+        subscription = await bus.listen(HEARTBEAT, hear, role="tokenizer", instance="echo-0")
+        async with asyncio.timeout(10):
+            while (beat := await heard.get()).state is not State.READY:
+                pass
+        await subscription.drain()
+        self.health_port = beat.health_port
+
+    async def open_calls(self, count: int) -> None:
+        """Wait until so many calls are taken."""
+        line = f'antiphon_calls_open{{route="tokenizer.encode"}} {float(count)}\n'
+        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"http://127.0.0.1:{self.health_port}/metrics") as response:
+                    if line in await response.text():
+                        return
+
+    async def ended(self, timeout_s: float = 10) -> int:
+        """Wait until it has left; gives the exit code."""
+        async with asyncio.timeout(timeout_s):
+            _, log = await self.process.communicate()
+        self.log = log.decode()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@asynccontextmanager
+async def echo(url: str, *flags: str) -> AsyncGenerator[Echo]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "antiphon.testing.echo", "--instance", "echo-0", "--bus-url", url, *flags),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Echo(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def outcome(bus: Bus, after_s: float, prompt: str = "echo") -> str:
+    request = echo_request(CLOCK, prompt, after_s)
+    try:
+        await bus.call(TOKENIZE, request, timeout_s=10, model=MODEL)
+    except EngineError as error:
+        return error.code
+    return "ok"
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout", "after_s", "expected"), [("10", 1.0, "ok"), ("0.2", 60, "unavailable")]
+)
+async def test_sigterm_answers_12_of_12(
+    server: NatsServer, bus: Bus, drain_timeout: str, after_s: float, expected: str
+) -> None:
+    async with (
+        echo(server.url, "--service-drain-timeout-s", drain_timeout) as service,
+        asyncio.TaskGroup() as group,
+    ):
+        await service.ready(bus)
+        calls = [group.create_task(outcome(bus, after_s)) for _ in range(12)]
+        await service.open_calls(12)
+        service.process.send_signal(signal.SIGTERM)
+        assert [await call for call in calls] == [expected] * 12
+        assert await service.ended() == 0
+
+
+async def test_a_bug_without_a_caller_does_not_end_the_process(
+    server: NatsServer, bus: Bus
+) -> None:
+    async with echo(server.url) as service:
+        await service.ready(bus)
+        await bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
+        assert await outcome(bus, 0, BUG) == "internal"
+        assert await outcome(bus, 0) == "ok"
+
+
+async def test_a_restarted_broker_finds_the_service_again(server: NatsServer, bus: Bus) -> None:
+    async with echo(server.url, "--service-heartbeat-s", "0.1") as service:
+        await service.ready(bus)
+        await server.kill()
+        await server.start()
+        await service.ready(bus)
+        assert await outcome(bus, 0) == "ok"
+
+
+async def test_a_second_signal_ends_it_at_once(server: NatsServer, bus: Bus) -> None:
+    async with echo(server.url) as service, asyncio.TaskGroup() as group:
+        await service.ready(bus)
+        call = group.create_task(outcome(bus, 60))
+        await service.open_calls(1)
+        service.process.send_signal(signal.SIGINT)
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{service.health_port}/readyz"
+            async with asyncio.timeout(5):
+                while (await session.get(url)).status == 200:
+                    pass
+        service.process.send_signal(signal.SIGTERM)
+        assert await service.ended(2) == 128 + signal.SIGTERM
+        call.cancel()
+
+
+async def test_logs_are_json_lines_if_asked(server: NatsServer, bus: Bus) -> None:
+    async with echo(server.url, "--telemetry-log-format", "json") as service:
+        await service.ready(bus)
+        service.process.send_signal(signal.SIGTERM)
+        assert await service.ended() == 0
+    events = [json.loads(line)["event"] for line in service.log.splitlines()]
+    assert events == ["starting", "bus joined", "ready", "draining", "stopped"]
+
+
+async def test_what_keeps_it_from_starting_is_one_line_and_an_exit_code(
+    server: NatsServer,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        async with echo(server.url, "--health-port", port) as service:
+            assert await service.ended() == 3
+            assert f'reason="port 127.0.0.1:{port}: Address already in use"' in service.log
+            assert "Traceback" not in service.log
+        async with echo(server.url, "--service-slots", "0") as service:
+            assert await service.ended() == 2
+            assert service.log.startswith("antiphon tokenizer: --service-slots: service.slots = ")
+            assert service.log.count("\n") == 1
+        async with echo("") as service:
+            assert await service.ended() == 3
+            assert "--bus-url" in service.log
+
+
+@pytest.mark.long
+async def test_an_unreachable_broker_is_one_line_and_an_exit_code() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        async with echo(url, "--bus-connect-timeout-s", "0.2") as service:
+            assert await service.ended(20) == 3
+    assert 'cannot start reason="no NATS server at' in service.log
+    assert "Traceback" not in service.log
+
+
+async def test_a_stop_while_it_looks_for_the_broker_ends_it() -> None:
+    async with echo("nats://127.0.0.1:9") as service:
+        assert service.process.stderr is not None
+        async with asyncio.timeout(5):
+            while b"starting" not in await service.process.stderr.readline():
+                pass
+            while b"bus failed" not in await service.process.stderr.readline():
+                pass
+        service.process.send_signal(signal.SIGTERM)
+        assert await service.ended(3) == 0
+
+
+async def test_a_process_ends_with_its_parent_even_if_that_one_is_killed(
+    server: NatsServer, bus: Bus
+) -> None:
+    script = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'antiphon.testing.echo', '--instance', 'echo-0',\n"
+        f"           '--bus-url', {server.url!r}, '--parent-pid', str(os.getpid())]\n"
+        "print(subprocess.Popen(command, stderr=subprocess.DEVNULL).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(await parent.stdout.readline())
+    await Echo(parent).ready(bus)
+    parent.kill()
+    await parent.communicate()
+    async with asyncio.timeout(5):
+        while await outcome(bus, 0) == "ok":
+            pass
+    await until(lambda: not _runs(child))
+
+
+async def test_a_process_whose_parent_has_gone_does_not_start(server: NatsServer) -> None:
+    async with echo(server.url, "--parent-pid", str(os.getppid())) as service:
+        assert await service.ended() == 3
+        assert f"parent {os.getppid()} has ended" in service.log
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Killed, and not yet collected by whoever inherited it.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,438 @@
+"""The run loop, in memory: whatever happens to a service, whoever called it hears."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from antiphon.bus.errors import BusDown
+from antiphon.bus.faulty import FaultyTransport
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.service.clock import SystemClock
+from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.peers import Change
+from antiphon.testing.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
+from antiphon.testing.services import QUICK, client_bus, running
+from antiphon.testing.wait import until
+from antiphon.wire.base import Role, State
+from antiphon.wire.command import ControlDone, DrainWorker, FlushCache
+from antiphon.wire.errors import EngineError, Unavailable
+from antiphon.wire.heartbeat import Discover, Heartbeat
+from antiphon.wire.routes import DISCOVER, HEARTBEAT, OPEN, TOKENIZE, WORKER_CONTROL
+from antiphon.wire.submit import OpenList
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.bus.bus import Bus, Delivery
+    from antiphon.config.settings import Settings
+    from antiphon.service.service import Runtime
+    from antiphon.testing.services import Running
+    from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+
+CLOCK = SystemClock()
+LONG_S = 30.0
+
+
+async def outcome(bus: Bus, request: EncodeRequest, timeout_s: float = 10) -> str:
+    try:
+        await bus.call(TOKENIZE, request, timeout_s=timeout_s, model=MODEL)
+    except EngineError as error:
+        return error.code
+    return "ok"
+
+
+def with_service(**changes: float) -> Settings:
+    service = msgspec.structs.replace(QUICK.service, **changes)
+    return msgspec.structs.replace(QUICK, service=service)
+
+
+class Callers:
+    """Calls under way at one service."""
+
+    def __init__(self, group: asyncio.TaskGroup, bus: Bus) -> None:
+        self._group = group
+        self._bus = bus
+        self.tasks: list[asyncio.Task[str]] = []
+
+    def call(self, count: int, *, after_s: float, prompt: str = "echo") -> None:
+        for _ in range(count):
+            request = echo_request(CLOCK, prompt, after_s)
+            self.tasks.append(self._group.create_task(outcome(self._bus, request)))
+
+    async def outcomes(self) -> list[str]:
+        return [await task for task in self.tasks]
+
+
+@asynccontextmanager
+async def callers(broker: MemoryBroker) -> AsyncGenerator[Callers]:
+    async with client_bus(MemoryTransport(broker)) as bus, asyncio.TaskGroup() as group:
+        yield Callers(group, bus)
+
+
+def open_calls(run: Running) -> float:
+    labels = {"route": TOKENIZE.name}
+    return run.metrics.registry.get_sample_value("antiphon_calls_open", labels) or 0
+
+
+async def test_a_draining_service_finishes_every_call() -> None:
+    broker = MemoryBroker()
+    async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
+        calls.call(20, after_s=0.2)
+        await until(lambda: open_calls(run) == 20)
+        await run.ended()
+        assert await calls.outcomes() == ["ok"] * 20
+
+
+async def test_at_the_drain_deadline_every_call_is_answered_unavailable() -> None:
+    broker, settings = MemoryBroker(), with_service(drain_timeout_s=0.1, slots=4)
+    service = EchoService()
+    async with (
+        callers(broker) as calls,
+        running(service, MemoryTransport(broker), settings=settings) as run,
+    ):
+        calls.call(20, after_s=LONG_S)  # 4 run, 16 wait for a slot
+        await until(lambda: open_calls(run) == 20)
+        await run.ended()
+        assert await calls.outcomes() == ["unavailable"] * 20
+        assert open_calls(run) == 0
+        assert service.open == 0
+
+
+async def test_calls_that_came_with_the_stop_are_answered_too() -> None:
+    """Nothing awaits between the calls and the stop: some tasks are cancelled before they begin."""
+    broker, settings = MemoryBroker(), with_service(drain_timeout_s=0.001)
+    async with (
+        callers(broker) as calls,
+        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
+    ):
+        calls.call(50, after_s=LONG_S)
+        await asyncio.sleep(0)
+        run.stop.set()
+        assert set(await calls.outcomes()) == {"unavailable"}
+        await run.ended()
+
+
+async def test_an_overfull_inbox_refuses_at_once_and_serves_on() -> None:
+    broker, settings = MemoryBroker(), with_service(slots=2, backlog=3)
+    async with (
+        callers(broker) as calls,
+        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
+    ):
+        calls.call(5, after_s=0.3)
+        await until(lambda: open_calls(run) == 5)
+        calls.call(4, after_s=0.0)
+        refused = calls.tasks[5:]
+        async with asyncio.timeout(0.2):
+            assert [await task for task in refused] == ["overloaded"] * 4
+        assert (await calls.outcomes())[:5] == ["ok"] * 5
+        calls.call(1, after_s=0.0)
+        assert (await calls.outcomes())[-1] == "ok"
+
+
+async def test_errors_and_bugs_end_one_call_only(caplog: pytest.LogCaptureFixture) -> None:
+    broker = MemoryBroker()
+    async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
+        calls.call(1, after_s=0.0, prompt=BUG)
+        calls.call(1, after_s=0.0, prompt=TOO_LONG)
+        calls.call(1, after_s=0.0)
+        assert await calls.outcomes() == ["internal", "prompt_too_long", "ok"]
+        assert run.health.state is State.READY
+    assert "a bug, on purpose" in caplog.text
+
+
+async def test_a_bug_where_nobody_waits_for_an_answer_ends_nothing() -> None:
+    broker = MemoryBroker()
+    async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
+        async with client_bus(MemoryTransport(broker), "mute") as bus:
+            await bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
+            await bus.transport.publish("test.v1.tokenizer.echo.encode", b"\xc1 no message")
+        await until(lambda: answered(run, "internal") == 1)
+        await until(lambda: answered(run, "invalid_request") == 1)
+        calls.call(1, after_s=0.0)
+        assert await calls.outcomes() == ["ok"]
+
+
+def answered(run: Running, code: str) -> float | None:
+    labels = {"route": TOKENIZE.name, "outcome": code}
+    return run.metrics.registry.get_sample_value("antiphon_calls_total", labels)
+
+
+class BigReply(EchoService):
+    """Answers with more than the broker takes."""
+
+    async def encode(self, request: EncodeRequest, _: Delivery) -> EncodeReply:
+        reply = await super().encode(request, _)
+        return msgspec.structs.replace(reply, token_ids=bytes(2_000_000))
+
+
+async def test_a_reply_over_the_size_limit_is_an_error_and_no_silence() -> None:
+    broker = MemoryBroker()
+    async with callers(broker) as calls, running(BigReply(), MemoryTransport(broker)):
+        calls.call(1, after_s=0.0)
+        assert await calls.outcomes() == ["request_too_large"]
+
+
+async def test_a_crash_in_the_background_ends_the_process_and_answers_what_was_taken() -> None:
+    broker, service = MemoryBroker(), EchoService()
+
+    async def crash() -> None:
+        raise ValueError("crashed")
+
+    async with callers(broker) as calls:
+        async with running(service, MemoryTransport(broker)) as run:
+            calls.call(12, after_s=LONG_S)
+            await until(lambda: open_calls(run) == 12)
+            service.runtime.group.create_task(crash())
+            with pytest.raises(ExceptionGroup) as raised:
+                await run.ended()
+        assert raised.group_contains(ValueError, match="crashed")
+        assert await calls.outcomes() == ["unavailable"] * 12
+        assert service.left
+
+
+class SlowStart(EchoService):
+    """Loads for ever."""
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        self.runtime = runtime
+        try:
+            await asyncio.sleep(3600)
+            yield
+        finally:
+            self.left = True
+
+
+async def test_a_stop_ends_a_start_however_long_it_would_take() -> None:
+    broker, service = MemoryBroker(), SlowStart()
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        hearing(bus) as heard,
+        running(service, MemoryTransport(broker), ready=False) as run,
+    ):
+        assert (await heard.get()).state is State.STARTING
+        await run.ended(timeout_s=2)
+        assert service.left
+
+
+@asynccontextmanager
+async def hearing(bus: Bus) -> AsyncGenerator[asyncio.Queue[Heartbeat]]:
+    """Each heartbeat from now on."""
+    heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
+
+    async def hear(delivery: Delivery) -> None:
+        heard.put_nowait(delivery.read(HEARTBEAT))
+
+    subscription = await bus.listen(HEARTBEAT, hear)
+    yield heard
+    await subscription.drain()
+
+
+async def test_heartbeats_tell_each_change_of_state_at_once() -> None:
+    broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        hearing(bus) as heard,
+        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
+    ):
+        while (beat := await heard.get()).state is not State.READY:
+            assert beat.model is None
+        assert beat.model == MODEL
+        assert beat.health_port > 0
+        await run.ended()
+        while beat.state is not State.DRAINING:
+            beat = await heard.get()
+
+
+async def test_whoever_asks_is_answered_with_a_heartbeat() -> None:
+    broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        running(EchoService(), MemoryTransport(broker), settings=settings) as run,
+        hearing(bus) as heard,
+    ):
+        await bus.publish(DISCOVER, Discover(asker=bus.process))
+        async with asyncio.timeout(1):
+            assert (await heard.get()).process == run.process
+
+
+async def test_a_rejoined_link_is_told_to_everybody() -> None:
+    broker, settings = MemoryBroker(), with_service(heartbeat_s=3600)
+    transport = MemoryTransport(broker)
+    asked: asyncio.Queue[Discover] = asyncio.Queue()
+
+    async def hear(delivery: Delivery) -> None:
+        asked.put_nowait(delivery.read(DISCOVER))
+
+    async with client_bus(MemoryTransport(broker)) as bus:
+        await bus.listen(DISCOVER, hear)
+        async with (
+            running(EchoService(), transport, settings=settings) as run,
+            hearing(bus) as all_,
+        ):
+            assert (await asked.get()).asker == run.process
+            broker.cut(transport)
+            broker.heal(transport)
+            async with asyncio.timeout(1):
+                assert (await asked.get()).asker == run.process
+                assert (await all_.get()).process == run.process
+
+
+class Store(EchoService):
+    """Holds work that outlives its call, and needs a feed and a call to end it."""
+
+    role = Role.WORKER
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = asyncio.Event()
+        self.flushed = False
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        control = Answer(route=WORKER_CONTROL, handler=self.control, while_draining=True)
+        return [*super().endpoints(), control, Follow(route=OPEN, apply=self.follow)]
+
+    async def control(self, message: DrainWorker | FlushCache, _: Delivery) -> ControlDone:
+        self.flushed = isinstance(message, FlushCache)
+        return ControlDone()
+
+    async def follow(self, message: OpenList) -> None:
+        self.done.set()
+
+    async def drain(self) -> None:
+        await self.done.wait()
+
+
+async def test_a_draining_service_still_hears_what_its_work_needs() -> None:
+    broker, service = MemoryBroker(), Store()
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        running(service, MemoryTransport(broker)) as run,
+    ):
+        run.stop.set()
+        await until(lambda: run.health.state is State.DRAINING)
+        with pytest.raises(Unavailable):
+            await bus.call(TOKENIZE, echo_request(CLOCK), timeout_s=1, model=MODEL)
+        await bus.call(WORKER_CONTROL, FlushCache(), timeout_s=1, worker="worker-0")
+        assert service.flushed
+        assert not run.gone.is_set()
+        whole = OpenList(model=MODEL, owner=bus.process, version=1, whole=True, not_after_unix_ms=0)
+        await bus.publish(OPEN, whole, model=MODEL)
+        await run.ended(timeout_s=2)
+
+
+class Clinging(EchoService):
+    """Does not leave."""
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        self.runtime = runtime
+        yield
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_lifespan_that_does_not_end_does_not_keep_the_process(
+    crashes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("antiphon.service.run._LEAVE_S", 0.1)
+    service = Clinging()
+
+    async def crash() -> None:
+        raise ValueError("crashed")
+
+    async with running(service, MemoryTransport(MemoryBroker())) as run:
+        if crashes:
+            service.runtime.group.create_task(crash())
+        with pytest.raises(ExceptionGroup) as raised:
+            await run.ended(timeout_s=3)
+    assert raised.group_contains(ValueError if crashes else TimeoutError)
+
+
+async def test_an_endpoint_opened_at_run_time_is_drained_like_the_others() -> None:
+    broker, service = MemoryBroker(), Store()
+    late = Answer(route=TOKENIZE, handler=service.encode, address={"model": "late"})
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        running(service, MemoryTransport(broker)) as run,
+        asyncio.TaskGroup() as group,
+    ):
+        first = await service.runtime.listen(late)
+        await first.drain()
+        await service.runtime.listen(late)
+        request = echo_request(CLOCK, after_s=0.2)
+        call = group.create_task(bus.call(TOKENIZE, request, timeout_s=5, model="late"))
+        await until(lambda: service.open == 1)
+        service.done.set()
+        await run.ended()
+        assert (await call).token_ids == b"echo"
+        with pytest.raises(Unavailable):
+            await service.runtime.listen(late)
+
+
+async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
+    broker, service = MemoryBroker(), Store()
+    async with (
+        client_bus(MemoryTransport(broker)) as bus,
+        running(service, MemoryTransport(broker)) as run,
+    ):
+        await bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
+        sample = run.metrics.registry.get_sample_value
+        await until(lambda: sample("antiphon_malformed_total", {"route": OPEN.name}) == 1)
+        service.done.set()
+
+
+async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
+    broker, service = MemoryBroker(), Store()
+    changes: list[tuple[Change, str]] = []
+    async with running(service, MemoryTransport(broker)) as run:
+        service.runtime.peers.watch(
+            lambda change, peer: changes.append((change, peer.process.incarnation))
+        )
+        for incarnation in ("1", "2"):
+            async with running(EchoService(), MemoryTransport(broker), incarnation=incarnation):
+                await until(lambda: len(service.runtime.peers.working(Role.TOKENIZER)) == 1)
+        await until(lambda: not service.runtime.peers.all())
+        service.done.set()
+        assert b"peer_heartbeat_age_seconds{" not in run.metrics.text()
+    assert [change for change in changes if change[0] is not Change.CHANGED] == [
+        (Change.APPEARED, "1"),
+        (Change.DIED, "1"),
+        (Change.APPEARED, "2"),
+        (Change.DIED, "2"),
+    ]
+
+
+async def test_a_fault_at_any_bus_call_neither_hangs_nor_loses_a_call() -> None:
+    outcomes: list[str] = []
+    fault_happened = True
+    while fault_happened:
+        broker = MemoryBroker()
+        faulty = FaultyTransport(MemoryTransport(broker), fail_at_call=len(outcomes))
+        outcomes.append(await life_with_a_fault(broker, faulty))
+        fault_happened = faulty.fault_happened
+    assert set(outcomes) == {"ok", "unavailable", "not ready"}
+    assert outcomes.count("unavailable") == 1  # the one call whose reply could not be sent
+    assert outcomes[-1] == "ok"
+
+
+async def life_with_a_fault(broker: MemoryBroker, faulty: FaultyTransport) -> str:
+    """What a caller hears of a service that fails once."""
+    async with (
+        asyncio.timeout(5),
+        client_bus(MemoryTransport(broker)) as bus,
+        running(EchoService(), faulty) as run,
+    ):
+        if run.gone.is_set():
+            with pytest.raises(ExceptionGroup) as raised:
+                await run.ended()
+            assert raised.group_contains(BusDown)
+            return "not ready"
+        result = await outcome(bus, echo_request(CLOCK), timeout_s=0.3)
+        await run.ended()
+        return result
