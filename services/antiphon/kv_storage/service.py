@@ -1,0 +1,157 @@
+"""Wires the page store to the bus and to the blob server."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.kv_storage.disk import DiskTier
+from antiphon.kv_storage.leases import Leases
+from antiphon.kv_storage.memory import MemoryTier, Page
+from antiphon.kv_storage.store import PageStore
+from antiphon.service.deadline import remaining_s
+from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.service import Report, Runtime
+from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch
+from antiphon.transfer.server import BlobServer
+from antiphon.wire.base import Role
+from antiphon.wire.claim import Claim
+from antiphon.wire.errors import RequestTooLarge
+from antiphon.wire.routes import KV_CONTROL
+from antiphon.wire.storage import (
+    GetPages,
+    LeaseReleased,
+    LookupPages,
+    PageOffer,
+    PagesFound,
+    PagesLeased,
+    PagesStored,
+    PutPages,
+    ReleaseLease,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.wire.ids import ModelName
+
+SWEEP_S = 1.0
+
+Request = PutPages | LookupPages | GetPages | ReleaseLease
+Reply = PagesStored | PagesFound | PagesLeased | LeaseReleased
+
+
+class KvStorageService:
+    """Puts, looks up, leases and releases pages; bytes travel by claim check."""
+
+    role = Role.KV_STORAGE
+
+    def __init__(self, settings: Settings) -> None:
+        self._config = settings.kv_storage
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Open the tiers and serve the leased pages' bytes."""
+        config = self._config
+        self._runtime = runtime
+        bound = bind(config.host, config.port)
+        self._address = address_for_others(bound, config.host, config.advertise_host)
+        with bound, ThreadPoolExecutor(1, thread_name_prefix="disk") as thread:
+            memory = MemoryTier(config.ram_bytes_max)
+            disk = await asyncio.to_thread(self._open_disk)
+            self._store = PageStore(memory, disk, thread)
+            self._leases = Leases(memory, runtime.clock.unix_ms)
+            runtime.group.create_task(BlobServer(bound, self._leases).run())
+            runtime.group.create_task(self._sweep())
+            yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Control of this node."""
+        here = {"node": self._runtime.process.instance}
+        return (Answer(route=KV_CONTROL, handler=self._control, address=here),)
+
+    def model(self) -> ModelName | None:
+        """None: pages of any model, kept apart by their digests."""
+        return None
+
+    def report(self) -> Report:
+        """Leases that are out."""
+        return Report(load=len(self._leases))
+
+    async def drain(self) -> None:
+        """Nothing to wait for: a fetch that fails is a miss, which is always legal."""
+
+    async def _control(self, request: Request, _: object) -> Reply:
+        match request:
+            case PutPages():
+                return await self._put(request)
+            case LookupPages(chain=chain):
+                return PagesFound(pages=self._store.prefix_length(chain))
+            case GetPages():
+                return await self._get(request)
+            case ReleaseLease(lease=lease):
+                self._leases.release(lease)
+                return LeaseReleased()
+
+    async def _put(self, request: PutPages) -> PagesStored:
+        """Fetch what is lacking. A page whose predecessor is not held could never be found."""
+        stored: list[bytes] = []
+        for offer in request.pages:
+            timeout_s = remaining_s(request.deadline_unix_ms, self._runtime.clock)
+            reachable = offer.parent is None or offer.parent in self._store
+            if reachable and (offer.digest in self._store or await self._take(offer, timeout_s)):
+                stored.append(offer.digest)
+        return PagesStored(stored=tuple(stored))
+
+    async def _take(self, offer: PageOffer, timeout_s: float) -> bool:
+        try:
+            data = await fetch(
+                offer.claim, timeout_s=timeout_s, bytes_max=self._config.page_bytes_max
+            )
+        except (BlobGone, BlobCorrupt, RequestTooLarge):
+            return False
+        return await self._store.put(Page(offer.digest, data, offer.claim.digest))
+
+    async def _get(self, request: GetPages) -> PagesLeased:
+        lease = self._leases.grant(min(request.lease_s, self._config.lease_s_max))
+        for digest in request.chain:
+            page = await self._store.load(digest)
+            if page is None:
+                break
+            self._leases.add(lease, page)
+        if not lease.pages:
+            self._leases.release(
+                lease.name
+            )  # a miss holds nothing, and whoever has it may forget it
+        claims = tuple(
+            Claim(
+                address=self._address,
+                token=token,
+                size_bytes=len(page.data),
+                digest=page.checksum,
+                expires_unix_ms=lease.expires_unix_ms,
+            )
+            for token, page in lease.pages.items()
+        )
+        return PagesLeased(lease=lease.name, claims=claims)
+
+    def _open_disk(self) -> DiskTier | None:
+        config = self._config
+        if not config.disk_path:
+            return None
+        try:
+            return DiskTier(Path(config.disk_path).expanduser(), config.disk_bytes_max)
+        except OSError as error:
+            raise CannotStart(
+                f"kv_storage.disk_path: {config.disk_path}: {error.strerror}"
+            ) from error
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._leases.sweep()

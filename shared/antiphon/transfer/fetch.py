@@ -1,0 +1,117 @@
+"""Fetches what claims name, and believes nothing before size and checksum are verified."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import socket
+from typing import TYPE_CHECKING
+
+from antiphon.transfer.protocol import GONE, HELLO, SIZE_BYTES, Hangup, read_exactly, write
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.wire.claim import Claim
+
+HASH_INLINE_BYTES = 256 * 1024
+"""Hashing more than this would hold up the event loop for over 0.2 ms: it goes to a thread."""
+
+
+class BlobGone(Unavailable):
+    """The holder does not have the bytes any more, or is gone itself."""
+
+
+class BlobCorrupt(Unavailable):
+    """What came has another checksum than was claimed."""
+
+
+async def fetch(claim: Claim, *, timeout_s: float, bytes_max: int) -> bytearray:
+    """Fetch what one claim names. See `fetch_all`."""
+    (data,) = await fetch_all([claim], timeout_s=timeout_s, bytes_max=bytes_max)
+    return data
+
+
+async def fetch_all(
+    claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
+) -> list[bytearray]:
+    """Fetch what several claims of one address name, over one connection, in order.
+
+    Args:
+        claims: Of one address.
+        timeout_s: For all of them together.
+        bytes_max: Most bytes that one claim may name; checked before anything is sent.
+
+    Raises:
+        RequestTooLarge: A claim names more.
+        InvalidRequest: The claims are of several addresses, or malformed.
+        BlobGone: The holder is not there, has not got it, or was too slow.
+        BlobCorrupt: Size or checksum is not what was claimed.
+    """
+    if not claims:
+        return []
+    address = claims[0].address
+    for claim in claims:
+        if claim.size_bytes > bytes_max:
+            raise RequestTooLarge.of(size_bytes=claim.size_bytes, bytes_max=bytes_max)
+        if claim.address != address:
+            raise InvalidRequest("claims of one fetch have several addresses")
+    tokens = [_token(claim) for claim in claims]
+    host, port = _host_and_port(address)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _fetch(host, port, claims, tokens)
+    except (Hangup, TimeoutError, OSError) as error:
+        raise BlobGone(f"{address} did not send what it claimed to hold") from error
+
+
+async def _fetch(
+    host: str, port: int, claims: Sequence[Claim], tokens: Sequence[bytes]
+) -> list[bytearray]:
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connection:
+        connection.setblocking(False)  # noqa: FBT003  # the name says it
+        await loop.sock_connect(connection, (host, port))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await write(connection, HELLO)
+        blobs: list[bytearray] = []
+        for claim, token in zip(claims, tokens, strict=True):
+            await write(connection, token)
+            blobs.append(await _receive(connection, claim))
+        return blobs
+
+
+async def _receive(connection: socket.socket, claim: Claim) -> bytearray:
+    size = bytes(await read_exactly(connection, SIZE_BYTES))
+    if size == GONE:
+        raise BlobGone(f"{claim.address} has it no longer")
+    if int.from_bytes(size, "little") != claim.size_bytes:
+        raise BlobCorrupt(f"{claim.address} sends another size than it claimed")
+    data = await read_exactly(connection, claim.size_bytes)
+    if len(data) > HASH_INLINE_BYTES:
+        digest = await asyncio.to_thread(_digest, data)
+    else:
+        digest = _digest(data)
+    if not hmac.compare_digest(digest, claim.digest):
+        raise BlobCorrupt(f"{claim.address} sent bytes with another checksum than it claimed")
+    return data
+
+
+def _digest(data: bytearray) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _token(claim: Claim) -> bytes:
+    try:
+        return bytes.fromhex(claim.token)
+    except ValueError as error:
+        raise InvalidRequest("a claim's token is not hexadecimal") from error
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidRequest(f"a claim's address is not host:port: {address}")
+    return host, int(port)

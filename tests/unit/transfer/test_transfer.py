@@ -1,0 +1,169 @@
+"""Bytes arrive whole over a real socket, or an error says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+
+from antiphon.service.sockets import bind
+from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch, fetch_all
+from antiphon.transfer.protocol import new_token
+from antiphon.transfer.server import BlobServer
+from antiphon.transfer.shelf import BlobSource, Shelf
+from antiphon.wire.errors import InvalidRequest, Overloaded, RequestTooLarge
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import AsyncGenerator
+
+    from antiphon.wire.claim import Claim
+
+MIB = 1024 * 1024
+
+
+class Wall:
+    """A wall clock that stands still until told."""
+
+    def __init__(self) -> None:
+        self.ms = 1_000_000
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+def listener() -> tuple[socket.socket, str]:
+    bound = bind("127.0.0.1", 0)
+    return bound, f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def serving(bound: socket.socket, source: BlobSource) -> AsyncGenerator[None]:
+    with bound:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(BlobServer(bound, source).run())
+            try:
+                yield
+            finally:
+                running.cancel()
+
+
+@asynccontextmanager
+async def shelf(bytes_max: int = 64 * MIB) -> AsyncGenerator[tuple[Shelf, Wall]]:
+    bound, address = listener()
+    wall = Wall()
+    holder = Shelf(address, bytes_max, wall)
+    async with serving(bound, holder):
+        yield holder, wall
+
+
+async def take(claim: Claim, bytes_max: int = 64 * MIB) -> bytearray:
+    return await fetch(claim, timeout_s=5, bytes_max=bytes_max)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64 * 1024, 8 * MIB + 3])
+async def test_what_was_put_is_fetched(size: int):
+    data = bytes(i % 251 for i in range(min(size, 4096))) * (size // 4096 + 1)
+    async with shelf() as (holder, _):
+        claim = holder.put(data[:size], 60)
+        assert await take(claim) == data[:size]
+        assert await take(claim) == data[:size]
+
+
+async def test_several_claims_come_over_one_connection_in_order():
+    async with shelf() as (holder, _):
+        claims = [holder.put(bytes([i]) * 100, 60) for i in range(20)]
+        blobs = await fetch_all(claims, timeout_s=5, bytes_max=MIB)
+    assert [blob[0] for blob in blobs] == list(range(20))
+
+
+async def test_an_unknown_token_and_an_expired_one_are_gone():
+    async with shelf() as (holder, wall):
+        claim = holder.put(b"x", 1)
+        with pytest.raises(BlobGone):
+            await take(replace(claim, token=new_token()))
+        wall.ms += 1001
+        with pytest.raises(BlobGone):
+            await take(claim)
+        holder.sweep()
+        assert holder.bytes_held == 0
+
+
+async def test_nobody_at_the_address_is_gone():
+    async with shelf() as (holder, _):
+        claim = holder.put(b"x", 60)
+    with pytest.raises(BlobGone):
+        await take(claim)
+
+
+async def test_another_checksum_or_size_is_corrupt():
+    async with shelf() as (holder, _):
+        claim = holder.put(b"some bytes", 60)
+        with pytest.raises(BlobCorrupt):
+            await take(replace(claim, digest=hashlib.sha256(b"others").digest()))
+        with pytest.raises(BlobCorrupt):
+            await take(replace(claim, size_bytes=3))
+
+
+async def test_a_holder_that_hangs_up_in_the_middle_is_gone():
+    bound, address = listener()
+    claim = Shelf(address, MIB, Wall()).put(b"x" * 100, 60)
+
+    async def half() -> None:
+        loop = asyncio.get_running_loop()
+        connection, _ = await loop.sock_accept(bound)
+        with connection:
+            await loop.sock_sendall(connection, (100).to_bytes(8, "little") + b"x" * 50)
+
+    with bound:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(half())
+            with pytest.raises(BlobGone):
+                await take(claim)
+
+
+async def test_a_holder_that_says_nothing_is_gone_in_time():
+    bound, address = listener()
+    claim = Shelf(address, MIB, Wall()).put(b"x", 60)
+    with bound, pytest.raises(BlobGone):
+        await fetch(claim, timeout_s=0.05, bytes_max=MIB)
+
+
+async def test_a_large_claim_is_refused_before_anything_is_sent():
+    async with shelf() as (holder, _):
+        claim = holder.put(b"x" * 11, 60)
+        with pytest.raises(RequestTooLarge):
+            await take(claim, bytes_max=10)
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", ":1", "host:x"])
+async def test_a_malformed_address_is_the_callers_error(address: str):
+    claim = Shelf(address, MIB, Wall()).put(b"x", 60)
+    with pytest.raises(InvalidRequest):
+        await take(claim)
+
+
+async def test_a_full_shelf_refuses_until_something_expires():
+    async with shelf(bytes_max=100) as (holder, wall):
+        holder.put(b"x" * 80, 1)
+        with pytest.raises(Overloaded):
+            holder.put(b"y" * 30, 1)
+        with pytest.raises(RequestTooLarge):
+            holder.put(b"y" * 101, 1)
+        wall.ms += 1001
+        holder.put(b"y" * 30, 1)
+        assert holder.bytes_held == 30
+
+
+async def test_a_stranger_is_hung_up_on():
+    async with shelf() as (holder, _):
+        host, _, port = holder.put(b"x", 60).address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
