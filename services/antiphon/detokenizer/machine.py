@@ -1,0 +1,284 @@
+"""The detokenizer's protocol as a pure state machine: messages in, actions out, time passed in.
+
+It is where the ids of a request are fixed: a row is accepted only at the next offset of the
+current attempt, whatever was lost, repeated or came late. What it lacks it asks for again
+(`SendResend`); what it does not want it stops at the source (`SendStop`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
+from antiphon.detokenizer.choice import Choice, End
+from antiphon.detokenizer.request import Request
+from antiphon.service.sequence import SeqSender
+from antiphon.wire.base import Attempt, FinishReason, Process
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.command import ResendTokens, StopChoice, TokenPlace
+from antiphon.wire.errors import Overloaded, encode_error
+from antiphon.wire.parts import parts
+from antiphon.wire.text import ResumeText, TextBatch, TextRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from antiphon.detokenizer.incremental import Decode
+    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.submit import OpenList
+    from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+
+REPEAT_S = 0.5
+"""How often the same thing is asked of a worker, as long as it does not heed."""
+FORGET_MS = 10_000
+"""How long past its deadline a request is kept for an owner that has gone silent."""
+UNLISTED_S = 2.0
+"""How long a request may be missing from its owner's whole list before it is not open."""
+BATCH_BYTES_MAX = 128 * 1024
+"""About the largest text batch: what a gateway missed in an outage is far more than a message."""
+
+_ROW_BYTES = 512  # a row without its text, about
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one message leads to: text by gateway, other actions, and whether rows are missing."""
+
+    rows: dict[Process, list[TextRow]] = field(default_factory=dict[Process, list[TextRow]])
+    actions: list[Action] = field(default_factory=list[Action])
+    missing: bool = False
+
+    def say(self, gateway: Process, rows: Iterable[TextRow]) -> None:
+        """Add rows to the gateway's next batches."""
+        self.rows.setdefault(gateway, []).extend(rows)
+
+
+class Detokenizer:
+    """All live requests of one detokenizer process."""
+
+    def __init__(self, process: Process, decode: Decode, requests_max: int) -> None:
+        self.requests: dict[RequestId, Request] = {}
+        self._process = process
+        self._decode = decode
+        self._requests_max = requests_max
+        self._seqs = SeqSender()
+        self._seen: dict[Process, int] = {}  # last seq of each worker's life
+        self._asked_at: dict[Process, float] = {}
+        self._owed: set[Process] = set()  # to be asked again, once that is not too soon
+        self._refused_at: dict[tuple[RequestId, Attempt], float] = {}
+        self._lists: dict[Process, int] = {}  # version of each owner's last list
+
+    @property
+    def live(self) -> int:
+        """Requests with a choice that has not ended."""
+        return sum(not request.ended for request in self.requests.values())
+
+    @property
+    def sent(self) -> Mapping[InstanceId, int]:
+        """The last seq sent to each gateway, for the heartbeat."""
+        return {stream.receiver: stream.seq for stream in self._seqs.streams()}
+
+    def on_tokens(self, batch: TokenBatch, now: float) -> list[Action]:
+        """Apply what a step produced."""
+        last = self._seen.get(batch.worker, 0)
+        self._seen[batch.worker] = max(batch.seq, last)
+        answer = Answer(missing=batch.seq > last + 1)
+        for row in batch.rows:
+            request = self._find(row, batch.worker, now, answer)
+            if request is not None:
+                self._accept(request, row, now, answer)
+        if answer.missing:
+            answer.actions += self._ask(batch.worker, now)
+        return [*self._batches(answer), *answer.actions]
+
+    def on_worker_seq(self, worker: Process, seq: int, now: float) -> list[Action]:
+        """Compare with the seq that a worker's heartbeat names: shows a lost tail."""
+        if seq <= self._seen.get(worker, 0):
+            return []
+        asked = self._ask(worker, now)
+        if asked:
+            # Reported once: a worker that has nothing to send again does not answer.
+            self._seen[worker] = seq
+        return asked
+
+    def on_open_list(self, open_list: OpenList, now: float) -> list[Action]:
+        """Forget what its owner has ended; stop what runs and is not open."""
+        owner = open_list.owner
+        if open_list.version <= self._lists.get(owner, -1):
+            return []
+        self._lists[owner] = open_list.version
+        for request_id in open_list.closed:
+            self._forget(request_id, owner)
+        if not open_list.whole:
+            return []
+        listed = {entry.request_id for entry in open_list.opened}
+        actions: list[Action] = []
+        for request in self._owned(owner):
+            if request.id in listed:
+                request.listed_at = now
+            elif now - request.listed_at > UNLISTED_S:
+                actions += self._drop(request)
+        return actions
+
+    def on_resume(self, resume: ResumeText) -> tuple[int, list[Action]]:
+        """Send a gateway everything of its live requests beyond its places; count the rows."""
+        places = {(p.request_id, p.choice): p.text_offset for p in resume.places}
+        answer = Answer()
+        for request in self._owned(resume.gateway):
+            for index, choice in request.choices.items():
+                start = places.get((request.id, index), 0)
+                # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
+                if choice.begins_at(start):
+                    answer.say(resume.gateway, request.rows(index, start))
+        return sum(map(len, answer.rows.values())), list(self._batches(answer))
+
+    def on_tick(self, now: float, unix_ms: int) -> list[Action]:
+        """Ask what is owed, and forget what is long past its deadline: its owner is gone."""
+        for request in list(self.requests.values()):
+            if unix_ms > request.stream.deadline_unix_ms + FORGET_MS:
+                del self.requests[request.id]
+        self._refused_at = {k: at for k, at in self._refused_at.items() if now - at < REPEAT_S}
+        return [action for worker in list(self._owed) for action in self._ask(worker, now)]
+
+    def on_worker_gone(self, worker: Process) -> None:
+        """Forget the stream of a life that has ended."""
+        self._seen.pop(worker, None)
+        self._asked_at.pop(worker, None)
+        self._owed.discard(worker)
+
+    def on_owner_gone(self, owner: Process) -> list[Action]:
+        """Forget what nobody will read, and stop what still runs of it."""
+        self._lists.pop(owner, None)
+        return [action for request in self._owned(owner) for action in self._drop(request)]
+
+    def _find(self, row: TokenRow, worker: Process, now: float, answer: Answer) -> Request | None:
+        """Return the request that a row belongs to; None where the row cannot be used."""
+        request = self.requests.get(row.request_id)
+        if request is not None and row.attempt <= request.attempt:
+            if row.attempt == request.attempt:
+                return request
+            answer.actions += self._refuse(row, worker, now)
+        elif row.stream is None:
+            answer.missing = True  # the row that begins the attempt was lost
+        elif request is None and len(self.requests) >= self._requests_max:
+            answer.actions += self._refuse(row, worker, now)
+            answer.say(row.stream.owner, [_overloaded(row)])
+        else:
+            return self._begin(row, row.stream, worker, now)
+        return None
+
+    def _begin(self, row: TokenRow, stream: TokenStream, worker: Process, now: float) -> Request:
+        """Start an attempt. One that continues the current one keeps its ids and text."""
+        previous = self.requests.get(row.request_id)
+        if previous is not None and stream.continues == previous.attempt:
+            choices = previous.choices
+        else:
+            choices = {i: Choice(self._decode, stream.stop) for i in range(stream.choices)}
+        request = Request(row.request_id, stream, row.attempt, worker, choices, listed_at=now)
+        self.requests[row.request_id] = request
+        return request
+
+    def _accept(self, request: Request, row: TokenRow, now: float, answer: Answer) -> None:
+        """Take what is new of a row, and say its text."""
+        choice = request.choices[row.choice]
+        if choice.end is not None:
+            if row.finish_reason is None:
+                answer.actions += self._stop(request, row.choice, now)
+            return
+        if row.offset > choice.offset:
+            answer.missing = True
+            return
+        shown = choice.text_bytes
+        for token_id in unpack_ids(row.token_ids)[choice.offset - row.offset :]:
+            choice.push(token_id)
+            if choice.end is not None:
+                answer.actions += self._stop(request, row.choice, now)
+                break
+        if row.finish_reason is not None:
+            choice.finish(End(row.finish_reason, row.matched_stop, row.error))
+        if choice.text_bytes > shown or choice.end is not None:
+            answer.say(request.owner, request.rows(row.choice, shown))
+
+    def _batches(self, answer: Answer) -> Iterator[SendText]:
+        for gateway, rows in answer.rows.items():
+            for part in parts(rows, _row_bytes, BATCH_BYTES_MAX):
+                yield SendText(
+                    TextBatch(
+                        detokenizer=self._process,
+                        gateway=gateway,
+                        seq=self._seqs.next(gateway.instance),
+                        rows=tuple(part),
+                    )
+                )
+
+    def _ask(self, worker: Process, now: float) -> list[Action]:
+        """Ask for everything beyond what we have of this worker's requests."""
+        if now - self._asked_at.get(worker, -REPEAT_S) < REPEAT_S:
+            self._owed.add(worker)
+            return []
+        self._owed.discard(worker)
+        self._asked_at[worker] = now
+        places = tuple(
+            TokenPlace(request_id=request.id, choice=index, offset=choice.offset)
+            for request in self.requests.values()
+            if request.worker == worker
+            for index, choice in request.choices.items()
+        )
+        resend = ResendTokens(worker=worker, detokenizer=self._process, places=places)
+        return [SendResend(worker.instance, resend)]
+
+    def _stop(self, request: Request, index: int, now: float) -> list[Action]:
+        """Tell the worker where a choice has ended here."""
+        if now - request.stopped_at.get(index, -REPEAT_S) < REPEAT_S:
+            return []
+        request.stopped_at[index] = now
+        stop = StopChoice(
+            request_id=request.id,
+            attempt=request.attempt,
+            detokenizer=self._process,
+            choice=index,
+            offset=request.choices[index].offset,
+        )
+        return [SendStop(request.worker.instance, stop)]
+
+    def _refuse(self, row: TokenRow, worker: Process, now: float) -> list[Action]:
+        """Stop an attempt that is superseded, or that there is no room for."""
+        key = (row.request_id, row.attempt)
+        if now - self._refused_at.get(key, -REPEAT_S) < REPEAT_S:
+            return []
+        self._refused_at[key] = now
+        stop = StopChoice(request_id=row.request_id, attempt=row.attempt, detokenizer=self._process)
+        return [SendStop(worker.instance, stop)]
+
+    def _drop(self, request: Request) -> list[Action]:
+        """Forget a request whose owner does not want it, stopping it if it runs."""
+        del self.requests[request.id]
+        if request.ended:
+            return []
+        stop = StopChoice(request_id=request.id, attempt=request.attempt, detokenizer=self._process)
+        return [SendStop(request.worker.instance, stop)]
+
+    def _forget(self, request_id: RequestId, owner: Process) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and request.owner == owner:
+            del self.requests[request_id]
+
+    def _owned(self, owner: Process) -> list[Request]:
+        return [request for request in self.requests.values() if request.owner == owner]
+
+
+def _row_bytes(row: TextRow) -> int:
+    return _ROW_BYTES + len(row.text.encode())
+
+
+def _overloaded(row: TokenRow) -> TextRow:
+    error = Overloaded("the detokenizer holds as many requests as it may", retry_after_s=1.0)
+    return TextRow(
+        request_id=row.request_id,
+        choice=row.choice,
+        attempt=row.attempt,
+        text_offset=0,
+        finish_reason=FinishReason.ERROR,
+        error=encode_error(error),
+    )

@@ -1,0 +1,168 @@
+"""Wires the detokenizer's machine to the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from antiphon.bus.errors import BusDown
+from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
+from antiphon.detokenizer.machine import Detokenizer
+from antiphon.detokenizer.spans import TextSpans
+from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.model import served_name, tokenizer_folder
+from antiphon.service.peers import Change, Peer
+from antiphon.service.service import Report, Runtime
+from antiphon.wire.base import Role
+from antiphon.wire.errors import RequestTooLarge
+from antiphon.wire.heartbeat import StreamSeq
+from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
+from antiphon.wire.text import ResumeText, TextResumed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.submit import OpenList
+    from antiphon.wire.tokens import TokenBatch
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class DetokenizerService:
+    """Answers resumes, follows tokens; sends text, stops and resends."""
+
+    role = Role.DETOKENIZER
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._model = served_name(settings)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._news = asyncio.Event()
+        self._actions: deque[Action] = deque()  # emptied as fast as messages come
+        self._spans = TextSpans()
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Load the tokenizer, then keep time: what is owed, and what is overdue."""
+        file = tokenizer_folder(self._settings) / "tokenizer.json"
+        tokenizer = await asyncio.to_thread(Tokenizer.from_file, str(file))
+
+        def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+        self._runtime = runtime
+        self._machine = Detokenizer(
+            runtime.process, decode, self._settings.detokenizer.requests_max
+        )
+        runtime.peers.watch(self._on_peer)
+        runtime.group.create_task(self._speak(), name="speak")
+        runtime.group.create_task(self._tick(), name="tick")
+        yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Tokens of workers, open lists and resumes of gateways."""
+        here = {"detokenizer": self._runtime.process.instance}
+        return (
+            Follow(route=TOKENS, apply=self._on_tokens, address=here),
+            Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),
+            Answer(
+                route=DETOKENIZER_CONTROL,
+                handler=self._on_resume,
+                address=here,
+                while_draining=True,
+            ),
+        )
+
+    def model(self) -> ModelName | None:
+        """The model whose tokens it reads."""
+        return self._model
+
+    def report(self) -> Report:
+        """Live requests, and the last seq sent to each gateway."""
+        streams = self._machine.sent.items()
+        return Report(
+            load=self._machine.live,
+            streams=tuple(StreamSeq(receiver=gateway, seq=seq) for gateway, seq in streams),
+        )
+
+    async def drain(self) -> None:
+        """Wait until the live requests have ended; the leader gives no new ones."""
+        await self._idle.wait()
+
+    async def _on_tokens(self, batch: TokenBatch) -> None:
+        self._spans.begin(batch)
+        self._do(self._machine.on_tokens(batch, self._runtime.clock.now()))
+        self._spans.end(self._machine.requests)
+
+    async def _on_open(self, open_list: OpenList) -> None:
+        self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
+
+    def _on_peer(self, change: Change, peer: Peer) -> None:
+        """A worker's heartbeat shows a lost tail; what the dead leave behind is dropped."""
+        process, now = peer.process, self._runtime.clock.now()
+        match change, peer.beat.role:
+            case Change.DIED, Role.WORKER:
+                self._machine.on_worker_gone(process)
+            case Change.DIED, Role.GATEWAY:
+                self._do(self._machine.on_owner_gone(process))
+            case _, Role.WORKER:
+                for stream in peer.beat.streams:
+                    if stream.receiver == self._runtime.process.instance:
+                        self._do(self._machine.on_worker_seq(process, stream.seq, now))
+            case _:
+                pass
+
+    async def _on_resume(self, resume: ResumeText, _: object) -> TextResumed:
+        rows, actions = self._machine.on_resume(resume)
+        self._do(actions)
+        return TextResumed(rows=rows)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Leave actions to `_speak`, in order: only one task publishes."""
+        self._actions.extend(actions)
+        self._idle.clear()
+        self._news.set()
+
+    async def _speak(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._actions:
+                await self._act(self._actions.popleft())
+            if not self._machine.live:
+                self._idle.set()
+
+    async def _act(self, action: Action) -> None:
+        bus = self._runtime.bus
+        try:
+            match action:
+                case SendText(batch):
+                    await bus.publish(TEXT, batch, gateway=batch.gateway.instance)
+                case SendStop(worker, stop):
+                    await bus.publish(STOP, stop, worker=worker)
+                case SendResend(worker, resend):
+                    self._runtime.metrics.gaps.labels(TOKENS.name).inc()
+                    await bus.publish(STOP, resend, worker=worker)
+        except BusDown:
+            # Nothing is lost: the gateway asks for text beyond its places once the link is back,
+            # and what was to be asked of a worker shows again with its next batch or heartbeat.
+            return
+        except RequestTooLarge:
+            log.exception("message too large", extra={"action": type(action).__name__})
+
+    async def _tick(self) -> None:
+        clock = self._runtime.clock
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
+            self._spans.end(self._machine.requests)

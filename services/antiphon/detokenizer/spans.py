@@ -1,0 +1,39 @@
+"""A span a request: from its first token to its end, as this detokenizer sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.telemetry.tracing import Span, span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.detokenizer.request import Request
+    from antiphon.wire.ids import RequestId
+    from antiphon.wire.tokens import TokenBatch
+
+
+class TextSpans:
+    """The spans that are open."""
+
+    def __init__(self) -> None:
+        self._open: dict[RequestId, Span] = {}
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Begin a span for each request whose first row this is, if it is traced."""
+        for row in batch.rows:
+            stream = row.stream
+            if stream is None or stream.traceparent is None or row.request_id in self._open:
+                continue
+            opened = span("detokenizer.text", stream.traceparent, request_id=row.request_id)
+            self._open[row.request_id] = opened.start()
+
+    def end(self, requests: Mapping[RequestId, Request]) -> None:
+        """End the spans of requests that have ended, or are not held any more."""
+        if not self._open:
+            return
+        for request_id in list(self._open):
+            request = requests.get(request_id)
+            if request is None or request.ended:
+                self._open.pop(request_id).end()

@@ -1,0 +1,79 @@
+"""The work of the tokenizer's threads: render, encode, and name the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.digests import block_digests
+from antiphon.wire.errors import EngineError, InvalidRequest, RequestTooLarge, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.tokenizer.vocabulary import Vocabulary
+    from antiphon.wire.tokenize import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is to be encoded: a conversation, or text as it is."""
+
+    messages: tuple[ChatMessage, ...] | None
+    prompt: str | None
+    continue_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt's ids (int32, little-endian) and the digests of its full blocks."""
+
+    token_ids: bytes
+    block_digests: bytes
+
+
+class TextEncoder:
+    """Encodes batches of texts. Called in threads; holds nothing that changes."""
+
+    def __init__(self, vocabulary: Vocabulary, root: bytes, text_bytes_max: int) -> None:
+        self._vocabulary = vocabulary
+        self._root = root
+        self._text_bytes_max = text_bytes_max
+
+    def encode(self, texts: Sequence[Text]) -> list[Encoded | Exception]:
+        """Encode each text; an error in one is its own result and hurts no other."""
+        return [self._encode_one(text) for text in texts]
+
+    def _encode_one(self, text: Text) -> Encoded | Exception:
+        try:
+            written = self._written(text)
+            size = len(written.encode())
+            if size > self._text_bytes_max:
+                return RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
+        except EngineError as error:
+            return error
+        except UnicodeEncodeError as error:
+            return InvalidRequest(f"the text is not valid Unicode: {error}")
+        # A template writes the special tokens itself; plain text gets them from the tokenizer.
+        plain = text.messages is None
+        encoding = self._vocabulary.tokenizer.encode(written, add_special_tokens=plain)
+        token_ids = pack_ids(encoding.ids)
+        return Encoded(token_ids, block_digests(self._root, token_ids))
+
+    def _written(self, text: Text) -> str:
+        if text.messages is None:
+            if text.prompt is None:
+                raise InvalidRequest("neither messages nor a prompt is given")
+            return text.prompt
+        if text.prompt is not None:
+            raise InvalidRequest("both messages and a prompt are given", param="prompt")
+        if not text.messages:
+            raise InvalidRequest("messages are empty", param="messages")
+        template = self._vocabulary.template
+        if template is None:
+            raise Unsupported(
+                "this model has no chat template; send a prompt, or set model.chat_template",
+                param="messages",
+            )
+        return template.render(text.messages, continue_final=text.continue_final)

@@ -1,0 +1,101 @@
+"""Wires the tokenizer to the bus: answers calls, holds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.config.card import ModelCard, read_card
+from antiphon.service.deadline import check
+from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.model import model_folder, served_name, tokenizer_folder
+from antiphon.service.service import Report, Runtime
+from antiphon.telemetry.tracing import span
+from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer.batcher import Batcher
+from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.wire.base import Role
+from antiphon.wire.digests import namespace
+from antiphon.wire.routes import TOKENIZE
+from antiphon.wire.tokenize import EncodeReply, EncodeRequest, SamplingDefaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.wire.ids import ModelName
+
+
+class TokenizerService:
+    """Renders and encodes prompts; says what the model card says of sampling and lengths."""
+
+    role = Role.TOKENIZER
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._model = served_name(settings)
+        self._in_flight = 0
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Load the tokenizer and keep its threads."""
+        settings = self._settings
+        self._runtime = runtime
+        self._card = read_card(model_folder(settings))
+        folder = tokenizer_folder(settings)
+        words = await asyncio.to_thread(vocabulary.read, folder, settings.model.chat_template)
+        root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
+        encoder = TextEncoder(words, root, settings.tokenizer.text_bytes_max)
+        threads = settings.tokenizer.threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
+            self._batcher = Batcher[Text, Encoded](
+                encoder.encode, executor, settings.tokenizer.batch_max
+            )
+            for _ in range(threads):
+                runtime.group.create_task(self._batcher.run())
+            yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Encoding, for whichever gateway asks."""
+        return (Answer(route=TOKENIZE, handler=self._encode, address={"model": self._model}),)
+
+    def model(self) -> ModelName | None:
+        """The model whose tokens it knows."""
+        return self._model
+
+    def report(self) -> Report:
+        """Calls in flight."""
+        return Report(load=self._in_flight)
+
+    async def drain(self) -> None:
+        """Nothing outlives its call."""
+
+    async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
+        check(request.deadline_unix_ms, self._runtime.clock)
+        text = Text(request.messages, request.prompt, request.continue_final_message)
+        self._in_flight += 1
+        try:
+            with span("tokenize", request.traceparent):
+                encoded = await self._batcher.submit(text)
+        finally:
+            self._in_flight -= 1
+        card = self._card
+        return EncodeReply(
+            request_id=request.request_id,
+            token_ids=encoded.token_ids,
+            block_digests=encoded.block_digests,
+            vocabulary_size=card.vocabulary_size,
+            context_tokens=self._settings.model.context_tokens or card.context_tokens,
+            defaults=_defaults(card),
+        )
+
+
+def _defaults(card: ModelCard) -> SamplingDefaults:
+    return SamplingDefaults(
+        temperature=card.sampling.temperature,
+        top_p=card.sampling.top_p,
+        top_k=card.sampling.top_k,
+        min_p=card.sampling.min_p,
+    )

@@ -1,0 +1,118 @@
+"""Chat templates: jinja as model folders bring it, in a sandbox.
+
+The dialect is what Hugging Face tokenizers document: blocks are trimmed, `raise_exception`,
+`strftime_now`, a `tojson` that leaves text as it is, loop controls, and `{% generation %}` blocks,
+which only mark the assistant's words.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import jinja2
+import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2.parser import Parser
+
+    from antiphon.wire.tokenize import ChatMessage
+
+
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+"""What the expressions of a template may raise on messages that it does not expect."""
+
+
+class Generation(Extension):
+    """Renders what stands inside `{% generation %}`: the mark matters to training only."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Read up to the end of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders a conversation as the text that the model was trained on.
+
+    Args:
+        source: The template.
+        special_tokens: `bos_token`, `eos_token` and the like, which templates write themselves.
+
+    Raises:
+        jinja2.TemplateSyntaxError: The template is not valid.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
+        )
+        environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[ChatMessage], *, continue_final: bool) -> str:
+        """Write the conversation, up to where the assistant's answer begins.
+
+        With `continue_final` the last message is the beginning of the answer, and nothing that
+        would end it is written after its content.
+
+        Raises:
+            InvalidRequest: The template refuses these messages, or does not show the last one.
+        """
+        turns = [_plain(message) for message in messages]
+        try:
+            text = self._template.render(
+                messages=turns,
+                add_generation_prompt=not continue_final,
+                raise_exception=_raise,
+                strftime_now=_strftime_now,
+                **self._special_tokens,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"chat template: {error}", param="messages") from error
+        return _cut_after(text, messages[-1].content) if continue_final else text
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    return cast("dict[str, str]", msgspec.to_builtins(message))
+
+
+def _cut_after(text: str, content: str) -> str:
+    content = content.strip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise InvalidRequest(
+            "the chat template does not show the final message as it is, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return text[: at + len(content)]
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)

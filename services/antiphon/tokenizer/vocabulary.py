@@ -1,0 +1,103 @@
+"""What a model folder says of text: the tokenizer, its special tokens and the chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import jinja2
+import msgspec
+from msgspec import Meta
+from tokenizers import Tokenizer
+
+from antiphon.config.errors import ConfigError
+from antiphon.tokenizer.template import ChatTemplate
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A special token written as an object instead of a string."""
+
+    content: str
+
+
+class NamedTemplate(msgspec.Struct, frozen=True):
+    """One of several templates; the one called `default` is taken."""
+
+    name: str
+    template: str
+
+
+class TokenizerCard(msgspec.Struct, frozen=True):
+    """The fields of tokenizer_config.json that matter here."""
+
+    chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
+    bos_token: str | AddedToken | None = None
+    eos_token: str | AddedToken | None = None
+    unk_token: str | AddedToken | None = None
+    pad_token: str | AddedToken | None = None
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Everything that turns a conversation into ids."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    size: int
+
+
+def read(folder: Path, template_file: str = "") -> Vocabulary:
+    """Load a folder's tokenizer and chat template.
+
+    Args:
+        folder: Holds tokenizer.json and, mostly, tokenizer_config.json.
+        template_file: A template that replaces the folder's own; empty: none.
+
+    Raises:
+        ConfigError: A file is missing or malformed; the text names it.
+    """
+    card = _card(folder / "tokenizer_config.json")
+    tokenizer = _tokenizer(folder / "tokenizer.json")
+    named = {name: getattr(card, name) for name in ("bos_token", "eos_token", "unk_token")}
+    special = {
+        name: token.content if isinstance(token, AddedToken) else token
+        for name, token in named.items()
+        if token is not None
+    }
+    source = _source(folder, card, template_file)
+    try:
+        template = ChatTemplate(source, special) if source else None
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+    return Vocabulary(tokenizer, template, tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def _card(file: Path) -> TokenizerCard:
+    if not file.exists():
+        return TokenizerCard()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TokenizerCard)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _source(folder: Path, card: TokenizerCard, template_file: str) -> str | None:
+    """Find the template: the operator's file, the folder's, then the card's."""
+    if template_file:
+        try:
+            return Path(template_file).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(f"model.chat_template: {error}") from error
+    beside = folder / "chat_template.jinja"
+    if beside.exists():
+        return beside.read_text()
+    if isinstance(card.chat_template, tuple):
+        by_name = {named.name: named.template for named in card.chat_template}
+        return by_name.get("default", card.chat_template[0].template)
+    return card.chat_template

@@ -1,0 +1,313 @@
+"""The detokenizer accepts a row only at the next offset of the current attempt."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+
+from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
+from antiphon.detokenizer.machine import BATCH_BYTES_MAX, Detokenizer
+from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.codec import encode, pack_ids
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import StopStrings
+from antiphon.wire.submit import OpenList, OpenRequest
+from antiphon.wire.text import ChoicePlace, ResumeText, TextRow
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def process(name: str, life: str = "1") -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
+
+
+HERE, WORKER, GATEWAY = process("detokenizer-0"), process("worker-0"), process("gateway-0")
+REQUEST = RequestId("r")
+NO_STOP = StopStrings()
+
+
+def attempt(n: int) -> Attempt:
+    return Attempt(term=Term(number=1, scheduler=process("scheduler-0")), n=n)
+
+
+def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def machine() -> Detokenizer:
+    return Detokenizer(HERE, decode, requests_max=4)
+
+
+def row(
+    text: str,
+    offset: int = 0,
+    *,
+    n: int = 1,
+    first: bool | None = None,
+    stop: StopStrings = NO_STOP,
+    finish: FinishReason | None = None,
+    continues: Attempt | None = None,
+    request_id: RequestId = REQUEST,
+) -> TokenRow:
+    stream = TokenStream(
+        owner=GATEWAY,
+        prompt_tokens=3,
+        stop=stop,
+        deadline_unix_ms=1_000_000,
+        continues=continues,
+    )
+    begins = offset == 0 if first is None else first
+    return TokenRow(
+        request_id=request_id,
+        choice=0,
+        attempt=attempt(n),
+        offset=offset,
+        token_ids=pack_ids(list(text.encode())),
+        stream=stream if begins else None,
+        finish_reason=finish,
+    )
+
+
+def batch(seq: int, *rows: TokenRow) -> TokenBatch:
+    return TokenBatch(worker=WORKER, seq=seq, step=seq, rows=rows)
+
+
+def texts(actions: Sequence[Action]) -> list[TextRow]:
+    return [row for a in actions if isinstance(a, SendText) for row in a.batch.rows]
+
+
+def open_list(version: int, *ids: RequestId, closed: tuple[RequestId, ...] = ()) -> OpenList:
+    return OpenList(
+        model="m",  # pyright: ignore[reportArgumentType]
+        owner=GATEWAY,
+        version=version,
+        whole=not closed,
+        opened=tuple(OpenRequest(request_id=i, deadline_unix_ms=1) for i in ids),
+        closed=closed,
+        not_after_unix_ms=1,
+    )
+
+
+def test_text_says_where_it_begins_in_bytes():
+    m = machine()
+    first = texts(m.on_tokens(batch(1, row("né")), 0.0))
+    second = texts(m.on_tokens(batch(2, row("x", 3)), 0.0))
+    assert [(r.text_offset, r.text) for r in first + second] == [(0, "né"), (3, "x")]
+
+
+def test_a_repeated_row_says_nothing_twice():
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    assert texts(m.on_tokens(batch(1, row("ab")), 0.0)) == []
+    assert [r.text for r in texts(m.on_tokens(batch(2, row("bc", 1)), 0.0))] == ["c"]
+
+
+def test_a_gap_is_asked_for_from_the_next_offset_and_its_rows_wait():
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    actions = m.on_tokens(batch(3, row("d", 3)), 1.0)
+    (resend,) = actions
+    assert isinstance(resend, SendResend)
+    assert [(p.request_id, p.offset) for p in resend.resend.places] == [(REQUEST, 2)]
+    assert [r.text for r in texts(m.on_tokens(batch(4, row("cd", 2)), 1.0))] == ["cd"]
+
+
+def test_a_lost_tail_shows_in_the_heartbeat():
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    assert m.on_worker_seq(WORKER, 1, 1.0) == []
+    assert isinstance(m.on_worker_seq(WORKER, 2, 1.0)[0], SendResend)
+
+
+def test_a_gap_that_comes_too_soon_to_ask_about_is_asked_about_later():
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    assert m.on_tokens(batch(3, row("d", 3)), 1.0)
+    assert m.on_tokens(batch(5), 1.1) == []
+    assert m.on_tick(1.2, unix_ms=0) == []
+    assert isinstance(m.on_tick(1.6, unix_ms=0)[0], SendResend)
+    assert m.on_tick(2.6, unix_ms=0) == []
+
+
+def test_a_lower_attempt_is_stopped_and_not_heard():
+    m = machine()
+    m.on_tokens(batch(1, row("ab", n=2)), 0.0)
+    (stop,) = m.on_tokens(batch(2, row("zz", n=1)), 0.0)
+    assert isinstance(stop, SendStop)
+    assert stop.stop.attempt == attempt(1)
+    assert stop.stop.choice is None
+    assert m.on_tokens(batch(3, row("zz", n=1)), 0.1) == []
+
+
+def test_an_attempt_that_continues_keeps_text_and_one_that_does_not_begins_again():
+    m = machine()
+    m.on_tokens(batch(1, row("ab", n=1)), 0.0)
+    going_on = row("c", 2, n=2, first=True, continues=attempt(1))
+    assert [(r.text_offset, r.text) for r in texts(m.on_tokens(batch(2, going_on), 0.0))] == [
+        (2, "c")
+    ]
+    again = texts(m.on_tokens(batch(3, row("xyz", n=3)), 0.0))
+    assert [(r.text_offset, r.text) for r in again] == [(0, "xyz")]
+
+
+def test_a_stop_string_cuts_text_and_usage_and_tells_the_worker():
+    m = machine()
+    stops = StopStrings(strings=("cd",))
+    actions = m.on_tokens(batch(1, row("abcdef", stop=stops)), 0.0)
+    (said,) = texts(actions)
+    assert (said.text, said.finish_reason, said.matched_stop) == ("ab", FinishReason.STOP, "cd")
+    assert said.usage is not None
+    assert said.usage.completion_tokens == 4
+    (stop,) = [a for a in actions if isinstance(a, SendStop)]
+    assert (stop.stop.choice, stop.stop.offset) == (0, 4)
+    assert m.on_tokens(batch(2, row("gh", 6)), 0.1) == []
+
+
+def test_the_end_shows_what_was_held_back():
+    m = machine()
+    stops = StopStrings(strings=("cd",))
+    (said,) = texts(m.on_tokens(batch(1, row("abc", stop=stops, finish=FinishReason.LENGTH)), 0.0))
+    assert (said.text, said.finish_reason) == ("abc", FinishReason.LENGTH)
+
+
+def test_a_resume_says_everything_beyond_the_places_and_the_end():
+    m = machine()
+    m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
+    m.on_tokens(batch(2, row("xy", request_id=RequestId("s"))), 0.0)
+    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=1)
+    rows, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
+    said = {r.request_id: (r.text_offset, r.text, r.finish_reason) for r in texts(actions)}
+    assert rows == 2
+    assert said == {REQUEST: (1, "bc", FinishReason.STOP), "s": (0, "xy", None)}
+
+
+def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
+    m = Detokenizer(HERE, decode, requests_max=8)
+    truth = "€uro " * 30_000  # characters of three bytes at the borders of the pieces
+    for i in range(8):
+        said = row(truth, request_id=RequestId(str(i)), finish=FinishReason.LENGTH)
+        m.on_tokens(batch(i + 1, said), 0.0)
+    before = m.sent[GATEWAY.instance]
+    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
+    batches = [a.batch for a in actions if isinstance(a, SendText)]
+    assert [b.seq for b in batches] == [before + n + 1 for n in range(len(batches))]
+    assert max(len(encode(b)) for b in batches) <= BATCH_BYTES_MAX + 1024
+    heard = dict.fromkeys(m.requests, "")
+    for said in texts(actions):
+        assert said.text_offset == len(heard[said.request_id].encode())
+        heard[said.request_id] += said.text
+        assert (said.finish_reason is not None) == (heard[said.request_id] == truth)
+    assert set(heard.values()) == {truth}
+
+
+def test_a_place_inside_a_character_is_another_attempts_and_hurts_no_other_request():
+    m = machine()
+    m.on_tokens(batch(1, row("€", n=2), row("xy", request_id=RequestId("s"))), 0.0)
+    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=1)
+    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
+    assert [r.request_id for r in texts(actions)] == ["s"]
+
+
+def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
+    """It would take a new beginning for old news, and not see the loss of a tail."""
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    m.on_owner_gone(GATEWAY)
+    (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, SendText)]
+    assert said.batch.seq == 2
+
+
+def test_another_life_of_the_gateway_hears_nothing():
+    m = machine()
+    m.on_tokens(batch(1, row("abc")), 0.0)
+    reborn = process("gateway-0", "2")
+    assert m.on_resume(ResumeText(detokenizer=HERE, gateway=reborn)) == (0, [])
+
+
+def test_a_closed_request_is_forgotten_at_once():
+    m = machine()
+    m.on_tokens(batch(1, row("abc", finish=FinishReason.STOP)), 0.0)
+    m.on_open_list(open_list(1, closed=(REQUEST,)), 0.0)
+    assert m.requests == {}
+
+
+def test_a_request_that_its_owner_does_not_list_is_stopped_after_a_while():
+    m = machine()
+    m.on_tokens(batch(1, row("abc")), 0.0)
+    assert m.on_open_list(open_list(1, REQUEST), 1.0) == []
+    assert m.on_open_list(open_list(2), 2.0) == []
+    (stop,) = m.on_open_list(open_list(3), 4.0)
+    assert isinstance(stop, SendStop)
+    assert m.requests == {}
+
+
+def test_an_old_open_list_is_not_believed():
+    m = machine()
+    m.on_tokens(batch(1, row("abc")), 0.0)
+    m.on_open_list(open_list(5, REQUEST), 0.0)
+    m.on_open_list(open_list(4, closed=(REQUEST,)), 0.0)
+    assert REQUEST in m.requests
+
+
+def test_one_request_too_many_ends_with_a_typed_error():
+    m = machine()
+    rows = [row("a", request_id=RequestId(str(i))) for i in range(5)]
+    actions = m.on_tokens(batch(1, *rows), 0.0)
+    refused = [r for r in texts(actions) if r.error is not None]
+    assert [(r.request_id, r.error and r.error.code) for r in refused] == [("4", "overloaded")]
+    assert len(m.requests) == 4
+
+
+def test_what_is_long_past_its_deadline_is_forgotten():
+    m = machine()
+    m.on_tokens(batch(1, row("abc")), 0.0)
+    m.on_tick(1.0, unix_ms=1_009_000)
+    assert m.requests
+    m.on_tick(1.0, unix_ms=1_011_000)
+    assert not m.requests
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
+    """A worker that answers resends, over a network that loses, repeats and swaps batches."""
+    chance = random.Random(seed)
+    truth = "".join(chance.choice("aé€𝄞 \n") for _ in range(60))
+    ids = truth.encode()
+    m, heard, sent, seq, now = machine(), bytearray(), 0, 0, 0.0
+    network: list[TokenBatch] = []
+    for _ in range(2000):
+        now += 0.1
+        size = min(chance.randint(1, 7), len(ids) - sent)
+        if size or chance.random() < 0.1:
+            seq += 1
+            piece = row("", sent, finish=FinishReason.STOP if sent + size == len(ids) else None)
+            piece = replace(piece, token_ids=pack_ids(list(ids[sent : sent + size])))
+            network.append(batch(seq, piece))
+            sent += size
+        if len(network) > 1 and chance.random() < 0.3:
+            network[-1], network[-2] = network[-2], network[-1]
+        arrived = network.pop(0) if network and chance.random() < 0.7 else None
+        if arrived is None:
+            actions = m.on_worker_seq(WORKER, seq, now)
+        elif chance.random() < 0.2:
+            continue
+        else:
+            actions = m.on_tokens(arrived, now)
+            if chance.random() < 0.2:
+                actions += m.on_tokens(arrived, now)
+        for action in actions:
+            if isinstance(action, SendResend):
+                places = {p.request_id: p.offset for p in action.resend.places}
+                sent = min(sent, places.get(REQUEST, 0))
+        for said in texts(actions):
+            assert said.text_offset == len(heard), f"seed {seed}"
+            heard += said.text.encode()
+            if said.finish_reason is not None:
+                assert heard.decode() == truth, f"seed {seed}"
+                return
+    pytest.fail(f"seed {seed}: never ended; heard {len(heard)} of {len(ids)} bytes")

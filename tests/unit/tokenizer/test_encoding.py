@@ -1,0 +1,115 @@
+"""Prompts become ids, errors stay with their own text, and blocks are named by a chain."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from antiphon import embedded
+from antiphon.config.errors import ConfigError
+from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.digests import BLOCK_TOKENS, block_digests, namespace
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.tokenize import ChatMessage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROOT = namespace("model", "")
+HELLO = (ChatMessage(role="user", content="Hello"),)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer of words that adds `<s>` to plain text, and no chat template."""
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "<unk>": 1, "a": 2, "b": 3}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def encode(folder: Path, text: Text, bytes_max: int = 1000) -> Encoded | Exception:
+    (result,) = TextEncoder(vocabulary.read(folder), ROOT, bytes_max).encode([text])
+    return result
+
+
+def ids(result: Encoded | Exception) -> list[int]:
+    assert isinstance(result, Encoded)
+    return list(unpack_ids(result.token_ids))
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens(folder: Path):
+    assert ids(encode(folder, Text(None, "a b"))) == [0, 2, 3]
+
+
+def test_a_template_writes_its_own_special_tokens(folder: Path):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    turns = (ChatMessage(role="user", content="a"),)
+    assert ids(encode(folder, Text(turns, None))) == [2]
+
+
+def test_a_conversation_without_a_template_is_unsupported(folder: Path):
+    assert isinstance(encode(folder, Text(HELLO, None)), Unsupported)
+
+
+def test_a_long_text_is_too_large_and_says_both_numbers(folder: Path):
+    error = encode(folder, Text(None, "a" * 11), bytes_max=10)
+    assert isinstance(error, RequestTooLarge)
+    assert error.details == {"size_bytes": "11", "bytes_max": "10"}
+
+
+@pytest.mark.parametrize("text", [Text(None, None), Text(HELLO, "a"), Text((), None)])
+def test_none_or_both_is_refused(folder: Path, text: Text):
+    assert isinstance(encode(folder, text), InvalidRequest)
+
+
+def test_lone_surrogates_are_the_callers_error(folder: Path):
+    assert isinstance(encode(folder, Text(None, "\ud800")), InvalidRequest)
+
+
+def test_an_error_hurts_no_other_text(folder: Path):
+    encoder = TextEncoder(vocabulary.read(folder), ROOT, 1000)
+    bad, good = encoder.encode([Text(HELLO, None), Text(None, "a")])
+    assert isinstance(bad, Unsupported)
+    assert ids(good) == [0, 2]
+
+
+def test_a_broken_card_names_its_file(folder: Path):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        vocabulary.read(folder)
+
+
+def test_the_embedded_model_encodes_a_conversation():
+    assert len(ids(encode(embedded.path(), Text(HELLO, None)))) > 3
+
+
+def test_blocks_are_chained_by_hand():
+    tokens = pack_ids(range(2 * BLOCK_TOKENS + 5))
+    first = hashlib.sha256(ROOT + tokens[: 4 * BLOCK_TOKENS]).digest()
+    second = hashlib.sha256(first + tokens[4 * BLOCK_TOKENS : 8 * BLOCK_TOKENS]).digest()
+    assert block_digests(ROOT, tokens) == first + second
+
+
+@given(st.lists(st.integers(0, 9), max_size=200), st.lists(st.integers(0, 9), max_size=200))
+def test_equal_prefixes_have_equal_digests(one: list[int], other: list[int]):
+    blocks = [block_digests(ROOT, pack_ids(ids)) for ids in (one, other)]
+    for end in range(1, min(map(len, blocks)) // 32 + 1):
+        same = one[: end * BLOCK_TOKENS] == other[: end * BLOCK_TOKENS]
+        assert (blocks[0][: end * 32] == blocks[1][: end * 32]) == same
+
+
+def test_salt_and_model_separate_namespaces():
+    assert (
+        len({namespace("m", ""), namespace("m", "s"), namespace("n", ""), namespace("ms", "")}) == 4
+    )

@@ -1,0 +1,79 @@
+"""Chat templates render as model folders expect, and cannot reach out of their sandbox."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.tokenizer.template import ChatTemplate
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.tokenize import ChatMessage
+
+TURNS = """\
+{% for message in messages %}
+    {% if message.role == 'tool' %}
+        {{ raise_exception('tool messages are not known') }}
+    {% endif %}
+<{{ message.role }}>{{ message.content | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}
+<assistant>{% endif %}"""
+
+
+def say(*turns: tuple[str, str]) -> tuple[ChatMessage, ...]:
+    return tuple(ChatMessage(role=role, content=content) for role, content in turns)
+
+
+def template(source: str = TURNS) -> ChatTemplate:
+    return ChatTemplate(source, {"eos_token": "</s>"})
+
+
+def test_blocks_leave_no_blank_lines():
+    text = template().render(say(("user", "hi"), ("assistant", "yo")), continue_final=False)
+    assert text == "<user>hi</s>\n<assistant>yo</s>\n<assistant>"
+
+
+def test_a_continued_message_is_left_open():
+    text = template().render(say(("user", "hi"), ("assistant", " and so ")), continue_final=True)
+    assert text == "<user>hi</s>\n<assistant>and so"
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it():
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        template("{{ messages[0].content }}").render(
+            say(("user", "hi"), ("assistant", "zzz")), continue_final=True
+        )
+
+
+def test_what_the_template_refuses_is_the_callers_error_in_its_words():
+    with pytest.raises(InvalidRequest, match="tool messages are not known") as caught:
+        template().render(say(("tool", "x")), continue_final=False)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{% for i in range(10**9) %}{{ i }}{% endfor %}",
+    ],
+)
+def test_the_sandbox_holds(source: str):
+    with pytest.raises(InvalidRequest):
+        template(source).render(say(("user", "x")), continue_final=False)
+
+
+def test_generation_marks_and_loop_controls_are_understood():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    text = template(source).render(say(("user", "a"), ("assistant", "b")), continue_final=False)
+    assert text == "b"
+
+
+def test_json_keeps_letters_and_angle_brackets():
+    text = template("{{ messages | tojson }}").render(say(("user", "<é>")), continue_final=False)
+    assert text == '[{"role": "user", "content": "<é>"}]'
