@@ -1,0 +1,1 @@
+"""Operations on tensors: each is its torch reference, with faster backends attached as rows."""

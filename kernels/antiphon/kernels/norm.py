@@ -1,0 +1,49 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.op import kernel
+
+
+def _scale_to_unit(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    mean_square = wide.square().mean(dim=-1, keepdim=True)  # (tokens, 1)
+    return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
+
+
+@kernel("norm.rmsnorm")
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root-mean-square.
+
+    Args:
+        x: (tokens, hidden).
+        weight: (hidden,), same dtype as x.
+        eps: Added to the mean square, inside the root.
+
+    Returns:
+        (tokens, hidden), dtype of x. The sum of squares is taken in float32, and the row is
+        rounded to the dtype of x before the weight multiplies it, as checkpoints were trained.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+    """
+    return _scale_to_unit(x, weight, eps)
+
+
+@kernel("norm.add_rmsnorm")
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a block's output to the residual stream, and normalise the sum for the next block.
+
+    Args:
+        x: (tokens, hidden), what the block produced.
+        residual: (tokens, hidden), same dtype.
+        weight: (hidden,), same dtype.
+        eps: Added to the mean square, inside the root.
+
+    Returns:
+        The normalised sum and the sum itself, which is the residual from here on.
+    """
+    total = x + residual
+    return _scale_to_unit(total, weight, eps), total

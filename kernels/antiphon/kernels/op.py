@@ -1,0 +1,123 @@
+"""What an operation is: a torch reference that defines the result, and rows of faster backends.
+
+A backend is chosen once, at start, by hard facts about the device, and every refusal is kept and
+printed. Nothing is downgraded while it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+REFERENCE = "torch"
+
+
+class KernelUnavailable(Exception):
+    """A backend that was asked for by name cannot run here; the message says which fact forbids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The facts about a device that decide what can run on it.
+
+    Attributes:
+        kind: `cpu` or `cuda`.
+        sm: Compute capability as major * 10 + minor; None without one.
+    """
+
+    kind: str
+    sm: int | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """The facts of a torch device."""
+        if device.type != "cuda":
+            return cls(device.type)
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls("cuda", major * 10 + minor)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One implementation of an op.
+
+    Attributes:
+        name: How `forced` and the printed table call it.
+        target: `module:function`, imported only when chosen.
+        needs: What a device lacks to run it, or None.
+    """
+
+    name: str
+    target: str
+    needs: Callable[[Device], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[P, R_co]):
+    """What runs, and why the rows before it do not."""
+
+    op: str
+    call: Callable[P, R_co]
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+
+
+class Op(Generic[P, R_co]):
+    """An operation: the torch reference that defines its result, and faster ways to get it."""
+
+    def __init__(
+        self, name: str, reference: Callable[P, R_co], backends: tuple[Backend, ...]
+    ) -> None:
+        self.name = name
+        self.reference = reference
+        self.backends = backends
+
+    def select(self, device: Device, forced: str | None = None) -> Choice[P, R_co]:
+        """The first row, in order, that this device can run; the reference is the last row.
+
+        Raises:
+            KernelUnavailable: `forced` cannot run here; names the failed condition.
+        """
+        refused: list[tuple[str, str]] = []
+        for backend in self.backends:
+            if forced not in (None, backend.name):
+                refused.append((backend.name, f"{forced} is forced"))
+            elif (lacks := backend.needs(device)) is not None:
+                refused.append((backend.name, lacks))
+            else:
+                return Choice(self.name, self._load(backend.target), backend.name, tuple(refused))
+        if forced not in (None, REFERENCE):
+            reason = dict(refused).get(forced, f"{self.name} has no such backend")
+            raise KernelUnavailable(f"{self.name}: backend {forced!r} cannot run here: {reason}")
+        return Choice(self.name, self.reference, REFERENCE, tuple(refused))
+
+    def _load(self, target: str) -> Callable[P, R_co]:
+        module, _, name = target.partition(":")
+        return cast("Callable[P, R_co]", getattr(importlib.import_module(module), name))
+
+
+def kernel(name: str, *backends: Backend) -> Callable[[Callable[P, R_co]], Op[P, R_co]]:
+    """Make a torch function the reference of the op `name`."""
+
+    def wrap(reference: Callable[P, R_co]) -> Op[P, R_co]:
+        return Op(name, reference, backends)
+
+    return wrap
+
+
+def table(choices: Iterable[Choice[..., object]]) -> str:
+    """One line an op: its name, what runs, and what was refused for which reason."""
+    lines: list[str] = []
+    for choice in choices:
+        refusals = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
+        lines.append(f"{choice.op:<22} {choice.backend:<12} {refusals}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,111 @@
+"""Drawing a token from logits: one uniform number a token, inverted through the distribution.
+
+Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary.
+
+Gumbel noise would need a random number a vocabulary entry (17 times dearer, measured); here the
+noise is one number and the sum runs in the fixed order of the vocabulary. A row's result depends
+on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+from torch import Tensor
+
+from antiphon.kernels.op import kernel
+
+BLOCK = 256
+CANDIDATES = 256
+"""Enough for almost every row's top-k and top-p; the others are sorted in full."""
+
+
+@kernel("sampling.greedy")
+def greedy(logits: Tensor) -> Tensor:
+    """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
+    return logits.argmax(dim=-1)
+
+
+@kernel("sampling.draw")
+def draw(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """Draw a token a row: temperature, softmax, then top-k, top-p and min-p on its full mass.
+
+    Nothing is renormalised between the filters: top-p cuts a token when the mass before it, in
+    falling order, exceeds p of all mass; min-p when it is less likely than p times the likeliest.
+    Tokens as likely as the last one kept are kept too.
+
+    Args:
+        logits: (L, V) float32.
+        uniform: (L,) float64 in [0, 1).
+        temperature: (L,) float32, above 0.
+        top_k: (L,) int64; 0 keeps all.
+        top_p: (L,) float32 in (0, 1]; 1 keeps all.
+        min_p: (L,) float32 in [0, 1]; 0 keeps all.
+
+    Returns:
+        (L,) int64 token ids.
+    """
+    scaled = logits / temperature[:, None]
+    weights = torch.exp(scaled - scaled.amax(dim=-1, keepdim=True))  # (L, V), 1 at the likeliest
+    floor = min_p.clone()  # weights are relative to the likeliest token, so this is min-p
+    filtered = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(-1)
+    if len(filtered) > 0:
+        kept = _floor(weights[filtered], top_k[filtered], top_p[filtered])
+        floor[filtered] = torch.maximum(floor[filtered], kept)
+    return _invert(weights.masked_fill_(weights < floor[:, None], 0.0), uniform)
+
+
+def _floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least weight that top-k and top-p keep, (L,)."""
+    vocabulary = weights.shape[-1]
+    mass = _block_sums(weights).sum(dim=-1)  # (L,) float64
+    mass_max = torch.where(top_p < 1, top_p.double() * mass, torch.inf)
+    rank_max = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    candidates = weights.topk(min(CANDIDATES, vocabulary), dim=-1).values  # (L, C), falling
+    kept = _kept(candidates, rank_max, mass_max)
+    floor = candidates.gather(-1, kept[:, None] - 1).squeeze(-1)
+    short = ((kept == candidates.shape[-1]) & (kept < rank_max)).nonzero().squeeze(-1)
+    if len(short) > 0:
+        ordered = weights[short].sort(dim=-1, descending=True).values
+        kept = _kept(ordered, rank_max[short], mass_max[short])
+        floor[short] = ordered.gather(-1, kept[:, None] - 1).squeeze(-1)
+    return floor
+
+
+def _kept(falling: Tensor, rank_max: Tensor, mass_max: Tensor) -> Tensor:
+    """How many of the likeliest tokens pass, (L,), at least one."""
+    wide = falling.double()
+    before = wide.cumsum(dim=-1) - wide  # (L, C) mass of the likelier tokens
+    rank = torch.arange(falling.shape[-1], device=falling.device)
+    passes = (before <= mass_max[:, None]) & (rank < rank_max[:, None])
+    return passes.sum(dim=-1).clamp(min=1)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first token at which the running sum of weights exceeds `uniform` of the whole, (L,)."""
+    blocks = _blocks(weights)  # (L, N, BLOCK)
+    running = _block_sums(weights).cumsum(dim=-1)  # (L, N) float64
+    target = uniform * running[:, -1]
+    block = (running <= target[:, None]).sum(dim=-1).clamp(max=blocks.shape[1] - 1)
+    before = F.pad(running, (1, 0)).gather(-1, block[:, None])  # (L, 1)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block]  # (L, BLOCK)
+    passed = inside.double().cumsum(dim=-1) <= target[:, None] - before
+    # The sum inside a block may round below the block's own sum: never past its last kept token.
+    last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(dim=-1)
+    return block * BLOCK + torch.minimum(passed.sum(dim=-1), last)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    return _blocks(weights).sum(dim=-1, dtype=torch.float64)
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    spare = -weights.shape[-1] % BLOCK
+    return F.pad(weights, (0, spare)).view(len(weights), -1, BLOCK)

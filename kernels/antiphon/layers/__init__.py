@@ -1,0 +1,1 @@
+"""Layers of a decoder: they hold weights, and meet the world only through a `ForwardContext`."""

@@ -1,0 +1,68 @@
+"""Tensor parallelism as a layer sees it: who I am, and two collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+class Tp(Protocol):
+    """The ranks that hold one layer together."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks; `x` may be overwritten."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, side by side along the last dimension."""
+        ...
+
+
+class SingleRank:
+    """One rank: both collectives are the identity."""
+
+    rank = 0
+    ranks = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+
+class GroupRank:
+    """One rank of a torch process group (gloo on CPU, NCCL on GPUs)."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.ranks = group.size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x`, side by side along the last dimension."""
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts, dim=-1)
