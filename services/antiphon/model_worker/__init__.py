@@ -1,0 +1,1 @@
+"""The worker: the batching loop, the page pool, the model and its kernels."""

@@ -1,0 +1,1 @@
+"""Models: a family is a declaration over one decoder, and weights are checked before they load."""

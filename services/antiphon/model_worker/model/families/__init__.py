@@ -1,0 +1,1 @@
+"""One family of models a file, each a declaration that the registry names."""

@@ -1,0 +1,1 @@
+"""Runs plans on a device: plan to tensors, forward pass, sampling, outcome."""

@@ -1,0 +1,37 @@
+"""How many of a row's sampled tokens count: one, or in a verify row as many as the draft foresaw.
+
+A verify row asks for logits at several of its tokens; each later token is a draft of what the one
+before it gives. The numbers that tokens are drawn with depend on the position alone, so accepting
+drafts while they equal the sample gives, token for token, what decoding one by one would give.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.plan import Ints, Longs
+
+
+def accept(
+    tokens: Ints, logit_tokens: Ints, logit_row: Longs, sampled: Ints, failed: NDArray[np.bool_]
+) -> tuple[Ints, Ints]:
+    """Keep a row's samples up to and with the first that its draft did not foresee.
+
+    Axes: T tokens, L rows of logits, R rows, S accepted tokens.
+    tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool
+    ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
+    """
+    rows = len(failed)
+    following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
+    missed = (following != sampled).astype(np.int64)
+    earlier = np.cumsum(missed) - missed  # misses before this one, over all rows
+    first = np.searchsorted(logit_row, logit_row)  # (L,) index of the first of the same row
+    kept = (earlier == earlier[first]) & ~failed[logit_row]
+    starts = np.zeros(rows + 1, np.int32)
+    np.cumsum(np.bincount(logit_row[kept], minlength=rows), out=starts[1:])
+    return starts, sampled[kept].astype(np.int32)

@@ -1,0 +1,104 @@
+"""A plan becomes what a pass needs: rows of each cache group, and where tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.model_worker.runner.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.plan import Ints, Longs, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The derived facts of one plan.
+
+    Attributes:
+        groups: The rows as each cache group sees them.
+        token_row: (T,) the row of each token.
+        logit_row: (L,) the row of each wanted row of logits, rising.
+        logit_position: (L,) index in its sequence of the token that the logits are for.
+    """
+
+    groups: tuple[AttentionRows, ...]
+    token_row: Longs
+    logit_row: Longs
+    logit_position: Longs
+
+
+def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
+    """Derive what the pass needs.
+
+    Raises:
+        PlanRefused: The plan uses a part of the contract that this runner does not have.
+    """
+    _refuse_unsupported(plan)
+    query_len, kv_len = plan.query_len.astype(np.int64), plan.kv_len.astype(np.int64)
+    ends = np.cumsum(query_len)
+    assert (plan.query_start == ends - query_len).all(), "rows follow each other"
+    token_row = np.repeat(np.arange(len(query_len)), query_len)
+    logit_row = token_row[plan.logit_tokens]
+    assert (np.diff(plan.logit_tokens) > 0).all(), "logits are asked for in order"
+    return Batch(
+        groups=tuple(
+            AttentionRows(shape, table.astype(np.int64), query_len, kv_len)
+            for shape, table in zip(shapes, plan.page_tables, strict=True)
+        ),
+        token_row=token_row,
+        logit_row=logit_row,
+        logit_position=plan.logit_tokens + (kv_len - ends)[logit_row] + 1,
+    )
+
+
+class Futures:
+    """What each slot sampled last, so that a plan may be made before its tokens are known."""
+
+    def __init__(self) -> None:
+        self._last = np.full(64, _UNKNOWN, np.int32)
+
+    def resolve(self, tokens: Ints) -> Ints:
+        """Replace each `future(slot)` by the slot's last token."""
+        unknown = tokens < 0
+        if not unknown.any():
+            return tokens
+        found = self._last[-1 - tokens[unknown]]
+        assert (found != _UNKNOWN).all(), "a future of a slot that sampled nothing"
+        resolved = tokens.copy()
+        resolved[unknown] = found
+        return resolved
+
+    def record(self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_]) -> None:
+        """Remember each row's last accepted token.
+
+        A failed row gets token 0: a plan made before its failure was known still runs, for the
+        sake of its other rows, and its own outcome is dropped.
+        """
+        if len(slots) and slots.max() >= len(self._last):
+            room = np.full(2 * int(slots.max()), _UNKNOWN, np.int32)
+            room[: len(self._last)] = self._last
+            self._last = room
+        accepted = np.diff(starts) > 0
+        self._last[slots[accepted]] = token_ids[starts[1:][accepted] - 1]
+        self._last[slots[failed]] = 0
+
+
+_UNKNOWN = -1
+
+
+def _refuse_unsupported(plan: Plan) -> None:
+    refusals = (
+        (plan.tree_mask is not None, "tree verification"),
+        (bool(plan.splices), "embedding splices"),
+        (bool(plan.loads or plan.saves), "page moves"),
+        (len(plan.positions) != 1, f"{len(plan.positions)} position axes"),
+    )
+    for present, what in refusals:
+        if present:
+            raise PlanRefused(f"step {plan.step}: this runner has no {what}")

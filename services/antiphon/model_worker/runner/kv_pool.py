@@ -1,0 +1,90 @@
+"""The pages of a cache group as tensors, and as bytes.
+
+Axes: L layers of the group, P pages, S tokens a page, H kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.layers.weights import Build
+    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class PageCorrupt(Exception):
+    """Bytes that are not a page of this group, or not the ones that were written."""
+
+
+class KvPool:
+    """Keys and values of one cache group, (L, 2, P, S, H, D)."""
+
+    def __init__(self, group: CacheGroup, spec: ModelSpec, build: Build) -> None:
+        self.group = group
+        heads = spec.kv_heads_of(build.tp.ranks)
+        self._data = torch.zeros(
+            (len(group.layers), 2, group.pages_total, group.page_tokens, heads, spec.head_size),
+            dtype=build.dtype,
+            device=build.device,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the cache."""
+        return self._data.dtype
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the group's `index`-th layer, each (P, S, H, D)."""
+        return self._data[index, 0], self._data[index, 1]
+
+    def zero(self, places: Tensor) -> None:
+        """Forget the tokens at `places` (page * S + offset) in every layer."""
+        self._data.flatten(2, 3).index_fill_(2, places, 0.0)
+
+    def read(self, page: int) -> bytes:
+        """A page's bytes, all layers."""
+        data = self._data[:, :, page].contiguous().view(torch.uint8)
+        return data.cpu().numpy().tobytes()
+
+    def write(self, page: int, data: bytes) -> None:
+        """Fill a page with what `read` gave."""
+        view = self._data[:, :, page]
+        # A copy, since torch has no read-only tensors.
+        flat = torch.as_tensor(np.frombuffer(data, np.uint8).copy())
+        view.copy_(flat.view(view.dtype).view(view.shape))
+
+
+class PageCodec:
+    """Turns page ids into bytes and back; alone knows layout, dtype and shard.
+
+    A page is four bytes of CRC-32 and its data, so that damaged bytes never become attention.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self._pool = pool
+
+    def encode(self, page: int) -> bytes:
+        """The page as it travels."""
+        data = self._pool.read(page)
+        return zlib.crc32(data).to_bytes(4, "little") + data
+
+    def decode(self, page: int, encoded: bytes) -> None:
+        """Fill a page with what `encode` gave on a rank of the same shard.
+
+        Raises:
+            PageCorrupt: Size or checksum do not match; the page is as it was.
+        """
+        expected = 4 + self._pool.group.page_bytes
+        if len(encoded) != expected:
+            raise PageCorrupt(f"a page of this group has {expected} bytes, not {len(encoded)}")
+        data = encoded[4:]
+        if zlib.crc32(data) != int.from_bytes(encoded[:4], "little"):
+            raise PageCorrupt("the checksum of a page does not match its bytes")
+        self._pool.write(page, data)

@@ -1,0 +1,48 @@
+"""A model folder becomes a runner with its cache, in the form that the worker's service needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.memory import cache_groups
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.layers.context import Adapters
+    from antiphon.layers.tp import Tp
+    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A loaded model, ready to run plans whose page tables are in the order of `groups`."""
+
+    runner: Runner
+    groups: tuple[CacheGroup, ...]
+    spec: ModelSpec
+
+
+def open_model(
+    folder: Path,
+    *,
+    page_tokens: int,
+    pages: int,
+    dtype: str = "auto",
+    device: str = "cpu",
+    tp: Tp | None = None,
+    adapters: Adapters | None = None,
+) -> OpenModel:
+    """Load a model and make room for `pages` pages a cache group.
+
+    Raises:
+        ModelLoadError: The folder cannot be served; nothing has run by then.
+        KernelUnavailable: This build does not compute on that device.
+    """
+    model = load(folder, dtype=dtype, device=device, tp=tp)
+    groups = cache_groups(model.spec, model.build, page_tokens=page_tokens, pages=pages)
+    return OpenModel(Runner(model, groups, adapters=adapters), groups, model.spec)

@@ -1,0 +1,165 @@
+"""Drives a runner by hand, plan by plan, where a test wants to say what each step holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.plan import Outcome, Plan, SamplingColumns, future
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.cache.groups import CacheGroup
+
+
+@dataclass(slots=True)
+class Line:
+    """One sequence: its tokens so far, how many are in the cache, and how it is sampled."""
+
+    ids: list[int]
+    pages: list[list[int]]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
+    adapter: int = -1
+    computed: int = 0
+    statuses: list[int] = field(default_factory=list[int])
+
+
+class Stepper:
+    """Sequences in slots, with pages handed out in a shuffled order and never given back."""
+
+    def __init__(self, runner: Runner, groups: Sequence[CacheGroup], seed: int = 0) -> None:
+        self.runner = runner
+        self.groups = groups
+        self.lines: dict[int, Line] = {}
+        self.plans: list[Plan] = []
+        random = np.random.default_rng(seed)
+        self._free = [random.permutation(group.pages_total).tolist() for group in groups]
+
+    def add(self, ids: Sequence[int]) -> Line:
+        """Put a prompt into the next slot; change the line's fields to sample it otherwise."""
+        line = Line(list(ids), [[] for _ in self.groups])
+        self.lines[len(self.lines)] = line
+        return line
+
+    def step(
+        self,
+        lengths: Mapping[int, int],
+        *,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+        all_logits: bool = False,
+        as_future: bool = False,
+    ) -> Outcome:
+        """Compute the next `lengths[slot]` tokens of each slot, and its drafts after them.
+
+        With `all_logits` every token's are asked for; with `as_future` the last known token of a
+        decoding row is left for the runner to fill in.
+        """
+        drafted = {slot: list(ids) for slot, ids in (drafts or {}).items()}
+        plan = self._plan(dict(lengths), drafted, all_logits=all_logits, as_future=as_future)
+        self.plans.append(plan)
+        outcome = self.runner.run(plan)
+        for row, (slot, length) in enumerate(lengths.items()):
+            line = self.lines[slot]
+            accepted = outcome.token_ids[outcome.starts[row] : outcome.starts[row + 1]].tolist()
+            line.statuses.append(int(outcome.status[row]))
+            line.computed += length
+            if line.computed == len(line.ids):
+                # Of the drafts, those before the last accepted token are in the cache for good.
+                line.computed += max(0, len(accepted) - 1)
+                line.ids += accepted
+        return outcome
+
+    def prefill(self, chunk: int | None = None) -> None:
+        """Compute all that is known, in pieces of `chunk` tokens a row."""
+        while pending := {
+            slot: min(chunk or len(line.ids), len(line.ids) - line.computed)
+            for slot, line in self.lines.items()
+            if len(line.ids) - line.computed > 1 or line.computed == 0
+        }:
+            self.step(pending)
+
+    def decode(self, steps: int, *, as_future: bool = False) -> None:
+        """Give every slot one token, `steps` times."""
+        for _ in range(steps):
+            self.step(dict.fromkeys(self.lines, 1), as_future=as_future)
+
+    def _plan(
+        self,
+        lengths: dict[int, int],
+        drafts: dict[int, list[int]],
+        *,
+        all_logits: bool,
+        as_future: bool,
+    ) -> Plan:
+        lines = [self.lines[slot] for slot in lengths]
+        tokens: list[list[int]] = []
+        wanted: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+        for (slot, length), line in zip(lengths.items(), lines, strict=True):
+            row = line.ids[line.computed : line.computed + length]
+            if as_future and length == 1:
+                row = [future(slot)]
+            logits = np.zeros(length, np.bool_)
+            logits[-1] = line.computed + length == len(line.ids)
+            tokens.append(row + drafts.get(slot, []))
+            wanted.append(
+                np.concatenate([logits | all_logits, np.ones(len(tokens[-1]) - length, np.bool_)])
+            )
+        query_len = _ints(map(len, tokens))
+        computed = _ints(line.computed for line in lines)
+        kv_len = computed + query_len
+        return Plan(
+            step=len(self.plans) + 1,
+            slot=_ints(lengths),
+            query_start=(np.cumsum(query_len) - query_len).astype(np.int32),
+            query_len=query_len,
+            kv_len=kv_len,
+            adapter=_ints(line.adapter for line in lines),
+            tokens=_ints(token for row in tokens for token in row),
+            positions=np.concatenate(
+                [np.arange(a, b, dtype=np.int32) for a, b in zip(computed, kv_len, strict=True)]
+            )[np.newaxis],
+            logit_tokens=np.flatnonzero(np.concatenate(wanted)).astype(np.int32),
+            sampling=_sampling(lines),
+            page_tables=tuple(
+                self._table(lines, kv_len, index) for index in range(len(self.groups))
+            ),
+        )
+
+    def _table(self, lines: list[Line], kv_len: Ints, index: int) -> Ints:
+        group = self.groups[index]
+        for line, length in zip(lines, kv_len, strict=True):
+            pages = line.pages[index]
+            while len(pages) < group.table_len(int(length)):
+                pages.append(self._free[index].pop())
+            # What no query sees any more may be anybody's: nothing may read it.
+            dead = group.dead_len(line.computed)
+            pages[:dead] = [-1] * dead
+        table = np.full((len(lines), max(len(line.pages[index]) for line in lines)), -1, np.int32)
+        for row, line in enumerate(lines):
+            table[row, : len(line.pages[index])] = line.pages[index]
+        return table
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), np.int32)
+
+
+def _sampling(lines: Sequence[Line]) -> SamplingColumns:
+    return SamplingColumns(
+        temperature=np.array([line.temperature for line in lines], np.float32),
+        top_p=np.array([line.top_p for line in lines], np.float32),
+        min_p=np.array([line.min_p for line in lines], np.float32),
+        top_k=np.array([line.top_k for line in lines], np.int32),
+        seed=np.array([line.seed for line in lines], np.int64),
+        choice=np.array([line.choice for line in lines], np.int32),
+    )

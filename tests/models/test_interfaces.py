@@ -1,0 +1,308 @@
+"""What plan, outcome and context must carry from the first day, each shown with a fake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.models.stepper import Stepper
+from tests.models.tiny import VOCABULARY
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.model import registry
+from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.load import Model, fill, load
+from antiphon.model_worker.model.spec import Biases, Family
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.errors import PlanRefused
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.memory import activation_bytes, cache_groups
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+RANDOM = np.random.default_rng(11)
+PROMPT = RANDOM.integers(0, VOCABULARY, 21).tolist()
+OTHER = RANDOM.integers(0, VOCABULARY, 40).tolist()
+
+
+def opened(folder: Path, **options) -> OpenModel:
+    return open_model(folder, page_tokens=4, pages=128, dtype="float32", **options)
+
+
+def decoded(folder: Path, ids: list[int], tokens: int, temperature: float = 0.0) -> list[int]:
+    model = opened(folder)
+    one = Stepper(model.runner, model.groups)
+    line = one.add(ids)
+    line.temperature = temperature
+    one.step({0: len(ids)})
+    one.decode(tokens - 1)
+    return line.ids[len(ids) :]
+
+
+class Oracle:
+    """A drafter with k = 3 that knows the answer, and is wrong from the n-th token on."""
+
+    def __init__(self, answer: list[int]) -> None:
+        self.answer = answer
+
+    def draft(self, done: int, right: int) -> list[int]:
+        ahead = self.answer[done : done + 3]
+        return [token if i < right else (token + 1) % VOCABULARY for i, token in enumerate(ahead)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_verify_row_accepts_what_its_draft_foresaw_and_one_more(
+    llama: Path, temperature: float
+) -> None:
+    answer = decoded(llama, PROMPT, 20, temperature)
+    oracle, model = Oracle(answer), opened(llama)
+    batch = Stepper(model.runner, model.groups)
+    line, other = batch.add(PROMPT), batch.add(OTHER)
+    line.temperature = temperature
+    batch.step({0: len(PROMPT), 1: len(OTHER)})
+    accepted: list[int] = []
+    for right in (0, 1, 2, 3, 1):
+        draft = oracle.draft(len(line.ids) - len(PROMPT), right)
+        outcome = batch.step({0: 1, 1: 1}, drafts={0: draft})
+        assert batch.plans[-1].query_len.tolist() == [4, 1]
+        accepted.append(int(outcome.starts[1]))
+    assert accepted == [1, 2, 3, 4, 2]
+    assert line.ids == PROMPT + answer[: len(line.ids) - len(PROMPT)]
+    assert other.ids == OTHER + decoded(llama, OTHER, 6)
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_accepts_nothing(llama: Path) -> None:
+    model = opened(llama)
+    batch = Stepper(model.runner, model.groups)
+    batch.add(PROMPT)
+    outcome = batch.step({0: 10})
+    assert (outcome.starts.tolist(), outcome.token_ids.tolist()) == ([0, 0], [])
+
+
+class ScaleByAdapter:
+    """Adapter a multiplies what one linear adds by 1 + a."""
+
+    def add(self, linear: str, x: Tensor, y: Tensor, token_adapter: Tensor) -> Tensor:
+        if linear != "model.layers.2.mlp.gate_up":
+            return y
+        return y * (1 + token_adapter.clamp(min=0))[:, None]
+
+
+def test_rows_with_different_adapters_give_different_text(llama: Path) -> None:
+    model = opened(llama, adapters=ScaleByAdapter())
+    batch = Stepper(model.runner, model.groups)
+    for adapter in (-1, 0, 1, 2):
+        batch.add(PROMPT).adapter = adapter
+    batch.prefill()
+    batch.decode(20)
+    none, zero, one, two = ("-".join(map(str, line.ids)) for line in batch.lines.values())
+    assert none == zero
+    assert len({none, one, two}) == 3
+    plain = "-".join(map(str, PROMPT + decoded(llama, PROMPT, 20)))
+    assert none.startswith(plain)
+
+
+def with_windows(folder: Path, windows: tuple[int | None, ...]) -> OpenModel:
+    model = load(folder, dtype="float32")
+    spec = msgspec.structs.replace(model.spec, windows=windows)
+    decoder = Decoder(spec, model.build)
+    fill(decoder, Checkpoint.open(folder), spec)
+    groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
+    return OpenModel(Runner(Model(spec, decoder, model.build), groups), groups, spec)
+
+
+def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path) -> None:
+    model = with_windows(llama, (None, 9, None, 9))
+    assert [(g.kind, g.layers, g.window) for g in model.groups] == [
+        (GroupKind.FULL, (0, 2), None),
+        (GroupKind.WINDOW, (1, 3), 9),
+    ]
+    batch = Stepper(model.runner, model.groups, seed=5)
+    line = batch.add(OTHER)
+    batch.prefill(chunk=7)
+    batch.decode(20)
+    full, windowed = line.pages
+    assert full[:12] != windowed[:12]
+    assert windowed[:8] == [-1] * 8
+    assert -1 not in full
+    whole = with_windows(llama, (None, 9, None, 9))
+    at_once = Stepper(whole.runner, whole.groups)
+    again = at_once.add(line.ids[:-1])
+    at_once.step({0: len(line.ids) - 1})
+    assert again.ids == line.ids
+
+
+QWEN2 = Family(
+    name="qwen2",
+    biases=lambda config: Biases(qkv=True),
+    windows=lambda config: tuple(
+        config.sliding_window if kind == "sliding_attention" else None
+        for kind in config.layer_types or ()
+    ),
+)
+
+
+def test_a_family_with_window_layers_is_a_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2 in six lines, with two cache groups, against transformers."""
+    kinds = ["full_attention", "sliding_attention"] * 2
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=kinds,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    reference = Qwen2ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            drawn = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.3 * drawn if "norm" in name else 0.2 * drawn)
+    reference.save_pretrained(tmp_path)
+    monkeypatch.setitem(registry.FAMILIES, "Qwen2ForCausalLM", "here:QWEN2")
+    monkeypatch.setattr(registry.importlib, "import_module", lambda _: Here)
+    model = opened(tmp_path)
+    assert [group.window for group in model.groups] == [None, 9]
+    batch = Stepper(model.runner, model.groups)
+    line = batch.add(OTHER)
+    batch.prefill(chunk=15)
+    batch.decode(31)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([line.ids[:-1]])).logits[0, len(OTHER) - 1 :]
+    assert line.ids[len(OTHER) :] == logits.argmax(dim=-1).tolist()
+
+
+class Here:
+    QWEN2 = QWEN2
+
+
+def test_stages_of_layers_give_what_the_whole_gives(llama: Path) -> None:
+    """Pipeline ranks: a stage takes the residual stream that the one before it left."""
+    model = load(llama, dtype="float32")
+    build, spec, checkpoint = model.build, model.spec, Checkpoint.open(llama)
+    stages = [Decoder(spec, build, layers=run) for run in (range(1), range(1, 3), range(3, 4))]
+    for stage in stages:
+        checkpoint.load(stage.sources())
+
+    class Staged:
+        def forward(self, ctx, *, tokens):
+            hidden = stages[0].forward(ctx, tokens=tokens)
+            for stage in stages[1:]:
+                hidden = stage.forward(ctx, inputs_embeds=hidden.last)
+            return hidden
+
+        def logits(self, ctx, hidden):
+            return stages[-1].logits(ctx, hidden)
+
+    groups = cache_groups(spec, build, page_tokens=4, pages=128)
+    runner = Runner(replace(model, decoder=Staged()), groups)
+    batch = Stepper(runner, groups)
+    line = batch.add(PROMPT)
+    batch.step({0: len(PROMPT)})
+    batch.decode(9)
+    assert line.ids == PROMPT + decoded(llama, PROMPT, 10)
+
+
+def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
+    model = opened(llama)
+    decoder = model.runner._model.decoder
+    seen: dict[int, Tensor] = {}
+    forward, norm = decoder.forward, decoder._norm
+    assert norm is not None
+
+    def keeping(ctx, *, tokens=None, **_):
+        hidden = forward(ctx, tokens=tokens, aux_layers=frozenset({0, 3}))
+        seen.update(hidden.aux)
+        normed = norm(ctx, hidden.aux[3])
+        torch.testing.assert_close(normed, hidden.last)
+        return hidden
+
+    decoder.forward = keeping
+    batch = Stepper(model.runner, model.groups)
+    batch.add(PROMPT)
+    batch.step({0: len(PROMPT)})
+    assert seen.keys() == {0, 3}
+    assert seen[0].shape == (len(PROMPT), model.spec.hidden)
+
+
+def test_embeddings_may_stand_in_for_tokens(llama: Path) -> None:
+    model = opened(llama)
+    decoder = model.runner._model.decoder
+    forward = decoder.forward
+
+    def embedding(ctx, *, tokens=None, **_):
+        assert tokens is not None
+        return forward(ctx, inputs_embeds=decoder.embed(ctx, tokens))
+
+    decoder.forward = embedding
+    batch = Stepper(model.runner, model.groups)
+    line = batch.add(PROMPT)
+    batch.step({0: len(PROMPT)})
+    assert line.ids == PROMPT + decoded(llama, PROMPT, 1)
+
+
+def a_plan(llama: Path):
+    model = opened(llama)
+    batch = Stepper(model.runner, model.groups)
+    batch.add(PROMPT)
+    batch.step({0: len(PROMPT)})
+    return model.runner, batch.plans[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 3}, "step 3 does not follow step 1"),
+        ({"step": 1}, "step 1 does not follow step 1"),
+        ({"step": 2, "tree_mask": np.ones((21, 21), bool)}, "no tree verification"),
+        ({"step": 2, "positions": np.zeros((3, 21), np.int32)}, "no 3 position axes"),
+    ],
+    ids=["a gap", "a repeat", "a tree", "M-RoPE"],
+)
+def test_a_plan_that_the_runner_cannot_follow_is_refused(llama, change, message) -> None:
+    runner, plan = a_plan(llama)
+    with pytest.raises(PlanRefused, match=message):
+        runner.run(replace(plan, **change))
+
+
+def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:
+    for dtype, item in (("float32", 4), ("bfloat16", 2)):
+        model = open_model(llama, page_tokens=4, pages=8, dtype=dtype)
+        layers, keys_and_values, heads, head_size = 4, 2, 2, 16
+        assert model.groups[0].page_bytes == 4 * layers * keys_and_values * heads * head_size * item
+        assert len(model.runner.pools[0].read(3)) == model.groups[0].page_bytes
+
+
+def test_the_activation_estimate_grows_with_tokens_and_logits(llama: Path) -> None:
+    model = load(llama)
+    sizes = [
+        activation_bytes(model.spec, model.build, tokens=tokens, logits=logits)
+        for tokens, logits in ((1, 1), (2, 1), (2, 2))
+    ]
+    assert sizes == sorted(set(sizes))
+
+
+def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "old"))
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    theta = fields.pop("rope_parameters")["rope_theta"]
+    fields |= {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    file.write_text(json.dumps(fields))
+    old, new = load(folder).spec.rotary, load(llama).spec.rotary
+    torch.testing.assert_close(old.frequencies(), new.frequencies() / 2)

@@ -1,0 +1,211 @@
+"""Our decoder against transformers: same weights, same prompts, float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.models.stepper import Stepper
+from tests.models.tiny import VOCABULARY, write_llama
+from torch import Tensor
+
+from antiphon import embedded
+from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.load import Model, fill, load
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.model_worker.model.spec import ModelSpec
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES: dict[str, dict[str, object]] = {
+    "grouped queries": {},
+    "one kv head a query head": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}},
+    "heads wider than hidden": {"head_dim": 32},
+}
+LENGTHS = (1, 2, 7, 16, 33, 90)
+
+
+def prompts(vocabulary: int = VOCABULARY, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocabulary, length).tolist() for length in lengths]
+
+
+def opened(folder: Path, dtype: str = "float32") -> OpenModel:
+    return open_model(folder, page_tokens=4, pages=256, dtype=dtype)
+
+
+def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:
+    made = Stepper(model.runner, model.groups)
+    for ids in batch:
+        made.add(ids)
+    return made
+
+
+def spy_on_logits(runner: Runner) -> list[Tensor]:
+    seen: list[Tensor] = []
+    greedy = runner.ops.greedy
+
+    def spy(logits: Tensor) -> Tensor:
+        seen.append(logits.clone())
+        return greedy(logits)
+
+    runner.ops = replace(runner.ops, greedy=spy)
+    return seen
+
+
+def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
+    seen = spy_on_logits(model.runner)
+    one = stepper(model, [ids])
+    for start in range(0, len(ids), chunk):
+        one.step({0: min(chunk, len(ids) - start)}, all_logits=True)
+    return torch.cat(seen)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    error = float((ours - theirs).abs().max() / theirs.std())
+    assert error < 2e-5, f"off by {error:.1e} standard deviations"
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_greedy_text_and_logits_equal_transformers(
+    tmp_path: Path, reference, shape: dict[str, object]
+) -> None:
+    folder = write_llama(tmp_path, shape)
+    theirs, model = reference(folder), opened(folder)
+    batch = stepper(model, prompts())
+    batch.prefill()
+    batch.decode(32)
+    for line, ids in zip(batch.lines.values(), prompts(), strict=True):
+        assert len(line.ids) >= len(ids) + 32
+        assert line.ids[len(ids) :] == theirs.greedy_after(line.ids, len(ids))
+    ids = prompts()[-1]
+    assert_close(logits_of(opened(folder), ids, chunk=90), theirs.logits(ids))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 31, 90])
+def test_chunks_of_any_size_give_the_logits_of_the_whole(
+    llama: Path, reference, chunk: int
+) -> None:
+    ids = prompts()[-1]
+    assert_close(logits_of(opened(llama), ids, chunk), reference(llama).logits(ids))
+
+
+def test_a_long_chunk_is_cut_without_changing_its_logits(llama: Path, reference) -> None:
+    """More than two pieces of attention, the last of them ragged, after a prefix."""
+    ids = prompts(lengths=(511,))[0]
+    ours = logits_of(open_model(llama, page_tokens=16, pages=64, dtype="float32"), ids, 505)
+    assert_close(ours, reference(llama).logits(ids))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(llama: Path) -> None:
+    together = stepper(opened(llama), prompts())
+    together.prefill(chunk=11)
+    together.decode(20)
+    for ids, line in zip(prompts(), together.lines.values(), strict=True):
+        alone = stepper(opened(llama), [ids])
+        alone.prefill()
+        alone.decode(20)
+        length = min(len(line.ids), len(alone.lines[0].ids))
+        assert length >= len(ids) + 20
+        assert line.ids[:length] == alone.lines[0].ids[:length]
+
+
+def test_prefill_and_decode_rows_share_a_pass(llama: Path, reference) -> None:
+    first, second = prompts()[3], prompts()[5]
+    mixed = stepper(opened(llama), [first, second])
+    mixed.step({0: len(first)})
+    for start in range(0, len(second), 13):
+        mixed.step({0: 1, 1: min(13, len(second) - start)})
+    theirs = reference(llama)
+    for slot, ids in enumerate((first, second)):
+        line = mixed.lines[slot].ids
+        assert line[len(ids) :] == theirs.greedy_after(line, len(ids))
+
+
+def test_a_token_left_to_the_runner_is_the_one_it_sampled(llama: Path) -> None:
+    told, untold = stepper(opened(llama), prompts()), stepper(opened(llama), prompts())
+    for batch, as_future in ((told, False), (untold, True)):
+        batch.step({slot: len(line.ids) for slot, line in batch.lines.items()})
+        batch.decode(12, as_future=as_future)
+    assert any((plan.tokens < 0).any() for plan in untold.plans)
+    assert [line.ids for line in told.lines.values()] == [
+        line.ids for line in untold.lines.values()
+    ]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_every_number_format_loads_and_runs(
+    tmp_path: Path, reference, stored: str, dtype: str
+) -> None:
+    folder = write_llama(tmp_path, dtype=stored)
+    ids = prompts()[4]
+    model = opened(folder, dtype)
+    assert model.runner.pools[0].dtype is getattr(torch, stored if dtype == "auto" else dtype)
+    ours, theirs = logits_of(model, ids, chunk=16), reference(folder).logits(ids)
+    assert ours.dtype is torch.float32
+    error = (ours - theirs).std() / theirs.std()
+    assert error < (0.05 if "bfloat16" in (stored, dtype) else 0.01)
+
+
+def test_the_embedded_model_says_what_transformers_says(reference) -> None:
+    theirs = reference(embedded.path())
+    model = open_model(embedded.path(), page_tokens=16, pages=256, dtype="float32")
+    batch_of = prompts(model.spec.vocabulary, (1, 17, 64, 130))
+    batch = stepper(model, batch_of)
+    batch.prefill(chunk=48)
+    batch.decode(31)
+    for ids, line in zip(batch_of, batch.lines.values(), strict=True):
+        assert line.ids[len(ids) :] == theirs.greedy_after(line.ids, len(ids))
+
+
+def mutated(folder: Path, spec: ModelSpec) -> OpenModel:
+    model = load(folder, dtype="float32")
+    decoder = Decoder(spec, model.build)
+    fill(decoder, Checkpoint.open(folder), spec)
+    groups = cache_groups(spec, model.build, page_tokens=4, pages=256)
+    return OpenModel(Runner(Model(spec, decoder, model.build), groups), groups, spec)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        lambda spec: {"norm_eps": 1.1 * spec.norm_eps},
+        lambda spec: {"rotary": replace(spec.rotary, base=1.0)},
+        lambda spec: {"windows": (88,) * spec.layers},
+        lambda spec: {
+            "names": msgspec.structs.replace(
+                spec.names, attention_norm=spec.names.mlp_norm, mlp_norm=spec.names.attention_norm
+            )
+        },
+    ],
+    ids=["another norm eps", "no rotation", "a window of 88", "norms swapped"],
+)
+def test_parity_notices_a_mutant(llama: Path, reference, mutation) -> None:
+    spec = load(llama).spec
+    ids = prompts()[-1]
+    model = mutated(llama, msgspec.structs.replace(spec, **mutation(spec)))
+    with pytest.raises(AssertionError, match="standard deviations"):
+        assert_close(logits_of(model, ids, chunk=90), reference(llama).logits(ids))

@@ -1,0 +1,141 @@
+"""A folder that cannot be served says so precisely, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.open import open_model
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(llama, tmp_path / "broken"))
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def shard_with(folder: Path, name: str) -> Path:
+    return Checkpoint.open(folder).tensors[name].file
+
+
+def change_tensor(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    file = shard_with(folder, name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors | ({} if tensor is None else {name: tensor}), file)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def test_the_checkpoint_is_in_several_files(llama: Path) -> None:
+    assert len({tensor.file for tensor in Checkpoint.open(llama).tensors.values()}) > 1
+
+
+def test_an_unknown_architecture_names_those_that_are_known(folder: Path) -> None:
+    change_config(folder, architectures=["GrandioseForCausalLM"])
+    with pytest.raises(ModelLoadError, match=r"GrandioseForCausalLM.*LlamaForCausalLM"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*default, linear and llama3"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "4 attention heads.*3 key-value heads"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"dtype": "float8"}, "float8"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, message) -> None:
+    change_config(folder, **fields)
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder)
+
+
+def test_a_device_that_this_build_cannot_use_is_refused(llama: Path) -> None:
+    with pytest.raises(KernelUnavailable, match="on cpu, not on meta"):
+        open_model(llama, page_tokens=4, pages=4, device="meta")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json: No such file"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    change_tensor(folder, NORM, None)
+    with pytest.raises(ModelLoadError, match=f"missing: {NORM}$"):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=3)
+    with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.3\..* and 4 more"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    change_tensor(folder, NORM, torch.ones(47))
+    with pytest.raises(ModelLoadError, match=rf"{NORM} \(47,\), not \(48,\)"):
+        load(folder)
+
+
+def test_a_tensor_of_a_format_that_we_do_not_read_is_named(folder: Path) -> None:
+    change_tensor(folder, NORM, torch.ones(48, dtype=torch.float64))
+    with pytest.raises(ModelLoadError, match=f"{NORM} is F64"):
+        load(folder)
+
+
+def test_frequencies_that_old_checkpoints_carry_are_ignored(folder: Path) -> None:
+    file = shard_with(folder, NORM)
+    extra = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(load_file(file) | extra, file)
+    assert load(folder).spec.layers == 4
+
+
+def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
+    file = shard_with(folder, NORM)
+    file.unlink()
+    with pytest.raises(ModelLoadError, match=f"{file.name}: No such file"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1], ids=lambda kept: f"first {kept} bytes")
+def test_a_file_that_was_cut_short_is_refused(folder: Path, kept: int) -> None:
+    file = shard_with(folder, NORM)
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelLoadError, match=f"{file.name}: (cut short|not a safetensors file)"):
+        load(folder)
+
+
+def test_a_file_that_is_none_is_refused(folder: Path) -> None:
+    file = shard_with(folder, NORM)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelLoadError, match=f"{file.name}: not a safetensors file"):
+        load(folder)

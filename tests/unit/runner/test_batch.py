@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from antiphon.model_worker.batching.plan import future
+from antiphon.model_worker.runner.batch import Futures
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def recorded(futures: Futures, slots: np.ndarray, rows: list[list[int]], failed=()) -> None:
+    starts = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    ids = ints(*(token for row in rows for token in row))
+    futures.record(slots, starts, ids, np.isin(np.arange(len(rows)), failed))
+
+
+def test_a_future_is_the_last_token_that_its_slot_accepted() -> None:
+    futures = Futures()
+    recorded(futures, ints(4, 200, 1), [[7], [8, 9], []])
+    tokens = ints(1, future(200), 2, future(4))
+    assert futures.resolve(tokens).tolist() == [1, 9, 2, 7]
+    assert tokens.tolist() == [1, -201, 2, -5]
+
+
+def test_a_slot_that_accepts_nothing_keeps_its_token() -> None:
+    futures = Futures()
+    recorded(futures, ints(3), [[7]])
+    recorded(futures, ints(3), [[]])
+    assert futures.resolve(ints(future(3))).tolist() == [7]
+
+
+def test_a_future_of_a_failed_row_is_some_valid_token() -> None:
+    futures = Futures()
+    recorded(futures, ints(3), [[]], failed=(0,))
+    assert futures.resolve(ints(future(3))).tolist() == [0]
+
+
+@pytest.mark.parametrize("slot", [5, 63])
+def test_a_future_of_a_slot_that_never_sampled_is_our_bug(slot: int) -> None:
+    with pytest.raises(AssertionError, match="sampled nothing"):
+        Futures().resolve(ints(future(slot)))

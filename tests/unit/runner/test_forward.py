@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from tests.models.stepper import Line, Stepper
+from tests.models.tiny import VOCABULARY
+from torch import Tensor
+
+from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.layers.context import ForwardContext
+
+RANDOM = np.random.default_rng(2)
+POISON = VOCABULARY - 1
+PROMPTS = [RANDOM.integers(0, POISON, length).tolist() for length in (12, 5, 33)]
+PROMPTS[1][2] = POISON
+
+
+def opened(folder: Path) -> OpenModel:
+    return open_model(folder, page_tokens=4, pages=128, dtype="float32")
+
+
+def batch_of(model: OpenModel, prompts: list[list[int]]) -> Stepper:
+    batch = Stepper(model.runner, model.groups)
+    for ids in prompts:
+        batch.add(ids)
+    return batch
+
+
+def sample_warmly(line: Line, seed: int) -> None:
+    line.temperature, line.top_p, line.top_k, line.min_p = 0.9, 0.95, 50, 0.01
+    line.seed, line.choice = seed, 2
+
+
+@pytest.fixture
+def poisoned(llama: Path) -> OpenModel:
+    """A model in which one token's embedding is NaN: its row fails, and only its own."""
+    model = opened(llama)
+    table = model.runner._model.decoder._embedding
+    assert table is not None
+    table._weight[POISON] = torch.nan
+    return model
+
+
+def test_a_row_that_is_not_finite_is_reported_and_the_others_go_on(
+    llama: Path, poisoned: OpenModel
+) -> None:
+    bad, good = batch_of(poisoned, PROMPTS), batch_of(opened(llama), PROMPTS)
+    for batch in (bad, good):
+        batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
+    assert [line.statuses for line in bad.lines.values()] == [
+        [RowStatus.OK],
+        [RowStatus.NON_FINITE],
+        [RowStatus.OK],
+    ]
+    assert bad.lines[1].ids == PROMPTS[1]
+    for _ in range(10):
+        good.step({0: 1, 2: 1})
+        assert POISON not in good.lines[0].ids + good.lines[2].ids, "choose another poison"
+        bad.step({0: 1, 2: 1})
+    assert bad.lines[0].ids == good.lines[0].ids
+    assert bad.lines[2].ids == good.lines[2].ids
+
+
+def test_what_a_failed_row_wrote_is_wiped(poisoned: OpenModel) -> None:
+    batch = batch_of(poisoned, PROMPTS)
+    batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
+    pool = poisoned.runner.pools[0]
+    failed = [pool.read(page) for page in batch.lines[1].pages[0]]
+    assert all(set(data) == {0} for data in failed)
+    kept = [pool.read(page) for page in batch.lines[0].pages[0] + batch.lines[2].pages[0]]
+    assert all(set(data) != {0} for data in kept)
+
+
+def test_a_chunk_that_is_not_finite_is_reported_before_it_has_logits(poisoned: OpenModel) -> None:
+    """Its pages would be shared with other requests by the time that there are logits."""
+    batch = batch_of(poisoned, [PROMPTS[1]])
+    outcome = batch.step({0: 4})
+    assert outcome.status.tolist() == [RowStatus.NON_FINITE]
+
+
+def test_a_plan_made_before_a_failure_was_known_still_runs(poisoned: OpenModel) -> None:
+    batch = batch_of(poisoned, PROMPTS)
+    batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
+    outcome = batch.step({0: 1, 1: 1, 2: 1}, as_future=True)
+    assert outcome.status[[0, 2]].tolist() == [RowStatus.OK] * 2
+
+
+def sampled_alone(folder: Path, slot: int, tokens: int) -> list[int]:
+    batch = batch_of(opened(folder), [PROMPTS[slot]])
+    sample_warmly(batch.lines[0], seed=slot)
+    batch.step({0: len(PROMPTS[slot])})
+    batch.decode(tokens - 1)
+    return batch.lines[0].ids
+
+
+def test_sampled_text_does_not_depend_on_the_batch(llama: Path) -> None:
+    batch = batch_of(opened(llama), PROMPTS)
+    for slot, line in batch.lines.items():
+        sample_warmly(line, seed=slot)
+    batch.step({slot: len(ids) for slot, ids in enumerate(PROMPTS)})
+    batch.decode(15)
+    for slot, line in batch.lines.items():
+        assert line.ids == sampled_alone(llama, slot, 16)
+
+
+def test_seed_and_choice_change_sampled_text_and_nothing_else_does(llama: Path) -> None:
+    texts: list[list[int]] = []
+    for seed, choice in ((1, 0), (1, 0), (2, 0), (1, 1)):
+        batch = batch_of(opened(llama), [PROMPTS[0]])
+        sample_warmly(batch.lines[0], seed)
+        batch.lines[0].choice = choice
+        batch.step({0: len(PROMPTS[0])})
+        batch.decode(15)
+        texts.append(batch.lines[0].ids)
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts}) == 3
+
+
+def test_a_continued_sequence_draws_what_it_would_have_drawn(llama: Path) -> None:
+    """A migration: the tokens so far are the prompt of another runner."""
+    whole = sampled_alone(llama, 0, 16)
+    batch = batch_of(opened(llama), [whole[:20]])
+    sample_warmly(batch.lines[0], seed=0)
+    batch.step({0: 20})
+    batch.decode(len(whole) - 21)
+    assert batch.lines[0].ids == whole
+
+
+def test_top_k_of_one_is_greedy(llama: Path) -> None:
+    batch = batch_of(opened(llama), [PROMPTS[0], PROMPTS[0]])
+    sample_warmly(batch.lines[1], seed=3)
+    batch.lines[1].top_k = 1
+    batch.step({0: 12, 1: 12})
+    batch.decode(10)
+    assert batch.lines[0].ids == batch.lines[1].ids
+
+
+def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
+    model = opened(llama)
+    decoder, rows = model.runner._model.decoder, []
+    logits = decoder.logits
+
+    def counting(ctx: ForwardContext, hidden: Tensor) -> Tensor:
+        rows.append(len(hidden))
+        return logits(ctx, hidden)
+
+    decoder.logits = counting
+    batch = batch_of(model, PROMPTS)
+    batch.step({0: 12, 1: 5, 2: 20})
+    assert rows == [2]
