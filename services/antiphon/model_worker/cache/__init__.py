@@ -1,0 +1,1 @@
+"""Which page holds which token of which request. Knows ids only: no torch, no bytes."""

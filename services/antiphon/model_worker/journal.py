@@ -1,0 +1,74 @@
+"""One log line and one span for each choice that runs here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.telemetry.tracing import Span, span
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.request import ChoiceKey, Progress
+    from antiphon.model_worker.output import Run
+
+log = logging.getLogger(__name__)
+
+_ID_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Entry:
+    run: Run
+    span: Span
+    began: float
+    first_s: float | None = None
+    tokens: int = 0
+
+
+class Journal:
+    """Follows each choice from its hand-over to the loop until its end. Times are `Clock.now`."""
+
+    def __init__(self) -> None:
+        self._entries: dict[ChoiceKey, _Entry] = {}
+
+    def begin(self, run: Run, now: float) -> None:
+        """The choice goes to the loop."""
+        here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
+        self._entries[run.key] = _Entry(run, here, now)
+
+    def progress(self, news: Progress, now: float) -> None:
+        """The loop has done something to it."""
+        entry = self._entries.get(news.key)
+        if entry is None:
+            return
+        if entry.first_s is None and news.token_ids:
+            entry.first_s = now - entry.began
+        entry.tokens += len(news.token_ids) // _ID_BYTES
+        if news.finish is not None:
+            error = news.finish.error
+            self._end(entry, now, error.code if error else news.finish.reason.value)
+
+    def drop(self, key: ChoiceKey, now: float) -> None:
+        """It was taken back: a stop string, a cancellation, a deadline."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._end(entry, now, "dropped")
+
+    def _end(self, entry: _Entry, now: float, reason: str) -> None:
+        state = entry.run.state
+        del self._entries[entry.run.key]
+        entry.span.set(output_tokens=entry.tokens, reason=reason)
+        entry.span.end()
+        log.info(
+            "choice ended",
+            extra={
+                "request_id": state.request_id,
+                "choice": state.choice,
+                "reason": reason,
+                "prompt_tokens": len(state.prompt_ids) // _ID_BYTES,
+                "output_tokens": entry.tokens,
+                "first_token_s": entry.first_s,
+                "seconds": now - entry.began,
+            },
+        )

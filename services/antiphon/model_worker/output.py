@@ -1,0 +1,367 @@
+"""Who is held and what is sent of them: the bus side of the worker, as a pure state machine.
+
+Events go in with the time at which they happen; what comes out are `Run` and `Drop` for the
+batching loop, and from `take` the token batches for the detokenizers. There is no replay buffer:
+each request's own output list is sent from, as often as anybody asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.request import (
+    ChoiceKey,
+    Finish,
+    Progress,
+    RequestState,
+)
+from antiphon.model_worker.held import HeldChoice, HeldRequest
+from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.errors import EngineError, Overloaded, Unavailable, decode_error
+from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.parts import parts
+from antiphon.wire.tokens import TokenBatch, TokenRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.service.sequence import SeqSender
+    from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.submit import OpenList
+
+FREED_AFTER_MS = 2_000
+"""Past its deadline a request has had its end from its owner; then it is freed here."""
+FORGOTTEN_AFTER_MS = 10_000
+"""Past its deadline nobody can ask for a request's ids any more, nor admit it again."""
+OPEN_GRACE_MS = 1_000
+"""Two periods of the open list: a younger request may be missing because the list is older."""
+BATCH_BYTES_MAX = 128 * 1024
+"""About the largest token batch: far below what the broker takes, small beside other traffic."""
+
+_ROW_BYTES = 256  # a row without its ids, about
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Hand a choice to the batching loop."""
+
+    key: ChoiceKey
+    state: RequestState
+    traceparent: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Take a choice back from the batching loop."""
+
+    key: ChoiceKey
+
+
+Action = Run | Drop
+
+
+class Output:
+    """Everything that this worker has accepted and not forgotten.
+
+    Attributes:
+        live_max: Most choices in the batching loop; one more is refused as overloaded.
+        term: The highest term that a command came from; lower ones are not obeyed.
+        commands_seq: The last batch of that term.
+        draining: Nothing new is accepted.
+        overrun_tokens: Ids that were made beyond a stop string, and thrown away.
+    """
+
+    def __init__(self, process: Process, seqs: SeqSender, *, live_max: int) -> None:
+        self.process = process
+        self.live_max = live_max
+        self.term: Term | None = None
+        self.commands_seq = 0
+        self.draining = False
+        self.overrun_tokens = 0
+        self._seqs = seqs
+        self._held: dict[RequestId, HeldRequest] = {}
+        self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
+        self._unsent: dict[RequestId, HeldRequest] = {}
+        self._tombstones: dict[RequestId, tuple[Attempt, int]] = {}
+        self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
+        self._keys = 0
+        self._step = 0
+
+    @property
+    def live_count(self) -> int:
+        """Choices that the batching loop has."""
+        return len(self._choices)
+
+    @property
+    def held_count(self) -> int:
+        """Requests that are not forgotten."""
+        return len(self._held)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._unsent)
+
+    def held(self) -> tuple[RunningRequest, ...]:
+        """What the heartbeat says of every request that is held."""
+        return tuple(
+            RunningRequest(
+                request_id=held.request_id,
+                attempt=held.attempt,
+                tokens=held.tokens,
+                ended=not held.live,
+            )
+            for held in self._held.values()
+        )
+
+    def command(self, batch: CommandBatch, now_ms: int) -> list[Action]:
+        """Obey a leader, unless a higher one has spoken or the batch is late or a repeat."""
+        if batch.worker != self.process or batch.not_after_unix_ms < now_ms:
+            return []
+        if self.term is not None and batch.leader < self.term:
+            return []
+        if batch.leader == self.term and batch.seq <= self.commands_seq:
+            return []
+        self.term, self.commands_seq = batch.leader, batch.seq
+        actions: list[Action] = []
+        for command in batch.commands:
+            if isinstance(command, Admit):
+                actions += self._admit(command, now_ms)
+            else:
+                actions += self._abort(command, now_ms)
+        return actions
+
+    def stop(self, message: StopChoice) -> list[Action]:
+        """A detokenizer has ended a choice, or all of a request; only its own one may."""
+        held = self._held.get(message.request_id)
+        if (
+            held is None
+            or held.attempt != message.attempt
+            or held.detokenizer != message.detokenizer.instance
+        ):
+            return []
+        if message.choice is None:
+            return self._stop(held, held.choices)
+        chosen = [choice for choice in held.choices if choice.index == message.choice]
+        return self._stop(held, chosen, message.offset)
+
+    def resend(self, message: ResendTokens) -> None:
+        """Send a detokenizer all of its requests again, from the offsets that it waits for."""
+        if message.worker != self.process:
+            return
+        offsets: dict[RequestId, dict[int, int]] = {}
+        for place in message.places:
+            offsets.setdefault(place.request_id, {})[place.choice] = place.offset
+        for held in self._held.values():
+            if held.detokenizer == message.detokenizer.instance:
+                held.rewind(offsets.get(held.request_id, {}))
+                self._unsent[held.request_id] = held
+
+    def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
+        """Let go of what its owner has ended, and of what it does not know."""
+        if message.not_after_unix_ms < now_ms:
+            return []
+        version, _ = self._lists.get(message.owner, (0, 0))
+        gone = set(message.closed)
+        if message.version > version:
+            self._lists[message.owner] = (message.version, now_ms)
+            if message.whole:
+                gone |= self._unlisted(message, now_ms)
+                self._repeat_ends(message)
+        return [
+            action
+            for request_id in gone
+            if (held := self._held.get(request_id)) is not None and held.owner == message.owner
+            for action in self._forget(held)
+        ]
+
+    def owner_died(self, owner: Process) -> list[Action]:
+        """Nobody is left to read what its requests say."""
+        self._lists.pop(owner, None)
+        orphans = [held for held in self._held.values() if held.owner == owner]
+        return [action for held in orphans for action in self._forget(held)]
+
+    def step(self, step: int, progress: Iterable[Progress]) -> None:
+        """Take in what the batching loop has done. What was dropped meanwhile is passed over."""
+        self._step = max(self._step, step)
+        for news in progress:
+            if news.key not in self._choices:
+                continue
+            held, choice = self._choices[news.key]
+            held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
+            choice.append(news)
+            self._unsent[held.request_id] = held
+            if not choice.live:
+                del self._choices[news.key]
+
+    def refuse(self, key: ChoiceKey, error: EngineError) -> None:
+        """End a choice that the batching loop could not be given."""
+        self.step(self._step, [Progress(key=key, finish=Finish.failed(error))])
+
+    def tick(self, now_ms: int) -> list[Action]:
+        """Free what is past its deadline, and forget what nobody can ask for; several a second."""
+        actions: list[Action] = []
+        for held in list(self._held.values()):
+            if now_ms >= held.deadline_unix_ms + FORGOTTEN_AFTER_MS:
+                actions += self._forget(held)
+            elif now_ms >= held.deadline_unix_ms + FREED_AFTER_MS:
+                actions += self._stop(held, [choice for choice in held.choices if choice.live])
+        self._tombstones = {
+            request_id: (attempt, until_ms)
+            for request_id, (attempt, until_ms) in self._tombstones.items()
+            if until_ms > now_ms
+        }
+        self._lists = {
+            owner: (version, heard_ms)
+            for owner, (version, heard_ms) in self._lists.items()
+            if heard_ms + FORGOTTEN_AFTER_MS > now_ms
+        }
+        return actions
+
+    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
+        """All that was not sent yet, as numbered batches, ready to be published in this order."""
+        rows: dict[InstanceId, list[TokenRow]] = {}
+        for held in self._unsent.values():
+            rows.setdefault(held.detokenizer, []).extend(held.unsent())
+        self._unsent.clear()
+        return [
+            (
+                detokenizer,
+                TokenBatch(
+                    worker=self.process,
+                    seq=self._seqs.next(detokenizer),
+                    step=self._step,
+                    rows=tuple(part),
+                ),
+            )
+            for detokenizer, all_rows in rows.items()
+            for part in parts(all_rows, _row_bytes, BATCH_BYTES_MAX)
+        ]
+
+    def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
+        if now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
+            return []
+        tombstone = self._tombstones.get(admit.request_id)
+        if tombstone is not None and admit.attempt <= tombstone[0]:
+            return []
+        known = self._held.get(admit.request_id)
+        if known is not None and admit.attempt <= known.attempt:
+            return []
+        actions = [] if known is None else self._stop(known, known.choices)
+        held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms)
+        self._held[held.request_id] = held
+        for choice in held.choices:
+            self._choices[choice.key] = (held, choice)
+        if (refusal := self._refusal()) is not None:
+            for choice in held.choices:
+                self.refuse(choice.key, refusal)
+            return actions
+        return actions + _runs(admit, held)
+
+    def _refusal(self) -> EngineError | None:
+        if self.draining:
+            return Unavailable("the worker is draining", retry_after_s=0.0)
+        if self.live_count > self.live_max:
+            return Overloaded("the worker takes no more requests now", retry_after_s=1.0)
+        return None
+
+    def _abort(self, abort: Abort, now_ms: int) -> list[Action]:
+        held = self._held.get(abort.request_id)
+        if held is None:
+            # The admit may still be under way, though no longer than this.
+            self._bury(abort.request_id, abort.attempt, now_ms + FORGOTTEN_AFTER_MS)
+            return []
+        if abort.attempt < held.attempt:
+            return []
+        if abort.error is None:
+            self._bury(abort.request_id, abort.attempt, _tombstone_until(held))
+            return self._forget(held)
+        keys = [choice.key for choice in held.choices if choice.live]
+        for key in keys:
+            self.refuse(key, decode_error(abort.error))
+        return [Drop(key) for key in keys]
+
+    def _unlisted(self, message: OpenList, now_ms: int) -> set[RequestId]:
+        listed = {line.request_id for line in message.opened}
+        return {
+            held.request_id
+            for held in self._held.values()
+            if held.owner == message.owner
+            and held.request_id not in listed
+            and now_ms - held.admitted_ms >= OPEN_GRACE_MS
+        }
+
+    def _repeat_ends(self, message: OpenList) -> None:
+        """Say again how a request ended, if its owner still waits two lists later.
+
+        A running request repairs itself, for its next row shows that one before it is lost. After
+        the last row nothing follows: should that one be lost, or the detokenizer's call for it,
+        only this tells that something is missing.
+        """
+        for line in message.opened:
+            held = self._held.get(line.request_id)
+            if held is None or held.live or held.owner != message.owner:
+                continue
+            if held.listed_after_end:
+                held.repeat_end()
+                self._unsent[held.request_id] = held
+            held.listed_after_end = True
+
+    def _stop(
+        self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
+    ) -> list[Action]:
+        """End choices of which nobody wants to hear any more."""
+        drops: list[Action] = []
+        for choice in choices:
+            if self._choices.pop(choice.key, None) is not None:
+                drops.append(Drop(choice.key))
+            self.overrun_tokens += choice.stop(offset)
+        return drops
+
+    def _forget(self, held: HeldRequest) -> list[Action]:
+        """The request is over for everybody; its id stays behind as a tombstone."""
+        drops = self._stop(held, held.choices)
+        del self._held[held.request_id]
+        self._unsent.pop(held.request_id, None)
+        self._bury(held.request_id, held.attempt, _tombstone_until(held))
+        return drops
+
+    def _bury(self, request_id: RequestId, attempt: Attempt, until_ms: int) -> None:
+        known = self._tombstones.get(request_id)
+        if known is not None:
+            attempt, until_ms = max(known[0], attempt), max(known[1], until_ms)
+        self._tombstones[request_id] = (attempt, until_ms)
+
+    def _new_key(self) -> ChoiceKey:
+        self._keys += 1
+        return ChoiceKey(self._keys)
+
+
+def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
+    return [
+        Run(
+            choice.key,
+            RequestState(
+                request_id=admit.request_id,
+                choice=output.choice,
+                prompt_ids=admit.prompt_ids,
+                output_ids=output.output_ids,
+                emitted=len(output.output_ids) // 4,
+                sampling=admit.sampling,
+                deadline_unix_ms=admit.deadline_unix_ms,
+            ),
+            admit.traceparent,
+        )
+        for choice, output in zip(held.choices, admit.choices, strict=True)
+    ]
+
+
+def _tombstone_until(held: HeldRequest) -> int:
+    return held.deadline_unix_ms + FORGOTTEN_AFTER_MS
+
+
+def _row_bytes(row: TokenRow) -> int:
+    strings = row.stream.stop.strings if row.stream is not None else ()
+    return _ROW_BYTES + len(row.token_ids) + sum(len(string.encode()) for string in strings)

@@ -1,0 +1,300 @@
+"""Wires the batching loop and the output machine to the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.journal import Journal
+from antiphon.model_worker.metrics import WorkerMetrics
+from antiphon.model_worker.opening import Engine, open_engine
+from antiphon.model_worker.output import Action, Drop, Output, Run
+from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.model import served_name
+from antiphon.service.peers import Change, Peer
+from antiphon.service.sequence import SeqSender
+from antiphon.service.service import Report, Runtime
+from antiphon.service.sockets import CannotStart
+from antiphon.wire.base import Role
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import ControlDone, DrainWorker, FlushCache, ResendTokens, StopChoice
+from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
+from antiphon.wire.heartbeat import WorkerLoad
+from antiphon.wire.ids import RequestId
+from antiphon.wire.routes import COMMAND, OPEN, STOP, TOKENS, WORKER_CONTROL
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.wire.command import CommandBatch
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.submit import OpenList
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+WAITING_MAX = 256
+"""Choices beyond those that run. A leader sends two or so; more are refused, not hoarded."""
+REPORTS_MAX = 64
+"""Steps that the loop may be ahead of the bus side before it waits."""
+FLUSH_TIMEOUT_S = 10.0
+LINGER_S = 3.0
+"""How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
+LEAVE_S = 2.0
+"""How long a leaving worker waits for the step that runs."""
+
+
+class ModelWorker:
+    """Runs admitted requests and sends their tokens to the detokenizers."""
+
+    role = Role.WORKER
+
+    def __init__(
+        self, settings: Settings, opener: Callable[[Settings], Engine] = open_engine
+    ) -> None:
+        self._settings = settings
+        self._opener = opener
+        self._model = served_name(settings)
+        self._journal = Journal()
+        self._seqs = SeqSender()
+        self._news = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._flushes: list[asyncio.Future[int]] = []
+        self._last: StepReport | None = None
+        self._stepped_at = 0.0
+        self._reports_free = threading.Semaphore(REPORTS_MAX)
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Load the model, then run the batching loop in a thread of its own."""
+        self._runtime = runtime
+        self._event_loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
+        try:
+            self._engine = await self._event_loop.run_in_executor(
+                thread, self._opener, self._settings
+            )
+            self._set_up(self._engine)
+            self._on_report(await self._event_loop.run_in_executor(thread, warm_up, self._loop))
+            ended = self._event_loop.run_in_executor(thread, self._loop.run)
+            runtime.group.create_task(_watch(ended), name="batching")
+            runtime.group.create_task(self._publish(), name="tokens")
+            runtime.group.create_task(self._tick(), name="tick")
+            runtime.peers.watch(self._on_peer)
+            try:
+                yield
+            finally:
+                self._mailbox.close()
+                _, running = await asyncio.wait([ended], timeout=LEAVE_S)
+                if running:
+                    log.error("a step does not end")
+        finally:
+            thread.shutdown(wait=False)
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Commands of leaders, stops of detokenizers, open lists of gateways, and control."""
+        here = {"worker": self._runtime.process.instance}
+        return (
+            Follow(route=COMMAND, apply=self._on_command, address=here),
+            Follow(route=STOP, apply=self._on_stop, address=here),
+            Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),
+            Answer(route=WORKER_CONTROL, handler=self._on_control, address=here),
+        )
+
+    def model(self) -> ModelName | None:
+        """The model that it runs."""
+        return self._model
+
+    def report(self) -> Report:
+        """What it holds and how much more it takes; nothing while the model is being loaded."""
+        if self._last is None:
+            return Report(load=0)
+        output, last, limits = self._output, self._last, self._engine.batching.limits
+        busy = output.live_count > 0
+        return Report(
+            load=output.live_count,
+            streams=self._seqs.streams(),
+            worker=WorkerLoad(
+                pages_free=last.pages_free,
+                pages_total=self._engine.batching.pools.pages_total,
+                page_tokens=self._engine.batching.pools.page_tokens,
+                running=output.held(),
+                waiting=last.waiting,
+                running_max=limits.running_max,
+                step=last.step,
+                step_age_s=self._runtime.clock.now() - self._stepped_at if busy else 0.0,
+                context_tokens=limits.context_tokens,
+                term=output.term,
+                commands_seq=output.commands_seq,
+            ),
+        )
+
+    async def drain(self) -> None:
+        """Finish what runs, send the rest, and wait a little for its owners to have it."""
+        self._output.draining = True
+        while self._output.live_count or self._output.has_unsent:
+            await self._change()
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while self._output.held_count:
+                    await self._change()
+        except TimeoutError:
+            log.info("ids left behind", extra={"requests": self._output.held_count})
+
+    def _set_up(self, engine: Engine) -> None:
+        limits, pools = engine.batching.limits, engine.batching.pools
+        live_max = limits.running_max + WAITING_MAX
+        self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
+        self._mailbox = Mailbox(live_max)
+        self._loop = BatchingLoop(engine.batching, engine.runner, self._mailbox, self._deliver)
+        self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
+
+    async def _on_command(self, batch: CommandBatch) -> None:
+        self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
+
+    async def _on_stop(self, message: StopChoice | ResendTokens) -> None:
+        if isinstance(message, StopChoice):
+            self._act(self._output.stop(message))
+        else:
+            self._output.resend(message)
+            self._news.set()
+
+    async def _on_open(self, message: OpenList) -> None:
+        self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
+
+    async def _on_control(self, message: DrainWorker | FlushCache, _: object) -> ControlDone:
+        if isinstance(message, DrainWorker):
+            self._output.draining = True
+            self._runtime.health.draining()
+            return ControlDone()
+        flushed: asyncio.Future[int] = self._event_loop.create_future()
+        self._flushes.append(flushed)
+        self._mailbox.flush()
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                return ControlDone(pages_freed=await flushed)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no step ended in {FLUSH_TIMEOUT_S:g} s") from None
+
+    def _on_peer(self, change: Change, peer: Peer) -> None:
+        if change is Change.DIED and peer.beat.role is Role.GATEWAY:
+            self._act(self._output.owner_died(peer.process))
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        now = self._runtime.clock.now()
+        for action in actions:
+            match action:
+                case Run():
+                    self._journal.begin(action, now)
+                    self._hand_over(action, now)
+                case Drop(key):
+                    self._journal.drop(key, now)
+                    self._mailbox.drop(key)
+        self._news.set()
+        self._moved.set()
+
+    def _hand_over(self, run: Run, now: float) -> None:
+        try:
+            self._mailbox.run(run.key, run.state)
+        except Overloaded as error:
+            self._journal.drop(run.key, now)
+            self._output.refuse(run.key, error)
+
+    def _deliver(self, report: StepReport) -> None:
+        """In the batching thread: hand a report to the event loop, waiting if it is far behind."""
+        self._reports_free.acquire()
+        self._event_loop.call_soon_threadsafe(self._take_report, report)
+
+    def _take_report(self, report: StepReport) -> None:
+        self._reports_free.release()
+        self._on_report(report)
+
+    def _on_report(self, report: StepReport) -> None:
+        self._last = report
+        self._stepped_at = now = self._runtime.clock.now()
+        for news in report.progress:
+            self._journal.progress(news, now)
+        self._output.step(report.step, report.progress)
+        self._metrics.observe(report)
+        if report.pages_flushed is not None:
+            for flushed in self._flushes:
+                if not flushed.done():
+                    flushed.set_result(report.pages_flushed)
+            self._flushes.clear()
+        self._news.set()
+        self._moved.set()
+
+    async def _publish(self) -> None:
+        """Send what is new as soon as the broker is there, however many steps it is by then."""
+        bus = self._runtime.bus
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while bus.link.up and self._output.has_unsent:
+                for detokenizer, batch in self._output.take():
+                    try:
+                        await bus.publish(TOKENS, batch, detokenizer=detokenizer)
+                    except EngineError as error:
+                        # Its number is used up, so the detokenizer sees the gap, at the latest by
+                        # our next heartbeat, and asks for what it lacks.
+                        log.warning(
+                            "tokens not sent", extra={"detokenizer": detokenizer, "error": error}
+                        )
+            self._moved.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._act(self._output.tick(self._runtime.clock.unix_ms()))
+            self._metrics.hold(
+                held=self._output.held_count, overrun_tokens=self._output.overrun_tokens
+            )
+
+    async def _change(self) -> None:
+        """Wait until something has moved. For `drain` only; each tick counts as a move."""
+        self._moved.clear()
+        await self._moved.wait()
+
+
+def warm_up(loop: BatchingLoop) -> StepReport:
+    """Run two steps before anybody waits for one: the first of each kind takes its time.
+
+    Raises:
+        CannotStart: The model does not run.
+    """
+    sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    state = RequestState(
+        request_id=RequestId("warm-up"),
+        choice=0,
+        prompt_ids=pack_ids([0, 0]),
+        sampling=sampling,
+        deadline_unix_ms=0,
+    )
+    # The output machine counts its keys from 1.
+    mail = Mail(runs=((ChoiceKey(0), state),), drops=frozenset(), flush=False)
+    while True:
+        report = loop.turn(mail)
+        for news in report.progress:
+            if news.finish is not None and news.finish.error is not None:
+                raise CannotStart(f"the model does not run: {news.finish.error.message}")
+            if news.finish is not None:
+                return replace(report, progress=())
+        mail = Mail(runs=(), drops=frozenset(), flush=False)
+
+
+async def _watch(loop: asyncio.Future[None]) -> None:
+    """End the process with the batching loop's own exception, should it have one.
+
+    Shielded: the loop ends by its mailbox, and whoever leaves waits for that.
+    """
+    await asyncio.shield(loop)

@@ -1,0 +1,101 @@
+"""A runner whose next token is a hash of what it reads from its pages."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.plan import Outcome, RowStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from antiphon.model_worker.batching.plan import Ints, Plan
+    from antiphon.model_worker.cache.groups import CacheGroup
+
+
+def next_token(
+    context: Sequence[int], windows: Sequence[int | None], seed: int, choice: int, vocab_size: int
+) -> int:
+    """The token after `context`: what a group with a window sees of it is hashed by itself."""
+    digest = blake2b(f"{seed},{choice},{len(context)}".encode(), digest_size=8)
+    for window in windows:
+        seen = context if window is None else context[-window:]
+        digest.update(np.array(seen, np.int32).tobytes())
+    return int.from_bytes(digest.digest(), "little") % vocab_size
+
+
+class HashRunner:
+    """Keeps token ids where a model keeps keys and values.
+
+    A plan with a wrong page, position or length therefore gives other tokens than the request
+    would have got alone. Accepts up to `accepted_max` tokens a row, so that nobody relies on one.
+    """
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], vocab_size: int, accepted_max: int = 1
+    ) -> None:
+        self.groups = groups
+        self.vocab_size = vocab_size
+        self.accepted_max = accepted_max
+        self.poisoned: Callable[[Plan, int], bool] = lambda _plan, _row: False
+        self.plans = 0
+        self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
+
+    def run(self, plan: Plan) -> Outcome:
+        """Write the plan's tokens into their pages and draw from what the pages hold then."""
+        assert plan.step == self.plans + 1, "a step is missing"
+        self.plans += 1
+        drawing = np.isin(plan.query_start + plan.query_len - 1, plan.logit_tokens)
+        accepted: list[list[int]] = []
+        status: list[RowStatus] = []
+        for row in range(len(plan.slot)):
+            contexts = [self._context(plan, row, group) for group in range(len(self.groups))]
+            status.append(RowStatus.NON_FINITE if self.poisoned(plan, row) else RowStatus.OK)
+            draws = bool(drawing[row]) and status[-1] is RowStatus.OK
+            accepted.append(self._draw(plan, row, contexts) if draws else [])
+        return Outcome(
+            step=plan.step,
+            starts=np.cumsum([0, *map(len, accepted)], dtype=np.int32),
+            token_ids=np.array([token for ids in accepted for token in ids], np.int32),
+            status=np.array(status, np.int32),
+        )
+
+    def _context(self, plan: Plan, row: int, group: int) -> Ints:
+        """Write the row's tokens into one group's pages; return all that its last query sees."""
+        page_tokens, window = self.groups[group].page_tokens, self.groups[group].window
+        table, kv_len = plan.page_tables[group][row], int(plan.kv_len[row])
+        begin = int(plan.query_start[row])
+        fresh = slice(begin, begin + int(plan.query_len[row]))
+        places = plan.positions[0, fresh]
+        assert places[-1] == kv_len - 1, "the row's last token is not its last position"
+        pages = table[places // page_tokens]
+        assert (pages >= 0).all(), "a token has no page"
+        self._pages[group][pages, places % page_tokens] = plan.tokens[fresh]
+        seen = np.arange(0 if window is None else max(0, kv_len - window), kv_len)
+        pages = table[seen // page_tokens]
+        assert (pages >= 0).all(), "a page that the row sees is gone"
+        return self._pages[group][pages, seen % page_tokens]
+
+    def _draw(self, plan: Plan, row: int, contexts: list[Ints]) -> list[int]:
+        kv_len = int(plan.kv_len[row])
+        full = next(
+            context.tolist()
+            for context, group in zip(contexts, self.groups, strict=True)
+            if group.window is None
+        )
+        for context, group in zip(contexts, self.groups, strict=True):
+            assert context.tolist() == full[-len(context) :], f"{group.kind} pages disagree"
+        tokens: list[int] = []
+        for _ in range(1 + (kv_len % self.accepted_max)):
+            token = next_token(
+                [*full, *tokens],
+                [group.window for group in self.groups],
+                int(plan.sampling.seed[row]),
+                int(plan.sampling.choice[row]),
+                self.vocab_size,
+            )
+            tokens.append(token)
+        return tokens

@@ -1,0 +1,75 @@
+"""The mailbox between the bus side and the batching loop."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.errors import Overloaded
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+A, B = ChoiceKey(1), ChoiceKey(2)
+STATE = RequestState(
+    request_id=RequestId("r"),
+    choice=0,
+    prompt_ids=pack_ids([1]),
+    sampling=SamplingParams(max_new_tokens=1),
+    deadline_unix_ms=0,
+)
+
+
+def test_mail_is_taken_once_and_in_the_order_of_its_coming() -> None:
+    box = Mailbox(4)
+    box.run(B, STATE)
+    box.run(A, STATE)
+    assert box.take(wait=True) == Mail(
+        runs=((B, STATE), (A, STATE)), drops=frozenset(), flush=False
+    )
+    assert box.take(wait=False) == Mail(runs=(), drops=frozenset(), flush=False)
+
+
+def test_a_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
+    box = Mailbox(1)
+    box.run(A, STATE)
+    box.drop(A)
+    box.run(B, STATE)
+    assert box.take(wait=True) == Mail(runs=((B, STATE),), drops=frozenset(), flush=False)
+
+
+def test_a_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
+    box = Mailbox(1)
+    box.run(A, STATE)
+    box.take(wait=True)
+    box.drop(A)
+    assert box.take(wait=True) == Mail(runs=(), drops=frozenset({A}), flush=False)
+
+
+def test_a_full_box_says_when_to_come_back() -> None:
+    box = Mailbox(1)
+    box.run(A, STATE)
+    with pytest.raises(Overloaded) as refused:
+        box.run(B, STATE)
+    assert refused.value.retry_after_s == 1.0
+
+
+def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
+    box = Mailbox(1)
+    taken: list[Mail | None] = []
+
+    def loop() -> None:
+        while (mail := box.take(wait=True)) is not None:
+            taken.append(mail)
+        taken.append(None)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    box.flush()
+    box.close()
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+    assert taken[-1] is None

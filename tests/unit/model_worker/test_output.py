@@ -1,0 +1,455 @@
+"""The output machine, event by event."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.held import ROW_IDS_MAX
+from antiphon.model_worker.output import (
+    BATCH_BYTES_MAX,
+    FORGOTTEN_AFTER_MS,
+    FREED_AFTER_MS,
+    OPEN_GRACE_MS,
+    Action,
+    Drop,
+    Output,
+    Run,
+)
+from antiphon.service.sequence import SeqSender
+from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.codec import encode, pack_ids, unpack_ids
+from antiphon.wire.command import (
+    Abort,
+    Admit,
+    ChoiceOutput,
+    Command,
+    CommandBatch,
+    ResendTokens,
+    StopChoice,
+    TokenPlace,
+)
+from antiphon.wire.errors import WorkerLost, encode_error
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import OpenList, OpenRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.tokens import TokenBatch, TokenRow
+
+DEADLINE = 60_000
+R = RequestId("r")
+
+
+def process(name: str, life: str = "1") -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation(life))
+
+
+WORKER, DETOKENIZER, GATEWAY = process("w"), process("d"), process("g")
+LEADER = Term(number=1, scheduler=process("s"))
+USURPER = Term(number=2, scheduler=process("a"))
+LENGTH = Finish(reason=FinishReason.LENGTH)
+
+
+def attempt(n: int = 1, term: Term = LEADER) -> Attempt:
+    return Attempt(term=term, n=n)
+
+
+def admit(request_id: str = "r", n: int = 1, choices: int = 1, **fields: object) -> Admit:
+    return Admit(
+        request_id=RequestId(request_id),
+        owner=GATEWAY,
+        attempt=attempt(n),
+        detokenizer=DETOKENIZER.instance,
+        prompt_ids=pack_ids([1, 2, 3]),
+        choices=tuple(ChoiceOutput(choice=i) for i in range(choices)),
+        sampling=SamplingParams(max_new_tokens=8),
+        deadline_unix_ms=DEADLINE,
+        **fields,  # pyright: ignore[reportArgumentType]
+    )
+
+
+class Bench:
+    """An output machine, and the few words that the tests say to it."""
+
+    def __init__(self, live_max: int = 8) -> None:
+        self.output = Output(WORKER, SeqSender(), live_max=live_max)
+        self.seq = 0
+
+    def command(self, *commands: Command, now_ms: int = 0, leader: Term = LEADER) -> list[Action]:
+        self.seq += 1
+        return self.output.command(self.batch(*commands, leader=leader), now_ms)
+
+    def batch(self, *commands: Command, leader: Term = LEADER) -> CommandBatch:
+        return CommandBatch(
+            leader=leader,
+            worker=WORKER,
+            seq=self.seq,
+            commands=commands,
+            not_after_unix_ms=100_000,
+        )
+
+    def step(self, key: int, ids: list[int], finish: Finish | None = None) -> None:
+        self.output.step(1, [Progress(key=ChoiceKey(key), token_ids=pack_ids(ids), finish=finish)])
+
+    def rows(self) -> list[TokenRow]:
+        return [row for _, batch in self.output.take() for row in batch.rows]
+
+    def open_list(
+        self, *opened: str, closed: tuple[str, ...] = (), whole: bool = True, **fields: int
+    ) -> OpenList:
+        return OpenList(
+            model="m",  # pyright: ignore[reportArgumentType]
+            owner=GATEWAY,
+            version=fields.get("version", 1),
+            whole=whole,
+            opened=tuple(
+                OpenRequest(request_id=RequestId(name), deadline_unix_ms=DEADLINE)
+                for name in opened
+            ),
+            closed=tuple(map(RequestId, closed)),
+            not_after_unix_ms=100_000,
+        )
+
+    def stop(self, **fields: object) -> list[Action]:
+        known = {"request_id": R, "attempt": attempt(), "detokenizer": DETOKENIZER}
+        return self.output.stop(StopChoice(**known | fields))  # pyright: ignore[reportArgumentType]
+
+    def resend(self, *places: TokenPlace, worker: Process = WORKER) -> None:
+        self.output.resend(ResendTokens(worker=worker, detokenizer=DETOKENIZER, places=places))
+
+
+def place(offset: int, choice: int = 0) -> TokenPlace:
+    return TokenPlace(request_id=R, choice=choice, offset=offset)
+
+
+def test_an_admit_runs_each_choice_with_a_key_of_its_own() -> None:
+    actions = Bench().command(admit(choices=2))
+    runs = [action for action in actions if isinstance(action, Run)]
+    assert [run.key for run in runs] == [1, 2]
+    assert [run.state.choice for run in runs] == [0, 1]
+    assert {run.state.prompt_ids for run in runs} == {pack_ids([1, 2, 3])}
+
+
+def test_the_first_row_introduces_the_request_and_later_ones_do_not() -> None:
+    bench = Bench()
+    bench.command(admit(traceparent="t"))
+    bench.step(1, [5])
+    (first,) = bench.rows()
+    bench.step(1, [6, 7], LENGTH)
+    (second,) = bench.rows()
+    assert first.stream is not None
+    assert (first.stream.prompt_tokens, first.stream.owner) == (3, GATEWAY)
+    assert second.stream is None
+    assert (second.offset, list(unpack_ids(second.token_ids))) == (1, [6, 7])
+    assert (first.finish_reason, second.finish_reason) == (None, FinishReason.LENGTH)
+
+
+def test_batches_to_one_detokenizer_are_numbered_from_one() -> None:
+    bench = Bench()
+    bench.command(admit())
+    seqs: list[int] = []
+    for _ in range(3):
+        bench.step(1, [5])
+        seqs += [batch.seq for _, batch in bench.output.take()]
+    assert seqs == [1, 2, 3]
+    assert bench.output.take() == []
+
+
+def test_what_was_not_taken_for_steps_goes_as_one_row() -> None:
+    bench = Bench()
+    bench.command(admit())
+    for token in range(5):
+        bench.step(1, [token])
+    (row,) = bench.rows()
+    assert list(unpack_ids(row.token_ids)) == [0, 1, 2, 3, 4]
+
+
+def test_a_repeated_batch_and_a_repeated_admit_change_nothing() -> None:
+    bench = Bench()
+    bench.command(admit())
+    assert bench.output.command(bench.batch(admit(n=2)), 0) == []
+    assert bench.command(admit()) == []
+    assert bench.output.live_count == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "now_ms"),
+    [
+        ({"worker": process("w", "2")}, 0),
+        ({"worker": process("v")}, 0),
+        ({}, 100_001),
+    ],
+    ids=["another life", "another worker", "too late"],
+)
+def test_a_batch_that_is_not_for_us_or_not_for_now_is_ignored(
+    change: dict[str, Process], now_ms: int
+) -> None:
+    bench = Bench()
+    bench.seq = 1
+    batch = CommandBatch(
+        **{
+            "leader": LEADER,
+            "worker": WORKER,
+            "seq": 1,
+            "commands": (admit(),),
+            "not_after_unix_ms": 100_000,
+        }
+        | change  # pyright: ignore[reportArgumentType]
+    )
+    assert bench.output.command(batch, now_ms) == []
+    assert bench.output.term is None
+
+
+def test_a_lower_term_is_not_obeyed_and_a_higher_one_counts_its_batches_anew() -> None:
+    bench = Bench()
+    bench.command()
+    bench.command(leader=USURPER)
+    bench.seq = 0
+    assert bench.command(admit()) == []
+    assert len(bench.output.command(bench.batch(admit(), leader=USURPER), 0)) == 0
+    bench.seq = 2
+    assert len(bench.command(admit(), leader=USURPER)) == 1
+    assert (bench.output.term, bench.output.commands_seq) == (USURPER, 3)
+
+
+def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:
+    bench = Bench()
+    bench.command(admit())
+    actions = bench.command(admit(n=2))
+    assert actions[0] == Drop(ChoiceKey(1))
+    assert isinstance(actions[1], Run)
+    assert bench.command(admit(n=1)) == []
+    bench.step(1, [9])
+    bench.step(2, [5])
+    (row,) = bench.rows()
+    assert (row.attempt, list(unpack_ids(row.token_ids))) == (attempt(2), [5])
+
+
+def test_an_attempt_that_continues_says_the_sealed_ids_again() -> None:
+    bench = Bench()
+    sealed = (ChoiceOutput(choice=0, output_ids=pack_ids([5, 6])),)
+    message = admit(n=2)
+    (run,) = bench.command(
+        Admit(
+            request_id=message.request_id,
+            owner=message.owner,
+            attempt=message.attempt,
+            continues=attempt(1),
+            detokenizer=message.detokenizer,
+            prompt_ids=message.prompt_ids,
+            choices=sealed,
+            sampling=message.sampling,
+            deadline_unix_ms=DEADLINE,
+        )
+    )
+    assert isinstance(run, Run)
+    assert run.state.emitted == 2
+    bench.step(1, [7])
+    (row,) = bench.rows()
+    assert (row.offset, list(unpack_ids(row.token_ids))) == (0, [5, 6, 7])
+    assert row.stream is not None
+    assert row.stream.continues == attempt(1)
+
+
+def test_an_abort_of_the_owner_is_silent_and_leaves_a_tombstone() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.step(1, [5])
+    assert bench.command(Abort(request_id=R, attempt=attempt())) == [Drop(ChoiceKey(1))]
+    assert bench.rows() == []
+    assert bench.command(admit()) == []
+    assert bench.output.held_count == 0
+
+
+def test_an_abort_that_comes_before_its_admit_wins() -> None:
+    bench = Bench()
+    bench.command(Abort(request_id=R, attempt=attempt(2)))
+    assert bench.command(admit(n=1)) == []
+    assert bench.command(admit(n=2)) == []
+    assert len(bench.command(admit(n=3))) == 1
+
+
+def test_an_abort_of_an_older_attempt_is_ignored() -> None:
+    bench = Bench()
+    bench.command(admit(n=2))
+    assert bench.command(Abort(request_id=R, attempt=attempt(1))) == []
+    assert bench.output.live_count == 1
+
+
+def test_an_abort_with_an_error_tells_the_owner_why_after_all_its_tokens() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.step(1, [5])
+    error = encode_error(WorkerLost("gone"))
+    drops = bench.command(Abort(request_id=R, attempt=attempt(), error=error))
+    assert drops == [Drop(ChoiceKey(1))]
+    (row,) = bench.rows()
+    assert (row.finish_reason, row.error) == (FinishReason.ERROR, error)
+    assert list(unpack_ids(row.token_ids)) == [5]
+
+
+def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
+    bench = Bench()
+    bench.command(admit(choices=2))
+    bench.step(1, [5, 6, 7, 8])
+    assert bench.stop(choice=0, offset=3) == [Drop(ChoiceKey(1))]
+    assert bench.output.overrun_tokens == 1
+    bench.step(1, [9], LENGTH)
+    bench.step(2, [5])
+    assert [row.choice for row in bench.rows()] == [1]
+    assert bench.output.held()[0].tokens == 4
+
+
+def test_a_stop_without_a_choice_ends_them_all() -> None:
+    bench = Bench()
+    bench.command(admit(choices=2))
+    assert bench.stop() == [Drop(ChoiceKey(1)), Drop(ChoiceKey(2))]
+    assert bench.output.held()[0].ended
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"attempt": attempt(2)}, {"detokenizer": process("e")}, {"request_id": RequestId("x")}],
+    ids=["another attempt", "another detokenizer", "another request"],
+)
+def test_a_stop_that_is_not_ours_is_ignored(fields: dict[str, object]) -> None:
+    bench = Bench()
+    bench.command(admit())
+    assert bench.stop(**fields) == []
+
+
+def test_a_resend_goes_from_the_named_offsets_and_from_zero_where_none_is_named() -> None:
+    bench = Bench()
+    bench.command(admit(choices=2), admit("x"))
+    for key in (1, 2, 3):
+        bench.step(key, [5, 6, 7], LENGTH)
+    before = bench.rows()
+    bench.resend(place(2), place(3, choice=1))
+    again = bench.rows()
+    assert [(row.offset, row.finish_reason) for row in again] == [
+        (2, FinishReason.LENGTH),
+        (3, FinishReason.LENGTH),
+        (0, FinishReason.LENGTH),
+    ]
+    assert [row.stream is not None for row in again] == [True, False, True]
+    assert [row.stream is not None for row in before] == [True, False, True]
+
+
+def test_a_resend_to_another_life_of_the_worker_or_of_another_detokenizer_is_ignored() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.step(1, [5])
+    bench.rows()
+    bench.resend(worker=process("w", "0"))
+    bench.output.resend(ResendTokens(worker=WORKER, detokenizer=process("e")))
+    assert bench.rows() == []
+
+
+def test_what_the_owner_closed_is_forgotten_at_once_whether_it_runs_or_not() -> None:
+    bench = Bench()
+    bench.command(admit(), admit("x"))
+    bench.step(2, [5], LENGTH)
+    closed = bench.open_list(closed=("r", "x"), whole=False)
+    assert bench.output.open_list(closed, 1) == [Drop(ChoiceKey(1))]
+    assert bench.output.held_count == 0
+
+
+def test_what_runs_and_is_not_open_is_dropped_once_it_is_old_enough_to_be_listed() -> None:
+    bench = Bench()
+    bench.command(admit(), admit("x"))
+    young = bench.open_list("x", version=1)
+    assert bench.output.open_list(young, OPEN_GRACE_MS - 1) == []
+    old = bench.open_list("x", version=2)
+    assert bench.output.open_list(old, OPEN_GRACE_MS) == [Drop(ChoiceKey(1))]
+    assert [line.request_id for line in bench.output.held()] == ["x"]
+
+
+def test_a_late_list_or_one_of_another_owner_says_nothing_of_what_is_missing() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.output.open_list(bench.open_list("r", version=5), OPEN_GRACE_MS)
+    assert bench.output.open_list(bench.open_list(version=5), OPEN_GRACE_MS) == []
+    assert bench.output.open_list(bench.open_list(version=6), 100_001) == []
+    assert bench.output.held_count == 1
+
+
+def test_an_end_that_its_owner_has_not_heard_of_two_lists_later_is_said_again() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.output.open_list(bench.open_list("r", version=1), 1)
+    bench.step(1, [5], LENGTH)
+    bench.rows()
+    again: list[list[TokenRow]] = []
+    for version in (2, 3, 4):
+        bench.output.open_list(bench.open_list("r", version=version), 1)
+        again.append(bench.rows())
+    assert again[0] == []
+    for rows in again[1:]:
+        ((offset, ids, finish),) = [(r.offset, r.token_ids, r.finish_reason) for r in rows]
+        assert (offset, ids, finish) == (1, b"", FinishReason.LENGTH)
+        assert rows[0].stream is not None
+
+
+def test_a_dead_owner_takes_its_requests_with_it() -> None:
+    bench = Bench()
+    bench.command(admit())
+    assert bench.output.owner_died(process("g", "0")) == []
+    assert bench.output.owner_died(GATEWAY) == [Drop(ChoiceKey(1))]
+
+
+def test_a_finished_request_keeps_its_ids_and_nothing_else() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.step(1, [5], LENGTH)
+    assert bench.output.live_count == 0
+    assert bench.output.held()[0].ended
+
+
+def test_a_request_is_freed_soon_after_its_deadline_and_forgotten_later() -> None:
+    bench = Bench()
+    bench.command(admit())
+    assert bench.output.tick(DEADLINE + FREED_AFTER_MS - 1) == []
+    assert bench.output.tick(DEADLINE + FREED_AFTER_MS) == [Drop(ChoiceKey(1))]
+    assert (bench.output.live_count, bench.output.held_count) == (0, 1)
+    assert bench.output.tick(DEADLINE + FORGOTTEN_AFTER_MS) == []
+    assert bench.output.held_count == 0
+
+
+def test_tombstones_do_not_outlive_the_deadline_for_long() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.command(Abort(request_id=R, attempt=attempt()))
+    bench.output.tick(DEADLINE + FORGOTTEN_AFTER_MS)
+    assert bench.output._tombstones == {}
+
+
+def test_an_admit_past_its_deadline_does_not_run() -> None:
+    assert Bench().command(admit(), now_ms=DEADLINE + FREED_AFTER_MS) == []
+
+
+def test_a_draining_or_full_worker_refuses_with_a_typed_error() -> None:
+    bench = Bench(live_max=1)
+    bench.command(admit("a"))
+    assert bench.command(admit("b")) == []
+    bench.output.draining = True
+    assert bench.command(admit("c")) == []
+    codes = [row.error.code for row in bench.rows() if row.error is not None]
+    assert codes == ["overloaded", "unavailable"]
+    assert bench.output.live_count == 1
+
+
+def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
+    bench = Bench()
+    bench.command(admit())
+    ids = [token % 100 for token in range(3 * ROW_IDS_MAX + 1)]
+    bench.step(1, ids, LENGTH)
+    batches: list[TokenBatch] = [batch for _, batch in bench.output.take()]
+    rows = [row for batch in batches for row in batch.rows]
+    assert [token for row in rows for token in unpack_ids(row.token_ids)] == ids
+    assert [row.offset for row in rows] == [0, ROW_IDS_MAX, 2 * ROW_IDS_MAX, 3 * ROW_IDS_MAX]
+    assert [row.finish_reason is not None for row in rows] == [False, False, False, True]
+    assert len(batches) > 1
+    assert max(len(encode(batch)) for batch in batches) < BATCH_BYTES_MAX

@@ -1,0 +1,220 @@
+"""The allocator and the tables: no page is lost or shared, whatever the order of calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.pages import PagePool
+from antiphon.model_worker.cache.table import HOLE, CachePools, PageTable
+
+PAGE_TOKENS = 4
+
+
+def full_group(pages: int) -> CacheGroup:
+    return CacheGroup(
+        kind=GroupKind.FULL,
+        layers=(0, 1),
+        page_bytes=64,
+        page_tokens=PAGE_TOKENS,
+        pages_total=pages,
+    )
+
+
+def window_group(pages: int, window: int) -> CacheGroup:
+    return CacheGroup(
+        kind=GroupKind.WINDOW,
+        layers=(2,),
+        page_bytes=32,
+        page_tokens=PAGE_TOKENS,
+        pages_total=pages,
+        window=window,
+    )
+
+
+def state_group(slots: int) -> CacheGroup:
+    return CacheGroup(
+        kind=GroupKind.STATE, layers=(3,), page_bytes=16, page_tokens=1, pages_total=slots
+    )
+
+
+def test_a_page_released_twice_is_a_bug() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(1)
+    pool.release(pages)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.release(pages)
+
+
+def test_a_released_page_is_free_only_after_the_plan_that_may_read_it() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.launched(7)
+    pool.release(pages)
+    assert (pool.free_count, pool.used_count) == (0, 0)
+    pool.finished(6)
+    assert pool.free_count == 0
+    pool.finished(7)
+    assert pool.free_count == 1
+
+
+def test_a_page_released_while_no_plan_runs_is_free_at_once() -> None:
+    pool = PagePool(1)
+    pool.launched(1)
+    pool.finished(1)
+    pool.release(pool.allocate(1))
+    assert pool.free_count == 1
+
+
+def test_a_shared_page_is_free_when_its_last_holder_has_let_go() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.release(pages)
+    assert pool.free_count == 0
+    pool.release(pages)
+    assert pool.free_count == 1
+
+
+def test_a_window_group_lets_go_of_pages_behind_the_window() -> None:
+    pools = CachePools([full_group(8), window_group(8, window=5)])
+    table = PageTable(pools)
+    table.allocate(16)
+    table.commit(16)
+    # At the border 16 a query sees tokens 12 to 16, so pages 0 to 2 are gone.
+    assert table.pages(0) == [0, 1, 2, 3]
+    assert table.pages(1) == [HOLE, HOLE, HOLE, 3]
+    assert pools.used() == [4, 1]
+
+
+def test_a_fork_shares_whole_pages_and_writes_none_of_them() -> None:
+    pools = CachePools([full_group(8), window_group(8, window=5)])
+    table = PageTable(pools)
+    table.allocate(10)
+    table.commit(10)
+    fork = table.fork()
+    assert fork.committed == 8
+    fork.allocate(10)
+    assert fork.pages(0)[:2] == table.pages(0)[:2]
+    assert fork.pages(0)[2] != table.pages(0)[2]
+    table.release()
+    fork.release()
+    assert pools.free() == [8, 8]
+
+
+def test_a_state_is_one_slot_however_long_the_request_is() -> None:
+    pools = CachePools([full_group(8), state_group(1)])
+    table = PageTable(pools)
+    table.allocate(17)
+    table.commit(17)
+    assert pools.used() == [5, 1]
+    assert table.fork().committed == 0
+    assert pools.tokens_max == 32
+
+
+def test_rejected_drafts_give_their_pages_back() -> None:
+    pools = CachePools([full_group(4)])
+    table = PageTable(pools)
+    table.allocate(14)
+    table.commit(3)
+    table.truncate(5)
+    assert (len(table.pages(0)), pools.free()) == (2, [2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [(GroupKind.WINDOW, None), (GroupKind.FULL, 4), (GroupKind.CROSS, None)]
+)
+def test_a_group_that_makes_no_sense_is_refused(kind: GroupKind, window: int | None) -> None:
+    with pytest.raises(ValueError, match=r"window|cross"):
+        CacheGroup(
+            kind=kind, layers=(0,), page_bytes=1, page_tokens=1, pages_total=1, window=window
+        )
+
+
+@given(window=st.integers(1, 40), tokens=st.integers(0, 200))
+def test_no_page_that_a_later_query_sees_is_dead(window: int, tokens: int) -> None:
+    dead_tokens = window_group(1, window).dead_len(tokens) * PAGE_TOKENS
+    border = tokens // PAGE_TOKENS * PAGE_TOKENS
+    assert dead_tokens <= max(0, border - window + 1)
+    assert dead_tokens + PAGE_TOKENS > border - window + 1
+
+
+class Tables(RuleBasedStateMachine):
+    """Tables that grow, fork, shrink and go, in any order, under a moving fence."""
+
+    @initialize(window=st.integers(1, 12))
+    def begin(self, window: int) -> None:
+        self.pools = CachePools([full_group(24), window_group(24, window)])
+        self.tables: list[PageTable] = []
+        self.step = 0
+
+    @rule()
+    def open(self) -> None:
+        self.tables.append(PageTable(self.pools))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tokens=st.integers(1, 20))
+    def allocate(self, data: st.DataObject, tokens: int) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        needs = table.need(table.reserved + tokens)
+        if all(need <= free for need, free in zip(needs, self.pools.free(), strict=True)):
+            table.allocate(table.reserved + tokens)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        table.commit(data.draw(st.integers(table.committed, table.reserved)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        table.truncate(data.draw(st.integers(table.committed, table.reserved)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.tables.append(data.draw(st.sampled_from(self.tables)).fork())
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))).release()
+
+    @rule()
+    def launch(self) -> None:
+        self.step += 1
+        self.pools.launched(self.step)
+
+    @rule(behind=st.integers(0, 2))
+    def finish(self, behind: int) -> None:
+        self.pools.finished(max(0, self.step - behind))
+
+    @invariant()
+    def every_page_is_held_as_often_as_it_is_listed(self) -> None:
+        for index, pool in enumerate(self.pools.pools):
+            listed = [page for table in self.tables for page in table.pages(index) if page != HOLE]
+            for page in range(pool.total):
+                assert pool.holders(page) == listed.count(page)
+            assert pool.used_count == len(set(listed))
+
+    @invariant()
+    def no_page_that_may_be_written_is_shared(self) -> None:
+        for table in self.tables:
+            for index, pool in enumerate(self.pools.pools):
+                writable = table.pages(index)[-(-table.committed // PAGE_TOKENS) :]
+                assert all(pool.holders(page) == 1 for page in writable)
+
+    def teardown(self) -> None:
+        for table in self.tables:
+            table.release()
+        self.pools.finished(self.step)
+        assert self.pools.free() == [pool.total for pool in self.pools.pools]
+
+
+TestTables = Tables.TestCase
+TestTables.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

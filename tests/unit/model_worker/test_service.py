@@ -1,0 +1,329 @@
+"""The worker as a service on a bus, with a runner that needs no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.simulation.hash_runner import HashRunner
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.model_worker.batching.admission import Limits
+from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.opening import Engine
+from antiphon.model_worker.service import ModelWorker
+from antiphon.service.clock import SystemClock
+from antiphon.service.model import served_name
+from antiphon.service.sockets import CannotStart
+from antiphon.testing.services import QUICK, Running, client_bus, running
+from antiphon.testing.wait import until
+from antiphon.wire.base import Attempt, FinishReason, Process, State, Term
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import (
+    Abort,
+    Admit,
+    ChoiceOutput,
+    Command,
+    CommandBatch,
+    ControlDone,
+    DrainWorker,
+    FlushCache,
+    ResendTokens,
+    StopChoice,
+)
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.routes import COMMAND, HEARTBEAT, OPEN, STOP, TOKENS, WORKER_CONTROL
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import OpenList
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.bus.bus import Bus, Delivery
+    from antiphon.config.settings import Settings
+    from antiphon.model_worker.batching.plan import Outcome, Plan
+    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
+    from antiphon.wire.tokens import TokenBatch, TokenRow
+
+VOCAB_SIZE = 50
+
+
+def process(name: str) -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
+
+
+DETOKENIZER, GATEWAY = process("detokenizer-0"), process("gateway-0")
+TERM = Term(number=1, scheduler=process("scheduler-0"))
+
+
+def open_hash_engine(_: Settings) -> Engine:
+    group = CacheGroup(
+        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=16, pages_total=64
+    )
+    limits = Limits(
+        step_tokens_max=64,
+        chunk_tokens=32,
+        running_max=8,
+        context_tokens=1024,
+        vocab_size=VOCAB_SIZE,
+        end_ids=frozenset(),
+        weights_digest="",
+    )
+    return Engine(Batching(limits, CachePools([group])), HashRunner([group], VOCAB_SIZE))
+
+
+class Stage:
+    """A worker on a memory bus, and a client that plays everybody else."""
+
+    def __init__(self, broker: MemoryBroker, worker: Running, bus: Bus) -> None:
+        self.broker = broker
+        self.worker = worker
+        self.bus = bus
+        self.batches: list[TokenBatch] = []
+        self.beats: list[Heartbeat] = []
+        self.commands = 0
+        self.lists = 0
+
+    async def listen(self) -> None:
+        await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
+        await self.bus.listen(HEARTBEAT, self._beat, role="worker")
+
+    async def _tokens(self, delivery: Delivery) -> None:
+        self.batches.append(delivery.read(TOKENS))
+
+    async def _beat(self, delivery: Delivery) -> None:
+        self.beats.append(delivery.read(HEARTBEAT))
+
+    @property
+    def rows(self) -> list[TokenRow]:
+        return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def load(self) -> WorkerLoad | None:
+        """What the last heartbeat says."""
+        return self.beats[-1].worker if self.beats else None
+
+    def ids(self, request_id: str) -> list[int]:
+        rows = [row for row in self.rows if row.request_id == request_id]
+        return [token for row in rows for token in unpack_ids(row.token_ids)]
+
+    def ended(self, request_id: str) -> bool:
+        return any(r.request_id == request_id and r.finish_reason for r in self.rows)
+
+    async def command(self, *commands: Command) -> None:
+        self.commands += 1
+        batch = CommandBatch(
+            leader=TERM,
+            worker=self.worker.process,
+            seq=self.commands,
+            commands=commands,
+            not_after_unix_ms=SystemClock().unix_ms() + 5_000,
+        )
+        await self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
+
+    async def close(self, *request_ids: str) -> None:
+        """The owner has ended these."""
+        self.lists += 1
+        model = served_name(QUICK)
+        closed = OpenList(
+            model=model,
+            owner=GATEWAY,
+            version=self.lists,
+            whole=False,
+            closed=tuple(map(RequestId, request_ids)),
+            not_after_unix_ms=SystemClock().unix_ms() + 5_000,
+        )
+        await self.bus.publish(OPEN, closed, model=model)
+
+    async def load_is(self, requests: int) -> None:
+        self.beats.clear()
+        await until(lambda: bool(self.beats) and self.beats[-1].load == requests)
+
+
+def admit(name: str, max_new_tokens: int = 5) -> Admit:
+    return Admit(
+        request_id=RequestId(name),
+        owner=GATEWAY,
+        attempt=Attempt(term=TERM, n=1),
+        detokenizer=DETOKENIZER.instance,
+        prompt_ids=pack_ids([1, 2, 3]),
+        choices=(ChoiceOutput(choice=0),),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        deadline_unix_ms=SystemClock().unix_ms() + 60_000,
+    )
+
+
+@pytest.fixture
+async def stage() -> AsyncGenerator[Stage]:
+    broker = MemoryBroker()
+    service = ModelWorker(QUICK, open_hash_engine)
+    async with (
+        client_bus(MemoryTransport(broker), party="client") as bus,
+        running(service, MemoryTransport(broker)) as worker,
+    ):
+        stage = Stage(broker, worker, bus)
+        await stage.listen()
+        yield stage
+        # Else the worker would linger for owners that never come.
+        await stage.close(*{row.request_id for row in stage.rows})
+
+
+async def test_an_admitted_request_is_answered_with_numbered_tokens_up_to_its_end(
+    stage: Stage,
+) -> None:
+    await stage.command(admit("a"))
+    await until(lambda: stage.ended("a"))
+    assert len(stage.ids("a")) == 5
+    assert [batch.seq for batch in stage.batches] == list(range(1, len(stage.batches) + 1))
+    assert stage.rows[0].stream is not None
+    assert stage.rows[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_the_heartbeat_tells_pages_load_and_what_is_held(stage: Stage) -> None:
+    await stage.command(admit("a", 900))
+    await stage.load_is(1)
+    load = stage.load
+    assert load is not None
+    assert [line.request_id for line in load.running] == ["a"]
+    assert (load.term, load.commands_seq, load.context_tokens) == (TERM, 1, 1024)
+    await until(lambda: stage.ended("a"))
+    await stage.load_is(0)
+    load = stage.load
+    assert load is not None
+    assert load.pages_free == load.pages_total == 64
+    assert [line.ended for line in load.running] == [True]
+    assert load.step_age_s == 0.0
+    assert stage.beats[-1].streams[0].receiver == DETOKENIZER.instance
+
+
+async def test_an_abort_frees_the_request_and_says_nothing_more(stage: Stage) -> None:
+    await stage.command(admit("a", 900))
+    await until(lambda: bool(stage.ids("a")))
+    await stage.command(Abort(request_id=RequestId("a"), attempt=Attempt(term=TERM, n=1)))
+    await stage.load_is(0)
+    assert not stage.ended("a")
+    await until(lambda: stage.load is not None and stage.load.pages_free == 64)
+
+
+async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
+    await stage.command(admit("a", 900))
+    await until(lambda: bool(stage.ids("a")))
+    stop = StopChoice(
+        request_id=RequestId("a"),
+        attempt=Attempt(term=TERM, n=1),
+        detokenizer=DETOKENIZER,
+        choice=0,
+        offset=1,
+    )
+    await stage.bus.publish(STOP, stop, worker=stage.worker.process.instance)
+    await stage.load_is(0)
+    assert not stage.ended("a")
+
+
+async def test_a_resend_brings_everything_again(stage: Stage) -> None:
+    await stage.command(admit("a"))
+    await until(lambda: stage.ended("a"))
+    ids = stage.ids("a")
+    stage.batches.clear()
+    resend = ResendTokens(worker=stage.worker.process, detokenizer=DETOKENIZER)
+    await stage.bus.publish(STOP, resend, worker=stage.worker.process.instance)
+    await until(lambda: stage.ended("a"))
+    assert stage.ids("a") == ids
+
+
+async def test_what_the_owner_closed_is_forgotten(stage: Stage) -> None:
+    await stage.command(admit("a"))
+    await until(lambda: stage.ended("a"))
+    await stage.close("a")
+    await until(lambda: stage.load is not None and stage.load.running == ())
+
+
+async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_after(
+    stage: Stage,
+) -> None:
+    await stage.command(admit("a", 400))
+    await until(lambda: bool(stage.ids("a")))
+    transport = stage.worker.around.bus.transport
+    assert isinstance(transport, MemoryTransport)
+    stage.broker.cut(transport)
+    registry = stage.worker.metrics.registry
+    await until(lambda: registry.get_sample_value("antiphon_worker_output_tokens_total") == 400)
+    assert not stage.ended("a")
+    stage.broker.heal(transport)
+    await until(lambda: stage.ended("a"))
+    assert len(stage.ids("a")) == 400
+    assert [row.offset for row in stage.rows] == sorted(row.offset for row in stage.rows)
+
+
+async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:
+    reply = await stage.bus.call(
+        WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=stage.worker.process.instance
+    )
+    assert reply == ControlDone(pages_freed=0)
+
+
+async def test_a_drained_worker_finishes_what_runs_and_refuses_the_rest(stage: Stage) -> None:
+    await stage.command(admit("a", 300))
+    await until(lambda: bool(stage.ids("a")))
+    worker = stage.worker.process.instance
+    await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+    assert stage.worker.health.state is State.DRAINING
+    await stage.command(admit("b"))
+    await until(lambda: stage.ended("a") and stage.ended("b"))
+    assert len(stage.ids("a")) == 300
+    (refused,) = [row for row in stage.rows if row.request_id == "b"]
+    assert refused.error is not None
+    assert refused.error.code == "unavailable"
+
+
+async def test_a_stopping_worker_leaves_once_its_owners_have_their_ends(stage: Stage) -> None:
+    await stage.command(admit("a", 300))
+    await until(lambda: bool(stage.ids("a")))
+    stage.worker.stop.set()
+    await until(lambda: stage.ended("a"))
+    assert not stage.worker.gone.is_set()
+    await stage.close("a")
+    await stage.worker.ended()
+
+
+async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> None:
+    def open_broken(settings: Settings) -> Engine:
+        engine = open_hash_engine(settings)
+        runner = engine.runner
+        assert isinstance(runner, HashRunner)
+        runner.poisoned = lambda _plan, _row: True
+        return engine
+
+    with pytest.RaisesGroup(CannotStart, flatten_subgroups=True):
+        async with running(ModelWorker(QUICK, open_broken), MemoryTransport(MemoryBroker())):
+            pass
+
+
+async def test_a_bug_in_the_batching_loop_ends_the_process_and_not_in_silence() -> None:
+    def open_buggy(settings: Settings) -> Engine:
+        engine = open_hash_engine(settings)
+        return Engine(engine.batching, WrongStep(engine.runner))
+
+    broker = MemoryBroker()
+    with pytest.RaisesGroup(AssertionError, flatten_subgroups=True):
+        async with (
+            client_bus(MemoryTransport(broker), party="client") as bus,
+            running(ModelWorker(QUICK, open_buggy), MemoryTransport(broker)) as worker,
+        ):
+            await Stage(broker, worker, bus).command(admit("a"))
+            await worker.gone.wait()
+
+
+class WrongStep:
+    """Answers for a plan that it was not given, once the warm-up is over."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, plan: Plan) -> Outcome:
+        outcome = self._runner.run(plan)
+        return outcome if plan.step <= 2 else dataclasses.replace(outcome, step=0)
