@@ -1,0 +1,1 @@
+"""Images to embeddings: preprocessing, a vision tower, and a cache by content."""

@@ -1,0 +1,81 @@
+"""Embeds in a thread, each image once, however many ask for it at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor, Future
+
+    from antiphon.encoder.cache import Embedding, EmbeddingCache
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One image that is embedded, or waits for that, and how many wait for it."""
+
+    work: Future[Embedding]
+    result: asyncio.Future[Embedding]
+    waiting: int = 0
+
+
+class Embedder:
+    """Fills a cache. All calls belong to one event loop.
+
+    Args:
+        embed: Blocks; runs in `thread`.
+        thread: Takes one image after the other.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[bytes | bytearray], Embedding],
+        cache: EmbeddingCache,
+        thread: Executor,
+    ) -> None:
+        self._embed = embed
+        self._cache = cache
+        self._thread = thread
+        self._jobs: dict[bytes, _Job] = {}
+
+    async def embed(self, digest: bytes, image: bytes | bytearray) -> Embedding:
+        """Return the embedding of an image whose SHA-256 is `digest`.
+
+        Whoever is cancelled takes only its own wait away. An image for which nobody waits any more
+        is not begun; one that was begun ends in the cache.
+
+        Raises:
+            EngineError: What `embed` refused with.
+        """
+        found = self._cache.get(digest)
+        if found is not None:
+            return found
+        job = self._jobs.get(digest) or self._begin(digest, image)
+        job.waiting += 1
+        try:
+            return await asyncio.shield(job.result)
+        finally:
+            job.waiting -= 1
+            if not job.waiting and job.work.cancel():
+                self._forget(digest, job)
+
+    def _begin(self, digest: bytes, image: bytes | bytearray) -> _Job:
+        work = self._thread.submit(self._embed, image)
+        job = _Job(work, asyncio.wrap_future(work))
+        self._jobs[digest] = job
+
+        def done(result: asyncio.Future[Embedding]) -> None:
+            self._forget(digest, job)
+            # Asking for the exception marks it as seen, where nobody waits for it any more.
+            if not result.cancelled() and result.exception() is None:
+                self._cache.put(digest, result.result())
+
+        job.result.add_done_callback(done)
+        return job
+
+    def _forget(self, digest: bytes, job: _Job) -> None:
+        if self._jobs.get(digest) is job:
+            del self._jobs[digest]

@@ -1,0 +1,61 @@
+"""A vision model folder becomes a function from encoded images to embeddings. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.config.device import this_device
+from antiphon.encoder.cache import Embedding
+from antiphon.encoder.preprocess import Preprocessor
+from antiphon.encoder.recipe import read_recipe
+from antiphon.encoder.spec import read_spec
+from antiphon.encoder.tower import Tower
+from antiphon.encoder.weights import read_weights
+
+if TYPE_CHECKING:
+    from antiphon.config.settings import Settings
+
+
+class VisionModel:
+    """Preprocessing and tower as one. Blocks; belongs in one thread."""
+
+    def __init__(self, preprocessor: Preprocessor, tower: Tower) -> None:
+        self._preprocess = preprocessor
+        self._tower = tower
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of every embedding."""
+        return self._tower.spec.tokens * self._tower.spec.hidden * 4
+
+    def embed(self, image: bytes | bytearray) -> Embedding:
+        """Embed an encoded image.
+
+        Raises:
+            InvalidRequest: It cannot be decoded.
+            RequestTooLarge: It has too many pixels.
+        """
+        pixels = torch.as_tensor(self._preprocess(image))
+        (embedding,) = self._tower(pixels[None])  # (T, C)
+        data = embedding.numpy().astype("<f4", copy=False).tobytes()
+        tokens, hidden = embedding.shape
+        return Embedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
+
+
+def open_model(settings: Settings) -> VisionModel:
+    """Load `encoder.model_path`, and let torch have as many threads as the worker would.
+
+    Raises:
+        ConfigError: The folder holds no tower that is built here; the text names the file.
+    """
+    torch.set_num_threads(settings.model.threads or this_device().cores)
+    folder = Path(settings.encoder.model_path).expanduser()
+    spec = read_spec(folder)
+    recipe = read_recipe(folder, spec)
+    tower = Tower(spec, read_weights(folder, spec))
+    preprocessor = Preprocessor(recipe, pixels_max=settings.encoder.pixels_max)
+    return VisionModel(preprocessor, tower)

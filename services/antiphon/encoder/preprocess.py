@@ -1,0 +1,109 @@
+"""An encoded image becomes the pixels that a tower takes, or a refusal that says why not."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.encoder.recipe import Recipe
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""What the web shows. Every other decoder of Pillow stays out of reach of strangers."""
+
+_BROKEN = (
+    OSError,  # unknown formats and truncated files too
+    SyntaxError,  # a broken PNG
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,  # what a decoder does not implement too
+    struct.error,
+    zlib.error,
+)
+"""What Pillow raises on bytes that are no image."""
+
+# Pillow's own guard knows one limit a process and warns between it and its double. Ours is held
+# against the header, before any pixel is decoded.
+Image.MAX_IMAGE_PIXELS = None
+
+
+class Preprocessor:
+    """Decodes, scales, cuts and normalises. Called in one thread; holds nothing that changes.
+
+    Args:
+        pixels_max: Most pixels of an image, as it comes and as it is scaled.
+    """
+
+    def __init__(self, recipe: Recipe, *, pixels_max: int) -> None:
+        self._recipe = recipe
+        self._pixels_max = pixels_max
+        self._mean = np.array(recipe.mean, dtype=np.float32)
+        self._std = np.array(recipe.std, dtype=np.float32)
+
+    def __call__(self, data: bytes | bytearray) -> NDArray[np.float32]:
+        """Make pixels: (3, size, size), red first.
+
+        Raises:
+            InvalidRequest: It is no image, or no image of `FORMATS`, or out of all proportion.
+            RequestTooLarge: It has too many pixels.
+        """
+        image = self._fit(self._decode(data))
+        values = np.asarray(image, dtype=np.float32) * np.float32(self._recipe.scale)  # (H, W, 3)
+        return np.ascontiguousarray(((values - self._mean) / self._std).transpose(2, 0, 1))
+
+    def _decode(self, data: bytes | bytearray) -> Image.Image:
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                self._check_size(image)
+                # A camera writes how it was held beside the pixels.
+                return _opaque(ImageOps.exif_transpose(image))
+        except Image.UnidentifiedImageError as error:
+            raise InvalidRequest(
+                f"not an image of a known format ({', '.join(FORMATS)})", param="image"
+            ) from error
+        except _BROKEN as error:
+            raise InvalidRequest(f"the image cannot be decoded: {error}", param="image") from error
+
+    def _check_size(self, image: Image.Image) -> None:
+        pixels = image.width * image.height
+        if pixels > self._pixels_max:
+            raise RequestTooLarge(
+                f"The image has {pixels} pixels; the limit is {self._pixels_max} pixels.",
+                param="image",
+                details={"pixels": str(pixels), "pixels_max": str(self._pixels_max)},
+            )
+
+    def _fit(self, image: Image.Image) -> Image.Image:
+        """Scale to the tower's square."""
+        size, short, filter_ = self._recipe.size, self._recipe.short_edge, self._recipe.resample
+        if short is None:
+            return image.resize((size, size), filter_)
+        width, height = (short * edge // min(image.size) for edge in image.size)
+        if width * height > self._pixels_max:
+            # A hair's breadth of a few million pixels would be scaled up to billions.
+            raise InvalidRequest(
+                f"an image of {image.width} x {image.height} pixels is too narrow", param="image"
+            )
+        left, top = (width - size) // 2, (height - size) // 2
+        return image.resize((width, height), filter_).crop((left, top, left + size, top + size))
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """Three channels; what is transparent lies on white, as most pages show it."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")

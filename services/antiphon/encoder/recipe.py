@@ -1,0 +1,136 @@
+"""How a model wants its images: preprocessor_config.json, or what its authors chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.spec import Family, Size, TowerSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Channels = tuple[float, float, float]
+"""One number each for red, green and blue."""
+
+BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """From an image to the pixels of a tower, in this order.
+
+    Attributes:
+        size: Edge of the square that the tower takes.
+        short_edge: Scale the shorter edge to this, keeping the proportions, and cut the square out
+            of the middle; unset: scale to the square, whatever becomes of the proportions.
+        resample: The filter, as Pillow numbers it.
+        scale: Every value (0 to 255) is multiplied by it.
+        mean: Subtracted after that.
+        std: Divides after that.
+    """
+
+    size: int
+    short_edge: int | None
+    resample: int
+    scale: float
+    mean: Channels
+    std: Channels
+
+
+def read_recipe(folder: Path, spec: TowerSpec) -> Recipe:
+    """Read a folder's recipe; a field that it does not set is as the authors chose.
+
+    Raises:
+        ConfigError: It is malformed, or makes images that this tower does not take.
+    """
+    file = folder / "preprocessor_config.json"
+    card = _read(file)
+    chosen = _CHOSEN[spec.family]
+    if not card.do_resize:
+        raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
+    return Recipe(
+        size=spec.image_size,
+        short_edge=_short_edge(file, card, spec),
+        resample=card.resample,
+        scale=card.rescale_factor if card.do_rescale else 1.0,
+        mean=(card.image_mean or chosen.mean) if card.do_normalize else (0.0, 0.0, 0.0),
+        std=(card.image_std or chosen.std) if card.do_normalize else (1.0, 1.0, 1.0),
+    )
+
+
+class _Edges(msgspec.Struct):
+    """A size as newer files write it: both edges, or the shorter one."""
+
+    height: Size | None = None
+    width: Size | None = None
+    shortest_edge: Size | None = None
+
+
+class _Card(msgspec.Struct):
+    do_resize: bool = True
+    size: Size | _Edges | None = None
+    resample: Annotated[int, Meta(ge=0, le=5)] = BICUBIC
+    do_center_crop: bool | None = None
+    crop_size: Size | _Edges | None = None
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: Channels | None = None
+    image_std: Channels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the authors of a family chose."""
+
+    mean: Channels
+    std: Channels
+    crops: bool
+
+
+_CHOSEN = {
+    Family.CLIP: _Chosen(
+        (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), crops=True
+    ),
+    Family.SIGLIP: _Chosen((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crops=False),
+}
+
+
+def _read(file: Path) -> _Card:
+    if not file.exists():
+        return _Card()
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_Card)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _short_edge(file: Path, card: _Card, spec: TowerSpec) -> int | None:
+    """The shorter edge to scale to, or None to scale to a square; its result fits the tower."""
+    crops = _CHOSEN[spec.family].crops if card.do_center_crop is None else card.do_center_crop
+    size = card.size or spec.image_size
+    if isinstance(size, int):
+        # Older files write CLIP's shorter edge, and SigLIP's square, as a bare number.
+        size = _Edges(shortest_edge=size) if crops else _Edges(height=size, width=size)
+    made = _square(card.crop_size or spec.image_size) if crops else (size.height, size.width)
+    if made != (spec.image_size, spec.image_size):
+        raise ConfigError(
+            f"{file}: makes images of {made[0]} x {made[1]} pixels; the tower takes "
+            f"{spec.image_size} x {spec.image_size}"
+        )
+    if not crops:
+        return None
+    if size.shortest_edge is None or size.shortest_edge < spec.image_size:
+        raise ConfigError(f"{file}: size.shortest_edge must be {spec.image_size} or more")
+    return size.shortest_edge
+
+
+def _square(size: int | _Edges) -> tuple[int | None, int | None]:
+    return (size, size) if isinstance(size, int) else (size.height, size.width)

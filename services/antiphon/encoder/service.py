@@ -1,0 +1,178 @@
+"""Wires the vision model to the bus: images in, claims on their embeddings out.
+
+Torch and all that needs it is imported only where a model is configured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.config.errors import ConfigError
+from antiphon.encoder.cache import Embedding, EmbeddingCache
+from antiphon.encoder.embedder import Embedder
+from antiphon.encoder.metrics import EncoderMetrics
+from antiphon.service.deadline import check
+from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.model import served_name
+from antiphon.service.service import Report, Runtime
+from antiphon.service.sockets import CannotStart, address_for_others, bind
+from antiphon.transfer.fetch import fetch
+from antiphon.transfer.server import BlobServer
+from antiphon.transfer.shelf import Shelf
+from antiphon.wire.base import Role
+from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.wire.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.routes import ENCODE_IMAGE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.encoder.model import VisionModel
+    from antiphon.wire.claim import Claim
+    from antiphon.wire.ids import ModelName
+
+DTYPE = "float32"
+
+
+class EncoderService:
+    """Embeds images; without a vision model it is there to say so."""
+
+    role = Role.ENCODER
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._config = settings.encoder
+        self._served = served_name(settings)
+        self._in_flight = 0
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Load the model if there is one, keep its thread, and serve what waits to be fetched."""
+        self._runtime = runtime
+        async with AsyncExitStack() as held:
+            if self._config.model_path:
+                model = await asyncio.to_thread(_open, self._settings)
+                self._serve_results(held)
+                thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="embed"))
+                self._cache = EmbeddingCache(self._config.cache_bytes_max)
+                self._metrics = EncoderMetrics(
+                    runtime.metrics.registry, lambda: self._cache.bytes_held
+                )
+
+                def embed(image: bytes | bytearray) -> Embedding:
+                    with self._metrics.embed_seconds.time():
+                        return model.embed(image)
+
+                self._embedder = Embedder(embed, self._cache, thread)
+            yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Encoding, for whichever gateway asks."""
+        handler = self._encode if self._config.model_path else self._refuse
+        return (Answer(route=ENCODE_IMAGE, handler=handler, address={"model": self._served}),)
+
+    def model(self) -> ModelName | None:
+        """The model whose images it embeds."""
+        return self._served if self._config.model_path else None
+
+    def report(self) -> Report:
+        """Calls in flight."""
+        return Report(load=self._in_flight)
+
+    async def drain(self) -> None:
+        """Nothing to wait for: whoever finds a result gone asks another encoder."""
+
+    async def _refuse(self, _: EncodeImage, __: object) -> ImageEmbedding:
+        raise Unsupported("this model takes no images: encoder.model_path is not set")
+
+    async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
+        left_s = check(request.deadline_unix_ms, self._runtime.clock)
+        self._in_flight += 1
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._answer(request, left_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the image was not embedded in time") from None
+        finally:
+            self._in_flight -= 1
+
+    async def _answer(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
+        digest = _digest(request)
+        embedding = self._cache.get(digest)
+        cached = embedding is not None
+        if embedding is None:
+            image = await self._image(request, left_s)
+            embedding = await self._embedder.embed(digest, image)
+        else:
+            self._metrics.hits.inc()
+        return ImageEmbedding(
+            request_id=request.request_id,
+            content_digest=digest,
+            tokens=embedding.tokens,
+            hidden=embedding.hidden,
+            dtype=DTYPE,
+            claim=self._claim(embedding),
+            cached=cached,
+        )
+
+    async def _image(self, request: EncodeImage, left_s: float) -> bytes | bytearray:
+        bytes_max = self._config.image_bytes_max
+        if request.claim is not None:
+            return await fetch(request.claim, timeout_s=left_s, bytes_max=bytes_max)
+        assert request.image is not None, "checked by _digest"
+        if len(request.image) > bytes_max:
+            raise RequestTooLarge.of(size_bytes=len(request.image), bytes_max=bytes_max)
+        return request.image
+
+    def _claim(self, embedding: Embedding) -> Claim:
+        """Let an embedding wait, once for all who ask within half of the time that it waits."""
+        claim, wait_s = embedding.claim, self._config.claim_s
+        if claim is None or claim.expires_unix_ms < self._runtime.clock.unix_ms() + wait_s * 500:
+            claim = self._shelf.put(embedding.data, wait_s, checksum=embedding.checksum)
+            embedding.claim = claim
+        return claim
+
+    def _serve_results(self, held: AsyncExitStack) -> None:
+        config = self._config
+        bound = held.enter_context(bind(config.host, config.port))
+        address = address_for_others(bound, config.host, config.advertise_host)
+        self._shelf = Shelf(address, config.claims_bytes_max, self._runtime.clock.unix_ms)
+        self._runtime.group.create_task(BlobServer(bound, self._shelf).run())
+
+
+def _digest(request: EncodeImage) -> bytes:
+    """Name the image by content. A claim says it before a byte is fetched; `fetch` verifies it."""
+    if (request.image is None) == (request.claim is None):
+        raise InvalidRequest("give exactly one of image and claim", param="image")
+    if request.claim is not None:
+        return request.claim.digest
+    return hashlib.sha256(request.image or b"").digest()
+
+
+def _open(settings: Settings) -> VisionModel:
+    """Load the model; importing what it needs takes seconds, so it is done here.
+
+    Raises:
+        CannotStart: The packages are not installed, or the folder holds no such model.
+    """
+    try:
+        from antiphon.encoder.model import open_model  # noqa: PLC0415
+    except ImportError as error:
+        raise CannotStart(
+            f"encoder.model_path needs the extra antiphon[encoder]: {error}"
+        ) from error
+    try:
+        model = open_model(settings)
+    except ConfigError as error:
+        raise CannotStart(f"encoder.model_path: {error}") from error
+    limit = settings.encoder.claims_bytes_max
+    if model.embedding_bytes > limit:
+        raise CannotStart(
+            f"encoder.claims_bytes_max = {limit}: an embedding has {model.embedding_bytes} bytes"
+        )
+    return model

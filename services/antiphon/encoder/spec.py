@@ -1,0 +1,137 @@
+"""What config.json says of a vision tower. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Size = Annotated[int, Meta(ge=1)]
+
+
+class Family(StrEnum):
+    """The two architectures, which differ in a few places of the tower."""
+
+    CLIP = "clip"
+    SIGLIP = "siglip"
+
+
+class Activation(StrEnum):
+    """Of the feed-forward layers, under the names that config.json uses."""
+
+    QUICK_GELU = "quick_gelu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSpec:
+    """The shape of a tower."""
+
+    family: Family
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    image_size: int
+    patch_size: int
+    activation: Activation
+    norm_eps: float
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image; an edge that fills no patch is left out."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the embedding: the patches, and the class token that CLIP puts before them."""
+        return self.patches + (self.family is Family.CLIP)
+
+
+def read_spec(folder: Path) -> TowerSpec:
+    """Read the config.json of a vision model, or of a model of both text and images.
+
+    Raises:
+        ConfigError: It is missing, malformed, or of a tower that is not built here.
+    """
+    file = folder / "config.json"
+    try:
+        text = file.read_bytes()
+        kind = msgspec.json.decode(text, type=_Kind).model_type
+        if kind not in _KINDS:
+            raise ConfigError(f"{file}: model_type = {kind!r}: must be one of {', '.join(_KINDS)}")
+        family, config_type, nested = _KINDS[kind]
+        raw = msgspec.json.decode(text, type=_Both).vision_config if nested else text
+        config = msgspec.json.decode(raw, type=config_type)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    if config.hidden_size % config.num_attention_heads:
+        raise ConfigError(
+            f"{file}: hidden_size = {config.hidden_size} is not a multiple of "
+            f"num_attention_heads = {config.num_attention_heads}"
+        )
+    if config.patch_size > config.image_size:
+        raise ConfigError(
+            f"{file}: patch_size = {config.patch_size} exceeds image_size = {config.image_size}"
+        )
+    return TowerSpec(
+        family=family,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        activation=config.hidden_act,
+        norm_eps=config.layer_norm_eps,
+    )
+
+
+class _Kind(msgspec.Struct):
+    model_type: str = ""
+
+
+class _Both(msgspec.Struct):
+    vision_config: msgspec.Raw
+
+
+class _Clip(msgspec.Struct):
+    """What is not written in the file is what CLIP's authors chose."""
+
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 12
+    num_attention_heads: Size = 12
+    image_size: Size = 224
+    patch_size: Size = 32
+    num_channels: Annotated[int, Meta(ge=3, le=3)] = 3
+    hidden_act: Activation = Activation.QUICK_GELU
+    layer_norm_eps: float = 1e-5
+
+
+class _Siglip(_Clip):
+    """What is not written in the file is what SigLIP's authors chose."""
+
+    patch_size: Size = 16
+    hidden_act: Activation = Activation.GELU_TANH
+    layer_norm_eps: float = 1e-6
+
+
+_KINDS: dict[str, tuple[Family, type[_Clip], bool]] = {
+    "clip_vision_model": (Family.CLIP, _Clip, False),
+    "clip": (Family.CLIP, _Clip, True),
+    "siglip_vision_model": (Family.SIGLIP, _Siglip, False),
+    "siglip": (Family.SIGLIP, _Siglip, True),
+}
+"""By `model_type`: what it is, how it is read, and whether the tower is in `vision_config`."""

@@ -1,0 +1,115 @@
+"""A vision transformer as CLIP and SigLIP have it, in torch.
+
+Axes: B images, T tokens (patches, and CLIP's class token), C hidden, N heads, D of each head.
+
+Source: Dosovitskiy et al. 2020, arXiv:2010.11929; Radford et al. 2021, arXiv:2103.00020 (CLIP);
+Zhai et al. 2023, arXiv:2303.15343 (SigLIP).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its name in every torch program
+from torch import Tensor
+
+from antiphon.encoder.spec import Activation, TowerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A weight and a bias: of a linear (out, in) and (out,), or of a norm (C,) and (C,)."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer. Query, key and value are one linear, (3 C, C)."""
+
+    norm1: Affine
+    qkv: Affine
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class TowerWeights:
+    """All weights. The first three that may be unset tell CLIP (a class token) from SigLIP.
+
+    Attributes:
+        patch: (C, 3, patch, patch).
+        positions: (T, C).
+        class_token: (C,), CLIP only.
+        norm_before: Before the first layer, CLIP only.
+        norm_after: After the last layer, SigLIP only: CLIP norms only what it pools.
+    """
+
+    patch: Tensor
+    patch_bias: Tensor | None
+    class_token: Tensor | None
+    positions: Tensor
+    norm_before: Affine | None
+    layers: tuple[Layer, ...]
+    norm_after: Affine | None
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's approximation of GELU: x * sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.QUICK_GELU: quick_gelu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
+
+
+class Tower:
+    """Turns pixels into one embedding a token, as `last_hidden_state` of the original models."""
+
+    def __init__(self, spec: TowerSpec, weights: TowerWeights) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._activation = ACTIVATIONS[spec.activation]
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Embed: pixels (B, 3, image_size, image_size)  ->  (B, T, C)."""
+        weights = self._weights
+        patches = F.conv2d(pixels, weights.patch, weights.patch_bias, stride=self.spec.patch_size)
+        x = patches.flatten(2).transpose(1, 2)  # (B, patches, C)
+        if weights.class_token is not None:
+            x = torch.cat((weights.class_token.expand(len(x), 1, -1), x), dim=1)  # (B, T, C)
+        x = x + weights.positions
+        if weights.norm_before is not None:
+            x = self._norm(x, weights.norm_before)
+        for layer in weights.layers:
+            x = x + self._attend(self._norm(x, layer.norm1), layer)
+            x = x + self._think(self._norm(x, layer.norm2), layer)
+        return x if weights.norm_after is None else self._norm(x, weights.norm_after)
+
+    def _norm(self, x: Tensor, norm: Affine) -> Tensor:
+        return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
+
+    def _attend(self, x: Tensor, layer: Layer) -> Tensor:
+        """Let every token attend to every token: (B, T, C)  ->  (B, T, C)."""
+        qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
+        split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
+        q, k, v = split.transpose(1, 3).unbind(2)  # each (B, N, T, D)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
+
+    def _think(self, x: Tensor, layer: Layer) -> Tensor:
+        wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
+        return F.linear(wide, layer.down.weight, layer.down.bias)

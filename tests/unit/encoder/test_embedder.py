@@ -1,0 +1,179 @@
+"""Each image is embedded once at a time, and kept as long as there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.encoder.cache import Embedding, EmbeddingCache
+from antiphon.encoder.embedder import Embedder
+from antiphon.testing.wait import until
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+BYTES = 10
+BROKEN = b"broken"
+
+
+def embedding(size: int = BYTES) -> Embedding:
+    return Embedding(bytes(size), tokens=1, hidden=1, checksum=b"")
+
+
+def digest(image: bytes) -> bytes:
+    return hashlib.sha256(image).digest()
+
+
+class SlowModel:
+    """Embeds when let, and counts."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.begun: Counter[bytes] = Counter()
+
+    def embed(self, image: bytes | bytearray) -> Embedding:
+        self.begun[bytes(image)] += 1
+        assert self.let.wait(5), "never let"
+        if image == BROKEN:
+            raise InvalidRequest("broken")
+        return embedding()
+
+
+class World:
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self.model = SlowModel()
+        self.cache = EmbeddingCache(1000)
+        self.embedder = Embedder(self.model.embed, self.cache, thread)
+
+    async def embed(self, image: bytes) -> Embedding:
+        return await self.embedder.embed(digest(image), image)
+
+
+@pytest.fixture
+async def world() -> AsyncGenerator[World]:
+    with ThreadPoolExecutor(1) as thread:
+        made = World(thread)
+        try:
+            yield made
+        finally:
+            made.model.let.set()
+
+
+@asynccontextmanager
+async def quiet() -> AsyncGenerator[None]:
+    """Fail if the loop was told of an error that nobody took."""
+    told: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    yield
+    await asyncio.sleep(0)
+    assert told == []
+
+
+async def test_many_who_ask_at_a_time_share_one_run(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(world.embed(b"a")) for _ in range(8)]
+        await until(lambda: world.model.begun[b"a"] > 0)
+        world.model.let.set()
+    first = asked[0].result()
+    assert all(task.result() is first for task in asked)
+    assert await world.embed(b"a") is first
+    assert world.model.begun == {b"a": 1}
+
+
+async def test_who_leaves_takes_only_its_own_wait_away(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        leaves, stays = (group.create_task(world.embed(b"a")) for _ in range(2))
+        await until(lambda: world.model.begun[b"a"] > 0)
+        leaves.cancel()
+        await until(leaves.done)
+        world.model.let.set()
+    assert leaves.cancelled()
+    assert stays.result().data == bytes(BYTES)
+
+
+async def test_what_nobody_waits_for_is_not_begun(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        ahead = group.create_task(world.embed(b"a"))
+        left = group.create_task(world.embed(b"b"))
+        await until(lambda: world.model.begun[b"a"] > 0)
+        left.cancel()
+        await until(left.done)
+        again = group.create_task(world.embed(b"b"))  # joins nothing that was given up
+        await asyncio.sleep(0)
+        again.cancel()
+        await until(again.done)
+        world.model.let.set()
+    assert ahead.result().data == bytes(BYTES)
+    assert world.model.begun == {b"a": 1}
+    assert (await world.embed(b"b")).data == bytes(BYTES)
+
+
+async def test_what_was_begun_ends_in_the_cache(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        left = group.create_task(world.embed(b"a"))
+        await until(lambda: world.model.begun[b"a"] > 0)
+        left.cancel()
+    world.model.let.set()
+    await until(lambda: world.cache.get(digest(b"a")) is not None)
+    await world.embed(b"a")
+    assert world.model.begun == {b"a": 1}
+
+
+async def test_a_refusal_reaches_all_who_wait_and_is_not_kept(world: World) -> None:
+    async with quiet(), asyncio.TaskGroup() as group:
+        asked = [
+            group.create_task(settle(world.embedder.embed(digest(BROKEN), BROKEN)))
+            for _ in range(3)
+        ]
+        await until(lambda: world.model.begun[BROKEN] > 0)
+        world.model.let.set()
+    assert [task.result() for task in asked] == ["broken"] * 3
+    assert len(world.cache) == 0
+    assert await settle(world.embed(BROKEN)) == "broken"
+    assert world.model.begun == {BROKEN: 2}
+
+
+async def test_a_refusal_that_nobody_waits_for_is_no_error(world: World) -> None:
+    async with quiet():
+        async with asyncio.TaskGroup() as group:
+            left = group.create_task(world.embed(BROKEN))
+            await until(lambda: world.model.begun[BROKEN] > 0)
+            left.cancel()
+        world.model.let.set()
+        assert (await world.embed(b"behind it")).data == bytes(BYTES)
+
+
+async def settle(asked: object) -> str:
+    try:
+        await asked  # type: ignore[misc]
+    except InvalidRequest as error:
+        return error.message
+    return "embedded"
+
+
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache = EmbeddingCache(3 * BYTES)
+    for name in (b"a", b"b", b"c"):
+        cache.put(name, embedding())
+    assert cache.get(b"a") is not None
+    cache.put(b"d", embedding())
+    assert [name for name in (b"a", b"b", b"c", b"d") if cache.get(name)] == [b"a", b"c", b"d"]
+    assert cache.bytes_held == 3 * BYTES
+
+
+def test_the_cache_gives_nothing_away_for_what_does_not_fit() -> None:
+    cache = EmbeddingCache(3 * BYTES)
+    cache.put(b"a", embedding())
+    cache.put(b"b", embedding(3 * BYTES + 1))
+    assert cache.get(b"a") is not None
+    assert cache.get(b"b") is None
+    cache.put(b"a", embedding())
+    assert (len(cache), cache.bytes_held) == (1, BYTES)

@@ -1,0 +1,147 @@
+"""`python -m antiphon.encoder` over a real nats-server, with and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.process import BusConfig
+from antiphon.service.clock import SystemClock
+from antiphon.service.deadline import deadline_in
+from antiphon.testing.nats import NatsServer
+from antiphon.transfer.fetch import fetch
+from antiphon.wire.base import Process, State
+from antiphon.wire.encode import EncodeImage
+from antiphon.wire.errors import Unsupported
+from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, ModelName, new_request_id
+from antiphon.wire.routes import ENCODE_IMAGE, HEARTBEAT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.wire.heartbeat import Heartbeat
+
+HEAVY = ("torch", "numpy", "PIL", "safetensors")
+MODEL = ModelName("antiphon-small")
+START_S = 5.0
+"""Starting takes half a second on an idle machine."""
+
+
+@pytest.fixture
+async def server() -> AsyncGenerator[NatsServer]:
+    async with NatsServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
+    process = Process(instance=InstanceId("test"), incarnation=Incarnation("1"))
+    transport = NatsTransport(BusConfig(url=server.url), name="test")
+    async with Bus(transport, ClusterName("antiphon"), process) as bus:
+        yield bus
+
+
+async def spawn(url: str, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "antiphon.encoder", "--instance", "encoder-0", "--bus-url", url, *flags),
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def encoder(
+    server: NatsServer, bus: Bus, *flags: str
+) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """A process that is ready, and is told to leave at the end."""
+    heard: asyncio.Queue[Heartbeat] = asyncio.Queue()
+
+    async def hear(delivery: Delivery) -> None:
+        heard.put_nowait(delivery.read(HEARTBEAT))
+
+    await bus.listen(HEARTBEAT, hear, role="encoder", instance="encoder-0")
+    process = await spawn(server.url, *flags)
+    try:
+        async with asyncio.timeout(20):
+            while (await heard.get()).state is not State.READY:
+                pass
+        yield process
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            _, log = await process.communicate()
+        assert process.returncode == 0, log.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+def request(image: bytes) -> EncodeImage:
+    return EncodeImage(
+        request_id=new_request_id(),
+        model=MODEL,
+        image=image,
+        deadline_unix_ms=deadline_in(10, SystemClock()),
+    )
+
+
+def mapped(pid: int) -> set[str]:
+    """The packages whose libraries a process has loaded."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {name for name in HEAVY if f"/site-packages/{name}/" in maps}
+
+
+async def test_without_a_model_it_starts_at_once_loads_no_torch_and_refuses(
+    server: NatsServer, bus: Bus, red: bytes
+) -> None:
+    since = time.monotonic()
+    async with encoder(server, bus) as process:
+        assert time.monotonic() - since < START_S
+        for image in (red, b"no image"):
+            with pytest.raises(Unsupported, match=r"encoder\.model_path is not set"):
+                await bus.call(ENCODE_IMAGE, request(image), timeout_s=5, model=MODEL)
+        assert mapped(process.pid) == set()
+
+
+async def test_the_service_imports_without_torch() -> None:
+    """Pure Python packages leave no library mapped, so ask the interpreter too."""
+    code = (
+        "import sys, antiphon.encoder.__main__; "
+        f"sys.exit(', '.join({{*{HEAVY!r}}} & {{*sys.modules}}))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE
+    )
+    _, found = await process.communicate()
+    assert found.decode().strip() == ""
+
+
+async def test_with_a_model_it_embeds(
+    server: NatsServer, bus: Bus, siglip: Path, red: bytes
+) -> None:
+    async with encoder(server, bus, "--encoder-model-path", str(siglip)) as process:
+        answer = await bus.call(ENCODE_IMAGE, request(red), timeout_s=10, model=MODEL)
+        data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
+        assert len(data) == answer.tokens * answer.hidden * 4
+        assert "torch" in mapped(process.pid)  # so the test without a model can fail
+
+
+async def test_a_folder_without_a_model_is_one_line_and_exit_code_3(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    process = await spawn(server.url, "--encoder-model-path", str(tmp_path))
+    async with asyncio.timeout(20):
+        _, log = await process.communicate()
+    assert process.returncode == 3
+    assert f"encoder.model_path: {tmp_path}/config.json: No such file" in log.decode()
+    assert "Traceback" not in log.decode()

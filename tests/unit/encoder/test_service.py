@@ -1,0 +1,272 @@
+"""Images in, claims on embeddings out, over the bus and real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.encoder import EncoderConfig
+from antiphon.encoder.model import VisionModel, open_model
+from antiphon.encoder.service import EncoderService
+from antiphon.service.clock import SystemClock
+from antiphon.service.deadline import deadline_in
+from antiphon.service.sockets import CannotStart, bind
+from antiphon.testing.services import QUICK, client_bus, running
+from antiphon.testing.wait import until
+from antiphon.transfer.fetch import fetch
+from antiphon.transfer.server import BlobServer
+from antiphon.transfer.shelf import Shelf
+from antiphon.wire.encode import EncodeImage, ImageEmbedding
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    RequestTooLarge,
+    Unavailable,
+    Unsupported,
+)
+from antiphon.wire.ids import ModelName, new_request_id
+from antiphon.wire.routes import ENCODE_IMAGE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+    from antiphon.bus.bus import Bus
+    from antiphon.config.settings import Settings
+    from antiphon.encoder.cache import Embedding
+    from antiphon.testing.services import Running
+    from antiphon.wire.claim import Claim
+
+CLOCK = SystemClock()
+MODEL = ModelName("antiphon-small")
+
+
+class World:
+    """An encoder and somebody who asks it."""
+
+    def __init__(self, bus: Bus, encoder: Running) -> None:
+        self.bus = bus
+        self.encoder = encoder
+
+    async def ask(
+        self, image: bytes | None = None, claim: Claim | None = None, within_s: float = 5.0
+    ) -> ImageEmbedding:
+        request = EncodeImage(
+            request_id=new_request_id(),
+            model=MODEL,
+            image=image,
+            claim=claim,
+            deadline_unix_ms=deadline_in(within_s, CLOCK),
+        )
+        return await self.bus.call(ENCODE_IMAGE, request, timeout_s=10, model=MODEL)
+
+    async def refusal(self, image: bytes | None = None, **rest: Claim | float) -> EngineError:
+        with pytest.raises(EngineError) as caught:
+            await self.ask(image, **rest)  # type: ignore[arg-type]
+        return caught.value
+
+    def embedded(self) -> float:
+        """How many images have been embedded."""
+        name = "antiphon_encoder_embed_seconds_count"
+        return self.encoder.metrics.registry.get_sample_value(name) or 0.0
+
+
+def settings(folder: Path | str, **encoder: float) -> Settings:
+    return replace(QUICK, encoder=replace(EncoderConfig(), model_path=str(folder), **encoder))
+
+
+@asynccontextmanager
+async def started(chosen: Settings) -> AsyncGenerator[World]:
+    broker = MemoryBroker()
+    async with (
+        running(EncoderService(chosen), MemoryTransport(broker), settings=chosen) as encoder,
+        client_bus(MemoryTransport(broker)) as bus,
+    ):
+        yield World(bus, encoder)
+
+
+@asynccontextmanager
+async def holding(data: bytes) -> AsyncGenerator[Claim]:
+    """Let an image wait to be fetched, as a gateway does."""
+    with bind("127.0.0.1", 0) as bound:
+        shelf = Shelf(f"127.0.0.1:{bound.getsockname()[1]}", 10**6, CLOCK.unix_ms)
+        async with asyncio.TaskGroup() as group:
+            server = group.create_task(BlobServer(bound, shelf).run())
+            yield shelf.put(data, 60)
+            server.cancel()
+
+
+class Brake:
+    """Holds up the model's thread until released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self._released = threading.Event()
+        embed = VisionModel.embed
+
+        def slowly(model: VisionModel, image: bytes | bytearray) -> Embedding:
+            self.reached.set()
+            assert self._released.wait(5), "never released"
+            return embed(model, image)
+
+        monkeypatch.setattr(VisionModel, "embed", slowly)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+async def test_an_image_comes_back_as_embeddings_that_wait_to_be_fetched(
+    siglip: Path, red: bytes
+) -> None:
+    async with started(settings(siglip)) as world:
+        answer = await world.ask(red)
+        data = await fetch(answer.claim, timeout_s=5, bytes_max=10**6)
+    assert (answer.tokens, answer.hidden, answer.dtype, answer.cached) == (4, 16, "float32", False)
+    assert answer.content_digest == hashlib.sha256(red).digest()
+    rows = np.frombuffer(data, "<f4").reshape(answer.tokens, answer.hidden)
+    expected = open_model(settings(siglip)).embed(red)
+    np.testing.assert_array_equal(rows, np.frombuffer(expected.data, "<f4").reshape(4, 16))
+    assert np.ptp(rows) > 0.1
+
+
+async def test_the_same_image_again_is_a_hit_under_the_same_claim(
+    siglip: Path, red: bytes, blue: bytes
+) -> None:
+    async with started(settings(siglip)) as world:
+        first, other, again = await world.ask(red), await world.ask(blue), await world.ask(red)
+        assert world.embedded() == 2
+    assert (first.cached, other.cached, again.cached) == (False, False, True)
+    assert again.claim == first.claim
+    assert other.claim.digest != first.claim.digest
+
+
+async def test_a_claim_that_will_expire_soon_is_not_given_out_again(
+    siglip: Path, red: bytes
+) -> None:
+    async with started(settings(siglip, claim_s=0.2)) as world:
+        first = await world.ask(red)
+        await until(lambda: CLOCK.unix_ms() > first.claim.expires_unix_ms - 100)
+        again = await world.ask(red)
+        assert again.cached
+        assert again.claim.expires_unix_ms > first.claim.expires_unix_ms
+        await fetch(again.claim, timeout_s=5, bytes_max=10**6)
+
+
+async def test_an_image_may_come_by_claim_and_a_hit_needs_no_fetch(
+    siglip: Path, red: bytes
+) -> None:
+    async with started(settings(siglip)) as world:
+        async with holding(red) as claim:
+            first = await world.ask(claim=claim)
+        assert (await world.ask(claim=claim)).cached  # nobody holds it any more
+        assert (await world.ask(red)).claim == first.claim
+
+
+async def test_one_image_asked_for_by_many_at_a_time_is_embedded_once(
+    siglip: Path, red: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brake = Brake(monkeypatch)
+    async with started(settings(siglip)) as world, asyncio.TaskGroup() as group:
+        asked = [group.create_task(world.ask(red)) for _ in range(8)]
+        await until(brake.reached.is_set)
+        brake.release()
+        answers = [await task for task in asked]
+        assert world.embedded() == 1
+    assert len({answer.claim.token for answer in answers}) == 1
+
+
+async def test_a_deadline_ends_the_wait(
+    siglip: Path, red: bytes, blue: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brake = Brake(monkeypatch)
+    async with started(settings(siglip)) as world:
+        assert isinstance(await world.refusal(red, within_s=-1), DeadlineExceeded)
+        assert not brake.reached.is_set()
+        assert isinstance(await world.refusal(red, within_s=0.1), DeadlineExceeded)
+        assert isinstance(await world.refusal(blue, within_s=0.1), DeadlineExceeded)
+        brake.release()
+        await until(lambda: world.embedded() == 1)
+        assert (await world.ask(red)).cached  # what was begun is not thrown away
+        assert not (await world.ask(blue)).cached  # what had not been begun was given up
+
+
+async def test_leaving_answers_who_waits(
+    siglip: Path, red: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brake = Brake(monkeypatch)
+    async with started(settings(siglip)) as world, asyncio.TaskGroup() as group:
+        asked = group.create_task(world.ask(red))
+        await until(brake.reached.is_set)
+        world.encoder.stop.set()
+        brake.release()
+        assert (await asked).tokens == 4
+
+
+async def test_bad_requests_are_named(siglip: Path, red: bytes) -> None:
+    async with started(settings(siglip, image_bytes_max=len(red), pixels_max=600)) as world:
+        broken = await world.refusal(red[:40])
+        assert isinstance(broken, InvalidRequest)
+        assert broken.param == "image"
+        assert (await world.refusal(None)).message == "give exactly one of image and claim"
+        large = await world.refusal(red + b" ")
+        assert isinstance(large, RequestTooLarge)
+        assert large.details["bytes_max"] == str(len(red))
+        async with holding(red + b" ") as claim:
+            assert isinstance(await world.refusal(claim=claim), RequestTooLarge)
+            both = await world.refusal(red, claim=claim)
+            assert both.message == "give exactly one of image and claim"
+        assert (await world.ask(red)).tokens == 4
+    async with started(settings(siglip, pixels_max=599)) as world:
+        assert "600 pixels; the limit is 599" in (await world.refusal(red)).message
+
+
+async def test_a_claim_that_cannot_be_fetched_is_unavailable(siglip: Path, red: bytes) -> None:
+    async with started(settings(siglip)) as world:
+        async with holding(red) as claim:
+            lie = replace(claim, digest=hashlib.sha256(b"another").digest())
+            assert isinstance(await world.refusal(claim=lie), Unavailable)
+        assert isinstance(await world.refusal(claim=claim), Unavailable)
+        assert world.embedded() == 0
+
+
+async def test_too_much_that_waits_is_overload(siglip: Path, red: bytes, blue: bytes) -> None:
+    async with started(settings(siglip, claims_bytes_max=4 * 16 * 4)) as world:
+        assert (await world.ask(red)).claim == (await world.ask(red)).claim
+        full = await world.refusal(blue)
+        assert isinstance(full, Overloaded)
+        assert full.retry_after_s is not None
+
+
+async def test_without_a_model_every_call_is_unsupported(red: bytes) -> None:
+    async with started(QUICK) as world:
+        for image in (red, b"", None):
+            refused = await world.refusal(image)
+            assert isinstance(refused, Unsupported)
+            assert "encoder.model_path" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({}, r"config\.json: No such file"),
+        ({"claims_bytes_max": 255}, "an embedding has 256 bytes"),
+    ],
+)
+async def test_a_model_that_cannot_serve_keeps_it_from_starting(
+    siglip: Path, tmp_path: Path, limits: dict[str, float], complaint: str
+) -> None:
+    chosen = settings(siglip if limits else tmp_path, **limits)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with started(chosen):
+            pass
+    assert caught.group_contains(CannotStart, match=complaint)
