@@ -1,0 +1,165 @@
+"""The client: a connection, and one stream a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+
+import msgspec
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.nats import NatsTransport
+from antiphon.client.stream import Answer, Piece, Stream
+from antiphon.config.process import BusConfig
+from antiphon.wire.base import Process
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.generate import GenerateRequest
+from antiphon.wire.ids import (
+    DEFAULT_TENANT,
+    ClientKey,
+    ClusterName,
+    InstanceId,
+    ModelName,
+    TenantId,
+    new_incarnation,
+    new_request_id,
+)
+from antiphon.wire.tokenize import ChatMessage
+
+if TYPE_CHECKING:
+    from antiphon.bus.transport import Transport
+
+TIMEOUT_S = 600.0
+
+Conversation = str | Sequence[tuple[str, str]]
+"""One question, or turns as (role, content)."""
+
+
+class Options(TypedDict, total=False):
+    """What may be said beside the conversation; the fields of `GenerateRequest`."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+class Client:
+    """Talks to the gateways of one cluster.
+
+    Args:
+        server: NATS servers as URLs, comma-separated; or a transport of the caller's own.
+        cluster: The cluster's name.
+        tenant: Whose limits and inboxes; the NATS user must be allowed to use them.
+        user: NATS user, if the server asks for one.
+        password: Its password.
+    """
+
+    def __init__(
+        self,
+        server: str | Transport,
+        *,
+        cluster: str = "antiphon",
+        tenant: str = DEFAULT_TENANT,
+        user: str = "",
+        password: str = "",
+    ) -> None:
+        name = InstanceId(f"client-{new_incarnation()}")
+        if isinstance(server, str):
+            given = {"url": server, "user": user, "password": password}
+            server = NatsTransport(msgspec.convert(given, BusConfig), name=name)
+        self._tenant = TenantId(tenant)
+        self._open: set[Stream] = set()
+        self._bus = Bus(
+            server,
+            ClusterName(cluster),
+            Process(instance=name, incarnation=new_incarnation()),
+            tenant=self._tenant,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._bus.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        async with asyncio.TaskGroup() as group:
+            for stream in self._open:  # of callers that broke out of their loops and came here
+                group.create_task(stream.cancel())
+        await self._bus.__aexit__(*error)
+
+    async def generate(
+        self,
+        model: str,
+        conversation: Conversation,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Piece]:
+        """Yield the answer as it is made. Leaving the iterator early cancels the request.
+
+        Each byte of the answer comes once and in order, over lost messages and a broker that goes
+        and comes back.
+
+        Raises:
+            EngineError: What the request ended with, raised from the iteration.
+        """
+        request = _request(model, conversation, timeout_s, options)
+        with self._stream(request) as stream:
+            async with aclosing(stream.pieces(timeout_s)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def ask(
+        self,
+        model: str,
+        conversation: Conversation,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Return the whole answer.
+
+        Raises:
+            EngineError: What the request ended with.
+        """
+        request = _request(model, conversation, timeout_s, options)
+        request = msgspec.structs.replace(request, stream=False)
+        with self._stream(request) as stream:
+            async with aclosing(stream.pieces(timeout_s)) as pieces:
+                text = "".join([piece.text async for piece in pieces])
+        end = stream.end
+        assert end is not None, "a stream ended without its terminal"
+        return Answer(text, end.choices[0].finish_reason, end.usage, end.request_id)
+
+    @contextmanager
+    def _stream(self, request: GenerateRequest) -> Generator[Stream]:
+        stream = Stream(self._bus, self._tenant, request)
+        self._open.add(stream)
+        try:
+            yield stream
+        finally:
+            self._open.discard(stream)
+
+
+def _request(
+    model: str, conversation: Conversation, timeout_s: float, options: Options
+) -> GenerateRequest:
+    turns = [("user", conversation)] if isinstance(conversation, str) else conversation
+    fields = {
+        "key": ClientKey(new_request_id()),
+        "model": ModelName(model),
+        "messages": tuple(ChatMessage(role=role, content=content) for role, content in turns),
+        "timeout_s": timeout_s,
+        **options,
+    }
+    try:
+        return msgspec.convert(fields, GenerateRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error)) from error

@@ -1,0 +1,253 @@
+"""One request of a client, from submit to terminal: retried, placed, resumed.
+
+What it does is written down for every language in docs/nats-client.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.bus.errors import BusDown, NobodyListens
+from antiphon.client.placing import Placing
+from antiphon.wire.codec import decode, encode
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    ErrorReply,
+    InvalidRequest,
+    Unavailable,
+    decode_error,
+)
+from antiphon.wire.generate import (
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResume,
+    GenerateText,
+)
+from antiphon.wire.ids import RequestId, TenantId, new_request_id
+from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.bus.bus import Bus
+    from antiphon.bus.transport import Packet
+    from antiphon.wire.base import FinishReason, Usage
+    from antiphon.wire.generate import TextPlace
+
+SILENCE_S = 2.0
+"""After this long without a step forward the client asks again, which is always harmless."""
+CALL_TIMEOUT_S = 2.0
+GONE_S = 6.0
+"""How long nobody may listen where somebody has: gateways need a while to find a broker again."""
+EVENTS_MAX = 1024
+"""Messages that wait for a slow caller. One more is lost like any other, and asked for again."""
+
+Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NobodyListens
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More text of one choice."""
+
+    choice: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    request_id: RequestId
+
+
+class Stream:
+    """One request on its own inbox.
+
+    A request is whatever the first `GenerateAccepted` names. A retry may reach another gateway,
+    which knows nothing of the first try and begins a second answer: that one is cancelled, and its
+    text never mixes with ours.
+
+    Attributes:
+        end: The terminal, once it has come.
+    """
+
+    def __init__(self, bus: Bus, tenant: TenantId, request: GenerateRequest) -> None:
+        self.end: GenerateEnd | None = None
+        self._bus = bus
+        self._request = request
+        self._inbox = bus.subject(CLIENT_TEXT, tenant=tenant, inbox=new_request_id())
+        self._events: asyncio.Queue[Event] = asyncio.Queue(EVENTS_MAX)
+        self._placing = Placing()
+        self._accepted: GenerateAccepted | None = None
+        self._tries = 0
+        self._came_early = False
+        self._asked_from: tuple[TextPlace, ...] | None = None
+        self._ask_at = 0.0
+        self._alone_since: float | None = None
+
+    async def pieces(self, timeout_s: float) -> AsyncGenerator[Piece]:
+        """Yield text until the request has ended. Leaving early cancels it.
+
+        Raises:
+            EngineError: What the request ended with; `DeadlineExceeded` after `timeout_s`.
+        """
+        deadline = _now() + timeout_s
+        subscription = await self._bus.transport.subscribe(self._inbox, self._receive)
+        try:
+            await self._ask_again()
+            while self.end is None:
+                event = await self._next(deadline)
+                if event is not None and (piece := await self._apply(event)) is not None:
+                    yield piece
+                    self._step()  # what the caller took its time for was no silence
+        finally:
+            await subscription.drain()
+            await self.cancel()
+
+    async def cancel(self) -> None:
+        """Tell the gateway that nobody wants the answer any more, unless it has ended."""
+        if self.end is None and self._accepted is not None:
+            await self._cancel(self._accepted)
+
+    async def _next(self, deadline: float) -> Event | None:
+        """Return the next event, or None after a silence in which we asked again."""
+        try:
+            async with asyncio.timeout_at(min(deadline, self._ask_at)):
+                return await self._events.get()
+        except TimeoutError:
+            if _now() >= deadline:
+                raise DeadlineExceeded("the answer did not end in time") from None
+        await self._ask_again()
+        return None
+
+    async def _apply(self, event: Event) -> Piece | None:
+        match event:
+            case NobodyListens():
+                self._bear(event)
+            case GenerateAccepted():
+                await self._accept(event)
+            case ErrorReply():
+                if self._accepted is None:
+                    raise decode_error(event)  # later, only a retry can have been refused
+            case _ if self._accepted is None:
+                self._came_early = True
+            case _ if event.request_id != self._accepted.request_id:
+                pass  # another gateway's, until it hears our cancel
+            case GenerateText():
+                return await self._place(event)
+            case GenerateEnd():
+                return await self._finish(event)
+        return None
+
+    async def _accept(self, accepted: GenerateAccepted) -> None:
+        if self._accepted is None:
+            self._accepted = accepted
+            self._step()
+            if self._came_early:
+                await self._ask_again()
+        elif accepted.request_id != self._accepted.request_id:
+            await self._cancel(accepted)
+
+    async def _place(self, text: GenerateText) -> Piece | None:
+        new = self._placing.place(text)
+        if new is None:
+            await self._ask_for_missing()
+        elif new:
+            self._step()
+            return Piece(text.choice, new)
+        return None
+
+    async def _finish(self, end: GenerateEnd) -> Piece | None:
+        """Stop at the terminal, unless the total length says that text is missing."""
+        if end.error is not None:
+            self.end = end
+            raise decode_error(end.error)
+        whole: list[Piece] = []
+        for choice in end.choices:
+            if choice.text is not None:
+                whole.append(Piece(choice.choice, choice.text))
+            elif self._placing.have(choice.choice) < choice.text_bytes:
+                await self._ask_for_missing()
+                return None
+        self.end = end
+        return whole[0] if whole else None
+
+    def _step(self) -> None:
+        """Remember that we came forward."""
+        self._ask_at = _now() + SILENCE_S
+        self._alone_since = None
+
+    async def _ask_for_missing(self) -> None:
+        """Ask once from where we are: all that comes before the answer shows the same gap."""
+        if self._asked_from != self._placing.places:
+            await self._ask_again()
+
+    async def _ask_again(self) -> None:
+        """Submit, again under the same key, or say how far we are."""
+        self._ask_at = _now() + SILENCE_S
+        if self._accepted is None:
+            await self._submit()
+        else:
+            await self._resume(self._accepted)
+
+    async def _submit(self) -> None:
+        self._tries += 1
+        subject = self._bus.subject(GENERATE, model=self._request.model)
+        try:
+            await self._bus.transport.publish(subject, encode(self._request), self._inbox)
+        except BusDown:
+            return  # asked again after the silence
+
+    async def _resume(self, accepted: GenerateAccepted) -> None:
+        self._asked_from = self._placing.places
+        resume = GenerateResume(request_id=accepted.request_id, places=self._placing.places)
+        try:
+            await self._bus.call(
+                GATEWAY_CONTROL, resume, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
+            )
+        except NobodyListens as error:
+            self._bear(error)
+        except InvalidRequest as error:
+            raise Unavailable("the gateway of this request has forgotten it") from error
+        except EngineError:
+            return  # asked again after the next silence
+        else:
+            self._alone_since = None
+
+    def _bear(self, nobody: NobodyListens) -> None:
+        """Give up where nobody listens: at once on the first try, else after a while."""
+        if self._alone_since is None:
+            self._alone_since = _now()
+        first = self._accepted is None and self._tries == 1
+        if first or _now() - self._alone_since >= GONE_S:
+            raise nobody
+
+    async def _cancel(self, accepted: GenerateAccepted) -> None:
+        cancel = GenerateCancel(request_id=accepted.request_id)
+        try:
+            await self._bus.call(
+                GATEWAY_CONTROL, cancel, timeout_s=CALL_TIMEOUT_S, gateway=accepted.gateway
+            )
+        except EngineError:
+            return  # nobody hears our inbox any more: the gateway finds that out by itself
+
+    async def _receive(self, packet: Packet) -> None:
+        event: Event
+        if packet.nobody:
+            event = NobodyListens("no gateway serves this model", retry_after_s=1.0)
+        else:
+            event = decode(packet.data, CLIENT_TEXT.carries)
+        if not self._events.full():
+            self._events.put_nowait(event)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

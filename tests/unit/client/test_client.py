@@ -1,0 +1,411 @@
+"""The client gives each byte of an answer out once and in order, or raises why not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Request, gateway
+
+from antiphon.bus.errors import NobodyListens
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.client import Client, stream
+from antiphon.testing.services import CLUSTER
+from antiphon.testing.wait import until
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
+from antiphon.wire.generate import (
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResume,
+    GenerateText,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+SCRIPT = ("Grüße", ", ", "wörld ", "🌍", "", " and ", "日本", "!")
+TEXT = "".join(SCRIPT)
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask again soon, so that tests need not wait as clients do."""
+    monkeypatch.setattr(stream, "SILENCE_S", 0.03)
+    monkeypatch.setattr(stream, "CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stream, "GONE_S", 0.3)
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+@pytest.fixture
+def link(broker: MemoryBroker) -> MemoryTransport:
+    """The client's."""
+    return MemoryTransport(broker)
+
+
+@pytest.fixture
+async def client(link: MemoryTransport) -> AsyncGenerator[Client]:
+    async with Client(link, cluster=CLUSTER) as client:
+        yield client
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
+    """Let a list grow by one for each call of a method of `Stream`."""
+    calls: list[None] = []
+    method = getattr(stream.Stream, name)
+
+    def counted(self: stream.Stream, *given: object) -> object:
+        calls.append(None)
+        return method(self, *given)
+
+    monkeypatch.setattr(stream.Stream, name, counted)
+    return calls
+
+
+async def read(client: Client, timeout_s: float = 5.0) -> str:
+    pieces = [piece.text async for piece in client.generate(MODEL, "hi", timeout_s=timeout_s)]
+    assert all(pieces), "an empty piece is no piece"
+    return "".join(pieces)
+
+
+async def first_request(fake: FakeGateway) -> Request:
+    await until(lambda: bool(fake.requests))
+    return fake.requests[0]
+
+
+async def test_an_answer_comes_piece_by_piece(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker, script=SCRIPT) as fake:
+        pieces = [p.text async for p in client.generate(MODEL, "hi", max_tokens=9, stop=("x",))]
+    assert pieces == [text for text in SCRIPT if text]
+    (request,) = fake.requests
+    assert (request.request.max_tokens, request.request.stop) == (9, ("x",))
+    assert fake.submits == 1
+    assert fake.resumes == 0
+    assert not request.cancelled.is_set()
+
+
+async def test_a_piece_is_given_out_before_the_next_is_made(
+    broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        pieces = client.generate(MODEL, "hi")
+        first = group.create_task(anext(pieces))
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        assert (await first).text == "one"
+        await fake.say(request, "two")
+        assert (await anext(pieces)).text == "two"
+        await fake.finish(request)
+        assert [piece async for piece in pieces] == []
+
+
+async def test_a_whole_answer_is_asked_for_without_a_stream(
+    broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker, script=SCRIPT) as fake:
+        answer = await client.ask(MODEL, [("system", "Be brief."), ("user", "hi")])
+    (request,) = fake.requests
+    assert (answer.text, answer.finish_reason, answer.usage) == (TEXT, FinishReason.STOP, USAGE)
+    assert answer.request_id == request.id
+    assert not request.request.stream
+    assert [turn.role for turn in request.request.messages or ()] == ["system", "user"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_whatever_is_lost_repeated_and_reordered_the_text_is_whole(
+    seed: int, broker: MemoryBroker, client: Client
+) -> None:
+    chance = random.Random(seed)
+    shares = [chance.choice((0.0, 0.1, 0.4)) for _ in range(3)]
+    script = tuple("".join(chance.choices("aé日🌍", k=chance.randrange(5))) for _ in range(30))
+    async with gateway(broker, script=script, mischief=Mischief(seed, *shares)):
+        assert await read(client) == "".join(script), f"seed {seed}, shares {shares}"
+        assert (await client.ask(MODEL, "hi", timeout_s=5)).text == "".join(script)
+
+
+@pytest.mark.parametrize(
+    "kind", [GenerateAccepted, GenerateText, GenerateEnd], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("times", [1, 3])
+async def test_each_kind_of_message_may_be_lost(
+    kind: type[GenerateText], times: int, broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker, script=SCRIPT) as fake:
+        fake.mute[kind] = times
+        assert await read(client) == TEXT
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, GenerateResume], ids=lambda kind: kind.__name__)
+async def test_what_the_client_says_may_be_lost(
+    kind: type[GenerateRequest], broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker, script=SCRIPT) as fake:
+        fake.deaf_to[kind] = 2
+        fake.mute[GenerateText] = 2
+        assert await read(client) == TEXT
+        assert len(fake.requests) == 1, "a retry under the same key is no second request"
+
+
+async def test_the_end_before_missing_text_is_not_the_end(
+    broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(read(client))
+        request = await first_request(fake)
+        await fake.say(request, "one ")
+        fake.mute[GenerateText] = 1
+        await fake.say(request, "two")
+        await fake.finish(request)
+        assert await reading == "one two"
+        assert fake.resumes == 1
+
+
+async def test_one_gap_is_asked_for_once(
+    broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything behind a gap shows it again until it is filled."""
+    monkeypatch.setattr(stream, "SILENCE_S", 5.0)
+    async with gateway(broker, script=tuple("a long answer in many pieces")) as fake:
+        fake.mute[GenerateText] = 1
+        assert await read(client) == "a long answer in many pieces"
+        assert fake.resumes == 1
+
+
+async def test_leaving_the_loop_early_cancels(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+
+        async def read_one() -> str:
+            async for piece in client.generate(MODEL, "hi"):
+                return piece.text
+            return ""
+
+        reading = group.create_task(read_one())
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        assert await reading == "one"
+        await until(request.cancelled.is_set)
+
+
+async def test_leaving_the_client_cancels_what_was_not_read_to_its_end(
+    broker: MemoryBroker,
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        async with Client(MemoryTransport(broker), cluster=CLUSTER) as client:
+            pieces = client.generate(MODEL, "hi")
+            first = group.create_task(anext(pieces))
+            request = await first_request(fake)
+            await fake.say(request, "one")
+            await first
+        assert request.cancelled.is_set()
+        await pieces.aclose()
+
+
+async def test_a_cancelled_caller_cancels_its_request(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(read(client))
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        await asyncio.sleep(0)
+        reading.cancel()
+        await until(request.cancelled.is_set)
+
+
+async def test_a_timeout_cancels_and_raises(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake:
+        with pytest.raises(DeadlineExceeded):
+            await read(client, timeout_s=0.1)
+        (request,) = fake.requests
+        assert request.cancelled.is_set()
+        assert request.request.timeout_s == 0.1, "the cluster knows it too"
+
+
+async def test_nobody_listening_fails_at_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "SILENCE_S", 60.0)
+    monkeypatch.setattr(stream, "GONE_S", 60.0)
+    async with asyncio.timeout(1):
+        with pytest.raises(NobodyListens):
+            await read(client)
+        with pytest.raises(NobodyListens):
+            await client.ask(MODEL, "hi")
+
+
+async def test_a_refusal_is_raised_as_its_type(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake:
+        fake.refuses = Overloaded("full", retry_after_s=3.0)
+        with pytest.raises(Overloaded) as caught:
+            await read(client)
+        assert caught.value.retry_after_s == 3.0
+    with pytest.raises(InvalidRequest, match="temperature"):
+        await client.ask(MODEL, "hi", temperature=-1)
+
+
+async def test_an_error_as_the_end_is_raised_after_the_text(
+    broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        pieces = client.generate(MODEL, "hi")
+        first = group.create_task(anext(pieces))
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        await fake.finish(request, WorkerLost("the worker is gone"))
+        assert (await first).text == "one"
+        with pytest.raises(WorkerLost, match="the worker is gone"):
+            await anext(pieces)
+        assert not request.cancelled.is_set()
+
+
+async def test_a_link_that_drops_and_comes_back_loses_nothing(
+    broker: MemoryBroker, link: MemoryTransport, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(read(client))
+        request = await first_request(fake)
+        await fake.say(request, "before ")
+        broker.cut(link)
+        await fake.say(request, "meanwhile ")
+        await fake.finish(request)
+        broker.heal(link)
+        assert await reading == "before meanwhile "
+        assert not request.cancelled.is_set()
+
+
+async def test_a_request_made_while_the_link_is_down_is_sent_when_it_is_up(
+    broker: MemoryBroker,
+    link: MemoryTransport,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries = count_calls(monkeypatch, "_submit")
+    async with gateway(broker, script=SCRIPT) as fake, asyncio.TaskGroup() as group:
+        broker.cut(link)
+        reading = group.create_task(read(client))
+        await until(lambda: len(tries) > 1)
+        assert fake.submits == 0
+        broker.heal(link)
+        assert await reading == TEXT
+
+
+async def test_a_gateway_that_finds_the_broker_later_than_we_is_waited_for(
+    broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "GONE_S", 5.0)
+    found_nobody = count_calls(monkeypatch, "_bear")
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        reading = group.create_task(read(client))
+        request = await first_request(fake)
+        await fake.say(request, "one ")
+        await fake.die()
+        await until(lambda: len(found_nobody) > 1)
+        await fake.listen()
+        await fake.say(request, "two")
+        await fake.finish(request)
+        assert await reading == "one two"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone for good", "restarted"])
+async def test_a_gateway_that_dies_ends_its_requests(
+    again: bool, broker: MemoryBroker, client: Client
+) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        failing = group.create_task(failure(client))
+        request = await first_request(fake)
+        await fake.say(request, "one")
+        await fake.die()
+        fake.requests.clear()
+        if again:
+            await fake.listen()
+        assert isinstance(await failing, Unavailable)
+
+
+async def failure(client: Client) -> Exception:
+    with pytest.raises(Unavailable) as caught:
+        await read(client)
+    return caught.value
+
+
+async def test_a_retry_that_another_gateway_takes_is_cancelled_and_never_mixed_in(
+    broker: MemoryBroker, client: Client
+) -> None:
+    """Both answer on one inbox, from their own beginnings and with their own words."""
+    async with gateway(broker) as slow, asyncio.TaskGroup() as group:
+        slow.mute[GenerateAccepted] = 1
+        reading = group.create_task(read(client))
+        first = await first_request(slow)
+        await slow.say(first, "mine, ")
+        async with gateway(broker, name="gateway-1") as other:
+            await slow.die()  # so that the retry goes to the other
+            second = await first_request(other)
+            await slow.listen()
+            # Its acceptance arrives now, when the other's has been taken.
+            await slow._tell(first, slow._accepted(first))
+            await slow.say(first, "all mine")
+            await slow.finish(first)
+            await other.say(second, "another ")
+            await other.say(second, "answer")
+            await until(first.cancelled.is_set)
+            await other.finish(second)
+            assert await reading == "another answer"
+            assert not second.cancelled.is_set()
+
+
+async def test_a_slow_caller_gets_everything(
+    broker: MemoryBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "EVENTS_MAX", 4)
+    script = tuple("much more than waits for a slow caller")
+    async with gateway(broker, script=script) as fake:
+        said = ""
+        async for piece in client.generate(MODEL, "hi", timeout_s=5):
+            said += piece.text
+            await asyncio.sleep(0.002)
+        assert said == "".join(script)
+        assert fake.resumes >= 1
+
+
+@asynccontextmanager
+async def two_clients(broker: MemoryBroker) -> AsyncGenerator[tuple[Client, Client]]:
+    async with (
+        Client(MemoryTransport(broker), cluster=CLUSTER) as one,
+        Client(MemoryTransport(broker), cluster=CLUSTER, tenant="other") as other,
+    ):
+        yield one, other
+
+
+async def test_many_requests_at_a_time_stay_apart(broker: MemoryBroker) -> None:
+    mischief = Mischief(1, lost=0.1, repeated=0.1, late=0.1)
+    async with gateway(broker, script=SCRIPT, mischief=mischief) as fake:
+        async with two_clients(broker) as clients, asyncio.TaskGroup() as group:
+            asked = [group.create_task(read(client)) for client in clients for _ in range(20)]
+        assert {task.result() for task in asked} == {TEXT}
+        assert len(fake.requests) == 40
+        inboxes = {request.delivery.reply for request in fake.requests}
+        assert len(inboxes) == 40
+        assert sum(".client.other." in (inbox or "") for inbox in inboxes) == 20
+
+
+async def test_a_cancel_that_is_lost_holds_nobody_up(broker: MemoryBroker, client: Client) -> None:
+    async with gateway(broker) as fake, asyncio.TaskGroup() as group:
+        fake.deaf_to[GenerateCancel] = 1
+        pieces = client.generate(MODEL, "hi")
+        first = group.create_task(anext(pieces))
+        await fake.say(await first_request(fake), "one")
+        await first
+        async with asyncio.timeout(1):
+            await pieces.aclose()

@@ -1,0 +1,56 @@
+"""The client and the real gateway, over a link that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from tests.unit.gateway.cluster import MODEL, SCRIPT, house
+
+from antiphon.bus.faulty import Faults, FaultyTransport
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.client import Client, stream
+from antiphon.service.tasks import Tasks
+from antiphon.testing.services import CLUSTER
+
+TEXT = "".join(SCRIPT)
+AT_A_TIME = 8
+
+
+async def flicker(broker: MemoryBroker, link: MemoryTransport, chance: random.Random) -> None:
+    """Take the client's link down and up, until cancelled."""
+    while True:
+        await asyncio.sleep(chance.random() * 0.02)
+        broker.cut(link)
+        await asyncio.sleep(chance.random() * 0.02)
+        broker.heal(link)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_answer_is_whole_over_a_bad_link(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said to the client is lost with its link; what it says, by chance too."""
+    monkeypatch.setattr(stream, "SILENCE_S", 0.03)
+    monkeypatch.setattr(stream, "CALL_TIMEOUT_S", 0.1)
+    broker = MemoryBroker(seed=seed)
+    inner = MemoryTransport(broker)
+    link = FaultyTransport(inner, faults=Faults(drop=0.2, duplicate=0.2, seed=seed))
+
+    async def ask(client: Client, n: int) -> str:
+        if n % 2:
+            return (await client.ask(MODEL, "hi", timeout_s=10)).text
+        return "".join([p.text async for p in client.generate(MODEL, "hi", timeout_s=10)])
+
+    async with (
+        house(lambda: MemoryTransport(broker)),
+        Client(link, cluster=CLUSTER) as client,
+        Tasks() as disturbance,
+    ):
+        disturbance.create_task(flicker(broker, inner, random.Random(seed)))
+        async with asyncio.TaskGroup() as group:
+            answers = [group.create_task(ask(client, n)) for n in range(AT_A_TIME)]
+        await disturbance.cancel(1.0)
+        broker.heal(inner)
+    assert [answer.result() for answer in answers] == [TEXT] * AT_A_TIME, f"seed {seed}"
