@@ -18,7 +18,7 @@ from antiphon.model_worker.batching.request import (
 )
 from antiphon.model_worker.held import HeldChoice, HeldRequest
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, Overloaded, Unavailable, decode_error
+from antiphon.wire.errors import EngineError, Overloaded, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.parts import parts
 from antiphon.wire.tokens import TokenBatch, TokenRow
@@ -69,7 +69,8 @@ class Output:
         live_max: Most choices in the batching loop; one more is refused as overloaded.
         term: The highest term that a command came from; lower ones are not obeyed.
         commands_seq: The last batch of that term.
-        draining: Nothing new is accepted.
+        draining: Nothing new is accepted. What comes all the same is not heard: the heartbeat shows
+            that it is not held, and the leader gives it to another, with no error in between.
         overrun_tokens: Ids that were made beyond a stop string, and thrown away.
     """
 
@@ -241,7 +242,7 @@ class Output:
         ]
 
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
-        if now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
+        if self.draining or now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
             return []
         tombstone = self._tombstones.get(admit.request_id)
         if tombstone is not None and admit.attempt <= tombstone[0]:
@@ -254,18 +255,11 @@ class Output:
         self._held[held.request_id] = held
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
-        if (refusal := self._refusal()) is not None:
+        if self.live_count > self.live_max:
             for choice in held.choices:
-                self.refuse(choice.key, refusal)
+                self.refuse(choice.key, Overloaded("the worker is full", retry_after_s=1.0))
             return actions
         return actions + _runs(admit, held)
-
-    def _refusal(self) -> EngineError | None:
-        if self.draining:
-            return Unavailable("the worker is draining", retry_after_s=0.0)
-        if self.live_count > self.live_max:
-            return Overloaded("the worker takes no more requests now", retry_after_s=1.0)
-        return None
 
     def _abort(self, abort: Abort, now_ms: int) -> list[Action]:
         held = self._held.get(abort.request_id)

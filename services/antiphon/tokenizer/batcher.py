@@ -30,7 +30,8 @@ class Batcher(Generic[T, R]):
 
     Args:
         work: Items in, as many results out, in order; an exception in place of a result is raised
-            to that item's caller.
+            to that item's caller. What `work` itself raises is a bug, and every caller's of that
+            batch; the next batch goes on, for one text must not end the process.
     """
 
     def __init__(
@@ -65,15 +66,18 @@ class Batcher(Generic[T, R]):
                 continue
             try:
                 items = [job.item for job in jobs]
-                results = await loop.run_in_executor(self._executor, self._work, items)
+                (done,) = await asyncio.gather(
+                    loop.run_in_executor(self._executor, self._work, items), return_exceptions=True
+                )
             except asyncio.CancelledError:
                 for job in jobs:
                     job.result.cancel()
                 raise
+            results = [done] * len(jobs) if isinstance(done, BaseException) else done
             for job, result in zip(jobs, results, strict=True):
                 if job.result.done():
                     continue
-                if isinstance(result, Exception):
+                if isinstance(result, BaseException):
                     job.result.set_exception(result)
                 else:
                     job.result.set_result(result)

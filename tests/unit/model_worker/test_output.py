@@ -430,15 +430,21 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
     assert Bench().command(admit(), now_ms=DEADLINE + FREED_AFTER_MS) == []
 
 
-def test_a_draining_or_full_worker_refuses_with_a_typed_error() -> None:
+def test_a_full_worker_refuses_with_a_typed_error() -> None:
     bench = Bench(live_max=1)
     bench.command(admit("a"))
     assert bench.command(admit("b")) == []
-    bench.output.draining = True
-    assert bench.command(admit("c")) == []
-    codes = [row.error.code for row in bench.rows() if row.error is not None]
-    assert codes == ["overloaded", "unavailable"]
+    assert [row.error.code for row in bench.rows() if row.error is not None] == ["overloaded"]
     assert bench.output.live_count == 1
+
+
+def test_a_draining_worker_leaves_an_admit_to_its_leader() -> None:
+    bench = Bench()
+    bench.command(admit("a"))
+    bench.output.draining = True
+    assert bench.command(admit("b")) == []
+    assert bench.rows() == []
+    assert [held.request_id for held in bench.output.held()] == ["a"]
 
 
 def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:

@@ -64,6 +64,20 @@ async def test_a_caller_that_left_is_skipped():
     assert work.batches == [[4]]
 
 
+async def test_a_bug_is_told_to_its_callers_and_the_next_batch_goes_on():
+    def work(items: Sequence[int]) -> list[int | Exception]:
+        return [1 // item for item in items]
+
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher[int, int](work, executor, batch_max=8)
+        async with asyncio.TaskGroup() as group:
+            runner = group.create_task(batcher.run())
+            with pytest.raises(ZeroDivisionError):
+                await batcher.submit(0)
+            assert await batcher.submit(1) == 1
+            runner.cancel()
+
+
 async def test_who_waits_when_the_work_is_cancelled_is_told():
     work = Work()
     with ThreadPoolExecutor(1) as executor:
