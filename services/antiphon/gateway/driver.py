@@ -1,0 +1,200 @@
+"""The owner on the bus: gives it events, does what it wants done, keeps its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Ended, Said, Submit
+from antiphon.service.peers import Change
+from antiphon.wire.base import Role
+from antiphon.wire.errors import EngineError
+from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, OPEN, SUBMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.actions import Action
+    from antiphon.gateway.owner.machine import Owner
+    from antiphon.gateway.stream import Stream
+    from antiphon.service.peers import Peer
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.notice import NoticeBatch
+    from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+    from antiphon.wire.text import ResumeText, TextBatch
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 1.0
+"""How long a call of the owner waits for its answer before it counts as lost."""
+_PAUSE_LEAST_S = 0.001
+"""uvloop counts in milliseconds; an alarm that rings early would ring again at once."""
+
+
+class Driver:
+    """Delivers to streams at once, in the task that brought the event: a token costs no task."""
+
+    def __init__(
+        self, owner: Owner, runtime: Runtime, model: ModelName, metrics: GatewayMetrics
+    ) -> None:
+        self._owner = owner
+        self._runtime = runtime
+        self._model = model
+        self._metrics = metrics
+        self._streams: dict[RequestId, Stream] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_count(self) -> int:
+        """Requests that have not ended."""
+        return self._owner.open_count
+
+    def start(self) -> None:
+        """Begin to keep time and to watch the peers."""
+        self._wake()
+        self._runtime.peers.watch(self._watch)
+        for peer in self._runtime.peers.all():
+            self._watch(Change.APPEARED, peer)
+
+    def stop(self) -> None:
+        """Keep no more time. Events still take effect."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def open(self, stream: Stream) -> None:
+        """Own a request and deliver what happens to its stream."""
+        self._streams[stream.submit.request_id] = stream
+        self._idle.clear()
+        self._apply(self._owner.open(stream.submit))
+
+    def read(self, stream: Stream, text: str) -> None:
+        """The client has taken this text."""
+        self._owner.read(stream.submit.request_id, len(text.encode()))
+
+    def leave(self, stream: Stream, error: EngineError | None = None) -> None:
+        """Cancel a request unless it has ended: nobody reads its stream any more."""
+        if stream.ended is None:
+            self._apply(self._owner.cancel(stream.submit.request_id, error))
+
+    async def idle(self) -> None:
+        """Return when nothing is open. The caller bounds it."""
+        await self._idle.wait()
+
+    async def close(self, error: EngineError) -> None:
+        """End what is open and tell everybody; called when the group has ended."""
+        self.stop()
+        for action in self._owner.close(error):
+            if isinstance(action, Deliver):
+                self._deliver(action)
+        await self._announce(self._owner.farewell())
+
+    async def take_text(self, batch: TextBatch) -> None:
+        """Apply one batch of a detokenizer."""
+        self._apply(self._owner.text_arrived(batch))
+
+    async def take_notice(self, batch: NoticeBatch) -> None:
+        """Apply what the leader says is lost."""
+        self._apply(self._owner.noticed(batch))
+
+    def _watch(self, change: Change, peer: Peer) -> None:
+        beat = peer.beat
+        if beat.role is Role.DETOKENIZER:
+            if change is Change.DIED:
+                self._apply(self._owner.detokenizer_died(peer.process))
+            else:
+                self._apply(self._owner.detokenizer_spoke(peer.process, beat.streams))
+        elif change is not Change.DIED and beat.leads is not None and beat.model == self._model:
+            self._apply(self._owner.leader_spoke(beat.leads))
+
+    def _apply(self, actions: Iterable[Action]) -> None:
+        group = self._runtime.group
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._deliver(action)
+                case Announce():
+                    group.create_task(self._announce(action.message))
+                case Submit():
+                    group.create_task(self._submit(action.message))
+                case Cancel():
+                    group.create_task(self._cancel(action.message))
+                case AskText():
+                    group.create_task(self._ask(action.message))
+        self._arm()
+
+    def _deliver(self, action: Deliver) -> None:
+        stream = self._streams[action.request_id]
+        now = self._runtime.clock.now()
+        if isinstance(action.event, Said) and stream.spoke_at is not None:
+            self._metrics.token_gap.observe(now - stream.spoke_at)
+        stream.put(action.event, now)
+        if isinstance(action.event, Ended):
+            del self._streams[action.request_id]
+            if not self._streams:
+                self._idle.set()
+            self._metrics.ended(stream, action.event)
+
+    async def _announce(self, message: OpenList) -> None:
+        try:
+            await self._runtime.bus.publish(OPEN, message, model=self._model)
+        except EngineError as error:
+            log.debug("open list not sent", extra={"code": error.code})
+
+    async def _submit(self, message: SubmitRequest) -> None:
+        answer: SubmitAccepted | EngineError
+        try:
+            answer = await self._runtime.bus.call(
+                SUBMIT, message, timeout_s=_ANSWER_S, model=self._model
+            )
+        except EngineError as error:
+            answer = error
+        self._apply(self._owner.submit_answered(message.request_id, answer))
+
+    async def _cancel(self, message: CancelRequest) -> None:
+        try:
+            await self._runtime.bus.call(CANCEL, message, timeout_s=_ANSWER_S, model=self._model)
+            accepted = True
+        except EngineError as error:
+            accepted = False
+            log.info("cancel not taken", extra={"id": message.request_id, "code": error.code})
+        self._apply(self._owner.cancel_answered(message.request_id, accepted=accepted))
+
+    async def _ask(self, message: ResumeText) -> None:
+        detokenizer = message.detokenizer
+        self._metrics.asked.inc()
+        try:
+            await self._runtime.bus.call(
+                DETOKENIZER_CONTROL,
+                message,
+                timeout_s=_ANSWER_S,
+                detokenizer=detokenizer.instance,
+            )
+            answered = True
+        except EngineError as error:
+            answered = False
+            log.warning("missing text not sent", extra={"code": error.code})
+        self._apply(self._owner.text_answered(detokenizer, answered=answered))
+
+    def _arm(self) -> None:
+        """Set the alarm, if the owner wants to be woken before it rings."""
+        if self._alarm is not None and self._owner.wake_at() < self._alarm_at:
+            self._alarm.cancel()
+            self._set_alarm()
+
+    def _wake(self) -> None:
+        actions = self._owner.tick()
+        self._set_alarm()
+        self._apply(actions)
+
+    def _set_alarm(self) -> None:
+        # The time is ours to remember: uvloop's handle of a short pause does not tell it.
+        self._alarm_at = self._owner.wake_at()
+        pause_s = max(_PAUSE_LEAST_S, self._alarm_at - self._runtime.clock.now())
+        self._alarm = asyncio.get_running_loop().call_later(pause_s, self._wake)

@@ -1,0 +1,157 @@
+"""Prompts to ids: asks a tokenizer, and a second one if the first is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.digests import block_digests, namespace
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.routes import TOKENIZE
+from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+
+if TYPE_CHECKING:
+    from antiphon.gateway.ask import Ask
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, RequestId
+
+PATIENCE_S = 5.0
+"""How long a request waits for any tokenizer to be there."""
+_WAIT_MAX_S = 30.0
+_CARD_WAIT_S = 5.0
+
+
+class Encoder:
+    """Calls tokenizers. They hold nothing, so asking twice is harmless."""
+
+    def __init__(self, runtime: Runtime, model: ModelName) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._hedge_s = runtime.settings.gateway.encode_hedge_s
+        cluster = runtime.settings.cluster
+        self._root = namespace(cluster.model_digest, cluster.hash_salt)
+        self._card: EncodeReply | None = None
+
+    async def encode(
+        self, ask: Ask, request_id: RequestId, deadline_unix_ms: int, traceparent: str | None
+    ) -> EncodeReply:
+        """Return the prompt's ids and what goes with them.
+
+        Raises:
+            InvalidRequest: The prompt cannot be encoded, or an id is not in the vocabulary.
+            EngineError: No tokenizer answered in time.
+        """
+        if ask.prompt_ids is not None:
+            return self._given(ask.prompt_ids, request_id, await self.card(PATIENCE_S))
+        request = EncodeRequest(
+            request_id=request_id,
+            model=self._model,
+            messages=ask.messages,
+            prompt=ask.prompt,
+            continue_final_message=ask.continue_final_message,
+            deadline_unix_ms=deadline_unix_ms,
+            traceparent=traceparent,
+        )
+        self._card = await self._hedged(request, PATIENCE_S)
+        return self._card
+
+    async def card(self, patience_s: float = 0.0) -> EncodeReply:
+        """Return what the tokenizers say of the model, whatever was encoded with it.
+
+        Raises:
+            EngineError: None has ever answered, and none answers now.
+        """
+        if self._card is None:
+            self._card = await self._hedged(
+                EncodeRequest(
+                    request_id=new_request_id(),
+                    model=self._model,
+                    prompt="-",
+                    deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+                ),
+                patience_s,
+            )
+        return self._card
+
+    def _given(
+        self, prompt_ids: tuple[int, ...], request_id: RequestId, card: EncodeReply
+    ) -> EncodeReply:
+        if max(prompt_ids, default=0) >= card.vocabulary_size:
+            raise InvalidRequest(
+                f"prompt has the id {max(prompt_ids)}; the vocabulary ends at "
+                f"{card.vocabulary_size - 1}",
+                param="prompt",
+            )
+        ids = pack_ids(prompt_ids)
+        return EncodeReply(
+            request_id=request_id,
+            token_ids=ids,
+            block_digests=block_digests(self._root, ids),
+            vocabulary_size=card.vocabulary_size,
+            context_tokens=card.context_tokens,
+            defaults=card.defaults,
+        )
+
+    async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
+        outcome = await self._ask(request, patience_s)
+        if isinstance(outcome, EngineError):
+            raise _plain(outcome)
+        return outcome
+
+    async def _ask(self, request: EncodeRequest, patience_s: float) -> EncodeReply | EngineError:
+        """Ask again beside a call that is slow, and after one that failed; ever more slowly.
+
+        A tokenizer that died took its calls along, and its successor is there in a moment.
+        """
+        give_up_at = self._runtime.clock.now() + patience_s
+        pause_s = self._hedge_s
+        calls: set[asyncio.Task[EncodeReply | EngineError]] = set()
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    calls.add(group.create_task(self._call(request)))
+                    done, calls = await asyncio.wait(
+                        calls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for call in done:
+                        outcome = call.result()
+                        late = self._runtime.clock.now() >= give_up_at
+                        if not _another_may_know(outcome) or (late and not calls):
+                            return outcome
+                    if not calls:
+                        await asyncio.sleep(pause_s)
+                    pause_s *= 2
+            finally:
+                for call in calls:
+                    call.cancel()
+
+    async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
+        left_s = min(remaining_s(request.deadline_unix_ms, self._runtime.clock), _WAIT_MAX_S)
+        try:
+            return await self._runtime.bus.call(
+                TOKENIZE, request, timeout_s=left_s, model=self._model
+            )
+        except EngineError as error:
+            return error
+
+
+def _another_may_know(outcome: EncodeReply | EngineError) -> bool:
+    return isinstance(outcome, Unavailable | Overloaded)
+
+
+def _plain(error: EngineError) -> EngineError:
+    """Say what failed without naming the parts of the bus."""
+    if isinstance(error, DeadlineExceeded):
+        return Unavailable("no tokenizer answered in time", retry_after_s=1.0)
+    if isinstance(error, Unavailable):
+        return Unavailable("no tokenizer is available", retry_after_s=error.retry_after_s or 1.0)
+    return error

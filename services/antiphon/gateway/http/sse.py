@@ -1,0 +1,17 @@
+"""Server-sent events: one `data:` line each, and the mark that ends an OpenAI stream."""
+
+from __future__ import annotations
+
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Tells nginx to pass each event on as it comes.
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(payload: bytes) -> bytes:
+    """Wrap JSON, which holds no raw line break, as one event."""
+    return b"data: %b\n\n" % payload

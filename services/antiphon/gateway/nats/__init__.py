@@ -1,0 +1,1 @@
+"""The door over NATS: `generate.<model>`, resume and cancel."""

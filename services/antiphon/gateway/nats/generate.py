@@ -1,0 +1,307 @@
+"""`generate.<model>` and the gateway's control subject: the same service for NATS clients."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.nats.generation import Generation
+from antiphon.gateway.owner.actions import Ended, Said
+from antiphon.gateway.stream import check
+from antiphon.service.endpoint import Answer
+from antiphon.wire.errors import (
+    DuplicateRequest,
+    EngineError,
+    InvalidRequest,
+    RequestTooLarge,
+    Unavailable,
+    encode_error,
+)
+from antiphon.wire.generate import (
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateDone,
+    GenerateEnd,
+    GenerateResume,
+)
+from antiphon.wire.ids import TenantId
+from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
+from antiphon.wire.sampling import StopStrings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.gateway.driver import Driver
+    from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.service.endpoint import Endpoint
+    from antiphon.service.service import Runtime
+    from antiphon.wire.generate import GenerateRequest, GenerateText
+    from antiphon.wire.ids import ClientKey, ModelName, RequestId
+
+log = logging.getLogger(__name__)
+
+_CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
+_KEPT_S = 10.0
+"""How long after its end a request can be retried or resumed."""
+_KEPT_MAX = 1024
+_LEFT = Unavailable("this gateway is leaving", retry_after_s=0.0)
+_TIMEOUT_MAX_S = 24 * 3600.0
+_PINGS = 6
+_PING_S = 0.5
+
+
+class Generations:
+    """Every request that came over NATS, and those that have ended lately."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        entrance: Entrance,
+        driver: Driver,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._entrance = entrance
+        self._driver = driver
+        self._metrics = metrics
+        self._by_name: dict[tuple[TenantId, ClientKey], Generation] = {}
+        self._by_id: dict[RequestId, Generation] = {}
+        self._kept: list[Generation] = []
+        self._live = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """New requests, and what concerns those that run: that goes on while draining."""
+        return (
+            Answer(route=GENERATE, handler=self._generate, address={"model": self._model}),
+            Answer(
+                route=GATEWAY_CONTROL,
+                handler=self._control,
+                address={"gateway": self._runtime.process.instance},
+                while_draining=True,
+            ),
+        )
+
+    async def idle(self) -> None:
+        """Return when every client has been told its end. The caller bounds it."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Tell the end to whoever has not heard it; the tasks that would have are gone."""
+        for generation in list(self._by_id.values()):
+            if not generation.told:
+                generation.hear_all(generation.stream.rest())
+                await self._send(generation, generation.again(()))
+
+    async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
+        with self._metrics.refusals():
+            tenant = _tenant(delivery)
+            ask = _ask(request, tenant)
+            known = self._by_name.get((tenant, request.key))
+            digest = _digest(request)
+            if known is not None and known.digest == digest:
+                return await self._retry(known, delivery)
+            if known is not None and not known.told:
+                raise DuplicateRequest(
+                    f"a request with the key '{request.key}' is running", param="key"
+                )
+        generation = Generation(request, tenant, digest, delivery)
+        self._by_name[tenant, request.key] = generation
+        try:
+            events = await self._enter(generation, ask)
+        except BaseException as error:
+            generation.refusal = error if isinstance(error, EngineError) else _LEFT
+            self._drop(generation)
+            raise
+        finally:
+            generation.entered.set()
+        self._runtime.group.create_task(self._pump(generation, events))
+        return generation.accepted(self._runtime.process.instance)
+
+    async def _retry(self, known: Generation, delivery: Delivery) -> GenerateAccepted:
+        """Answer as the first time, and say again what was said to an inbox that may be another."""
+        await known.entered.wait()  # ends with the first try, at the latest at its deadline
+        if known.refusal is not None:
+            raise known.refusal
+        known.delivery = delivery
+        self._runtime.group.create_task(self._send(known, known.again(())))
+        return known.accepted(self._runtime.process.instance)
+
+    async def _enter(self, generation: Generation, ask: Ask) -> list[StreamEvent]:
+        """Open the request and wait until the leader has it; return what has come by then."""
+        stream = await self._entrance.enter(ask)
+        try:
+            events = await stream.take()
+            check(events)
+        except BaseException:
+            self._entrance.leave(stream)
+            raise
+        generation.enter(stream)
+        self._by_id[generation.id] = generation
+        self._live += 1
+        self._idle.clear()
+        return events
+
+    async def _pump(self, generation: Generation, events: list[StreamEvent]) -> None:
+        """Tell a client everything until its end."""
+
+        def unheard() -> None:
+            generation.unheard = True
+            if not generation.looked_for and not generation.told:
+                generation.looked_for = True
+                self._runtime.group.create_task(self._look_for(generation, probe))
+
+        with self._runtime.bus.probe(unheard) as probe:
+            while not generation.told:
+                await self._tell(generation, events, probe=probe)
+                if not generation.told:
+                    events = await generation.stream.take()
+        self._entrance.leave(generation.stream)
+        self._keep(generation)
+
+    async def _tell(
+        self, generation: Generation, events: Iterable[StreamEvent], *, probe: str | None
+    ) -> None:
+        for event in events:
+            message = generation.hear(event)
+            if message is not None:
+                await self._send(generation, (message,), probe=probe)
+            if isinstance(event, Said):
+                self._driver.read(generation.stream, event.text)
+            generation.told |= isinstance(event, Ended)
+
+    async def _send(
+        self,
+        generation: Generation,
+        messages: Iterable[GenerateText | GenerateEnd],
+        *,
+        probe: str | None = None,
+    ) -> None:
+        """Publish to the client. What is lost it asks for again: nothing is forgotten here."""
+        try:
+            for message in messages:
+                await _respond(generation.delivery, message, probe)
+        except EngineError as error:
+            extra = {"request_id": generation.id, "code": error.code}
+            log.info("client not told", extra=extra)
+
+    async def _look_for(self, generation: Generation, probe: str) -> None:
+        """Cancel a request whose client hears nothing for 3 s on a link that works."""
+        silent = 0
+        while silent < _PINGS and not generation.told:
+            generation.unheard = False
+            await self._send(generation, (generation.ping(),), probe=probe)
+            await asyncio.sleep(_PING_S)
+            if not generation.unheard and self._runtime.bus.link.up:
+                generation.looked_for = False
+                return
+            silent = silent + 1 if generation.unheard else 0
+        if not generation.told:
+            log.info("client has vanished", extra={"request_id": generation.id})
+            self._driver.leave(generation.stream)
+
+    async def _control(
+        self, message: GenerateResume | GenerateCancel, delivery: Delivery
+    ) -> GenerateDone:
+        generation = self._by_id.get(message.request_id)
+        if generation is None or generation.tenant != _tenant(delivery):
+            raise InvalidRequest("no such request is known here", param="request_id")
+        if isinstance(message, GenerateCancel):
+            self._driver.leave(generation.stream)
+        else:
+            for again in list(generation.again(message.places)):
+                await _respond(generation.delivery, again, None)
+        return GenerateDone(request_id=message.request_id)
+
+    def _keep(self, generation: Generation) -> None:
+        """Remember an ended request for a while: its client may have missed the end."""
+        self._live -= 1
+        if self._live == 0:
+            self._idle.set()
+        self._kept.append(generation)
+        asyncio.get_running_loop().call_later(_KEPT_S, self._drop, generation)
+        if len(self._kept) > _KEPT_MAX:
+            self._drop(self._kept[0])
+
+    def _drop(self, generation: Generation) -> None:
+        name = (generation.tenant, generation.request.key)
+        if self._by_name.get(name) is generation:
+            del self._by_name[name]
+        if generation in self._kept:
+            self._kept.remove(generation)
+            del self._by_id[generation.id]
+
+
+async def _respond(
+    delivery: Delivery, message: GenerateText | GenerateEnd, probe: str | None
+) -> None:
+    try:
+        await delivery.respond(message, probe=probe)
+    except RequestTooLarge as error:
+        # Only the whole text of an answer that was not streamed can be so large.
+        assert isinstance(message, GenerateEnd)
+        bare = tuple(msgspec.structs.replace(choice, text=None) for choice in message.choices)
+        refused = msgspec.structs.replace(message, choices=bare, error=encode_error(error))
+        await delivery.respond(refused, probe=probe)
+
+
+def _tenant(delivery: Delivery) -> TenantId:
+    """Whose inbox the answer goes to. Any other subject would make us speak in another's name."""
+    cluster = delivery.subject.split(".", 2)[:2]  # <cluster>.v<major>
+    prefix = ".".join(cluster) + "."
+    reply = delivery.reply or ""
+    match = _CLIENT.fullmatch(reply.removeprefix(prefix)) if reply.startswith(prefix) else None
+    if match is None:
+        raise InvalidRequest("the reply subject must be an inbox `client.<tenant>.<id>`")
+    return TenantId(match[1])
+
+
+def _digest(request: GenerateRequest) -> bytes:
+    """Name what determines the answer."""
+    content = msgspec.structs.replace(request, traceparent=None, timeout_s=None)
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
+
+
+def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
+    given = (request.messages, request.prompt, request.prompt_ids)
+    if sum(each is not None for each in given) != 1:
+        raise InvalidRequest("give exactly one of messages, prompt and prompt_ids", param="prompt")
+    if request.max_tokens == 0:
+        raise InvalidRequest("max_tokens: must be 1 or more", param="max_tokens")
+    if request.timeout_s is not None and request.timeout_s > _TIMEOUT_MAX_S:
+        raise InvalidRequest(f"timeout_s: at most {_TIMEOUT_MAX_S:g}", param="timeout_s")
+    return Ask(
+        door="generate",
+        model=request.model,
+        messages=request.messages,
+        prompt=request.prompt,
+        prompt_ids=request.prompt_ids,
+        tokens_max=request.max_tokens,
+        sampling=Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+        ),
+        stop=StopStrings(strings=request.stop),
+        model_defaults=True,
+        tenant=tenant,
+        key=request.key,
+        timeout_s=request.timeout_s,
+        traceparent=request.traceparent,
+    )

@@ -1,0 +1,141 @@
+"""One request of a NATS client: what has been said, so that it can be said again, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.owner.actions import Ended, Finished, Said
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
+from antiphon.wire.generate import ChoiceEnd, GenerateAccepted, GenerateEnd, GenerateText
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.gateway.stream import Stream
+    from antiphon.wire.generate import GenerateRequest, TextPlace
+    from antiphon.wire.ids import InstanceId, RequestId, TenantId
+
+_PIECE_BYTES_MAX = 128 * 1024
+
+
+class Generation:
+    """Keeps the text of a request until some time after its end. No bus and no clock.
+
+    Attributes:
+        delivery: How the client is answered: its last try, whose inbox and form hold from then on.
+        digest: Of what it asked; tells a retry from another request under the same key.
+        entered: Set when the request is open, or `refusal` says why not.
+        told: Whether the terminal has been sent.
+        unheard: Whether the last message found no listener.
+        looked_for: Whether it is being found out if the client is gone.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, tenant: TenantId, digest: bytes, delivery: Delivery
+    ) -> None:
+        self.request = request
+        self.tenant = tenant
+        self.digest = digest
+        self.delivery = delivery
+        self.entered = asyncio.Event()
+        self.refusal: EngineError | None = None
+        self.told = False
+        self.unheard = False
+        self.looked_for = False
+        self._stream: Stream | None = None
+        self._texts: list[bytearray] = []
+        self._finished: dict[int, Finished] = {}
+
+    @property
+    def stream(self) -> Stream:
+        """Where its events come from, once it has entered."""
+        assert self._stream is not None
+        return self._stream
+
+    @property
+    def id(self) -> RequestId:
+        """The request's name in the cluster."""
+        return self.stream.submit.request_id
+
+    def enter(self, stream: Stream) -> None:
+        """The request is open."""
+        self._stream = stream
+        self._texts = [bytearray() for _ in range(stream.submit.choices)]
+
+    def accepted(self, gateway: InstanceId) -> GenerateAccepted:
+        """The answer to each try."""
+        return GenerateAccepted(key=self.request.key, request_id=self.id, gateway=gateway)
+
+    def hear(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
+        """Keep what an event says, and write it for the client if it is news for it."""
+        match event:
+            case Said():
+                self._texts[event.choice] += event.text.encode()
+                if self.request.stream:
+                    return self._piece(event.choice, event.text_offset, event.text)
+            case Finished():
+                self._finished[event.choice] = event
+            case Ended():
+                return self._end(event)
+            case _:
+                pass
+        return None
+
+    def hear_all(self, events: Iterable[StreamEvent]) -> None:
+        """Keep what events say, for `again`."""
+        for event in events:
+            self.hear(event)
+
+    def again(self, places: Iterable[TextPlace]) -> Iterator[GenerateText | GenerateEnd]:
+        """Write what lies beyond some places, and the terminal if there is one.
+
+        Raises:
+            InvalidRequest: A place is not between two characters of the text.
+        """
+        starts = {place.choice: place.text_offset for place in places}
+        if self.request.stream:
+            for choice, text in enumerate(self._texts):
+                yield from self._pieces(choice, text, starts.get(choice, 0))
+        if self.stream.ended is not None:
+            yield self._end(self.stream.ended)
+
+    def ping(self) -> GenerateText:
+        """Something to say that changes nothing, to see whether anybody listens."""
+        return self._piece(0, len(self._texts[0]), "")
+
+    def _pieces(self, choice: int, text: bytearray, start: int) -> Iterator[GenerateText]:
+        try:
+            rest = text[start:].decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"offset {start} is inside a character", param="places") from None
+        step = _PIECE_BYTES_MAX // 4  # a character has at most four bytes
+        for first in range(0, len(rest), step):
+            piece = rest[first : first + step]
+            yield self._piece(choice, start, piece)
+            start += len(piece.encode())
+
+    def _piece(self, choice: int, text_offset: int, text: str) -> GenerateText:
+        return GenerateText(request_id=self.id, choice=choice, text_offset=text_offset, text=text)
+
+    def _end(self, ended: Ended) -> GenerateEnd:
+        return GenerateEnd(
+            request_id=self.id,
+            choices=tuple(self._choice_end(choice) for choice in range(len(self._texts))),
+            usage=ended.usage,
+            error=None if ended.error is None else encode_error(ended.error),
+        )
+
+    def _choice_end(self, choice: int) -> ChoiceEnd:
+        finished = self._finished.get(choice)
+        text = self._texts[choice]
+        return ChoiceEnd(
+            choice=choice,
+            finish_reason=finished.reason if finished else FinishReason.ERROR,
+            text_bytes=len(text),
+            text=None if self.request.stream else text.decode(),
+            matched_stop=finished.matched_stop if finished else None,
+        )

@@ -1,0 +1,78 @@
+"""What the owner wants done: events for the client's stream, and messages for the bus."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.wire.base import FinishReason, Process, Usage
+from antiphon.wire.errors import EngineError
+from antiphon.wire.ids import RequestId
+from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
+from antiphon.wire.text import ResumeText
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The leader has queued the request. Not sent when text or the end comes first."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes."""
+
+    choice: int
+    text_offset: int
+    text: str
+    usage: Usage | None = None
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A choice is complete."""
+
+    choice: int
+    reason: FinishReason
+    matched_stop: str | int | None
+    text_bytes: int
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The one terminal of a request: success, or the error that ended it. Nothing follows."""
+
+    usage: Usage
+    error: EngineError | None = None
+
+
+StreamEvent = Accepted | Said | Finished | Ended
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Give an event to the client's stream, in order."""
+
+    request_id: RequestId
+    event: StreamEvent
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Call the leader; its answer, or its silence, goes to `Owner.submit_answered`."""
+
+    message: SubmitRequest
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Call the leader; its answer, or its silence, goes to `Owner.cancel_answered`."""
+
+    message: CancelRequest
+
+
+class Announce(msgspec.Struct, frozen=True):
+    """Publish an open list. One that is lost is made good by the next whole one."""
+
+    message: OpenList
+
+
+class AskText(msgspec.Struct, frozen=True):
+    """Call a detokenizer for what is missing; the outcome goes to `Owner.text_answered`."""
+
+    detokenizer: Process
+    message: ResumeText
+
+
+Action = Deliver | Submit | Cancel | Announce | AskText

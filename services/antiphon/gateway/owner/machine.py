@@ -1,0 +1,381 @@
+"""The owner of requests as a pure state machine: an event in, actions out, the clock passed in.
+
+It submits until a leader has the request, shows each byte of text once and in order, writes
+the one terminal, and tells everybody what is open. The first proposal to end a request wins:
+stop, length, error, deadline, cancel. The deadline is closed by its own clock, bus or no bus.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from antiphon.gateway.owner import rules
+from antiphon.gateway.owner.actions import (
+    Accepted,
+    Action,
+    Announce,
+    AskText,
+    Cancel,
+    Deliver,
+    Ended,
+    Said,
+    Submit,
+)
+from antiphon.gateway.owner.feeds import Feeds
+from antiphon.gateway.owner.ledger import Ledger
+from antiphon.gateway.owner.request import Request, failed
+from antiphon.gateway.owner.timers import Timers
+from antiphon.wire.base import Process
+from antiphon.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    Internal,
+    Unavailable,
+    decode_error,
+)
+from antiphon.wire.ids import RequestId
+from antiphon.wire.submit import CancelRequest, SubmitAccepted
+from antiphon.wire.text import ResumeText
+
+if TYPE_CHECKING:
+    from antiphon.service.clock import Clock
+    from antiphon.wire.base import Term
+    from antiphon.wire.heartbeat import StreamSeq
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.notice import NoticeBatch
+    from antiphon.wire.submit import OpenList, SubmitRequest
+    from antiphon.wire.text import TextBatch, TextRow
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of one owner; `unread_bytes_max` is per request."""
+
+    unread_bytes_max: int
+    open_list_s: float
+
+
+class _Cancelling:
+    def __init__(self, message: CancelRequest, until: float) -> None:
+        self.message = message
+        self.until = until
+        self.tries = 0
+
+
+_List = tuple[Literal["list"]]
+_OfRequest = tuple[Literal["deadline", "submit", "cancel"], RequestId]
+_OfFeed = tuple[Literal["feed"], Process]
+_LIST: _List = ("list",)
+
+
+class Owner:
+    """Every open request of one gateway. Each event method returns what is to be done, in order."""
+
+    def __init__(self, process: Process, model: ModelName, clock: Clock, limits: Limits) -> None:
+        self._process = process
+        self._clock = clock
+        self._limits = limits
+        self._requests: dict[RequestId, Request] = {}
+        self._cancelling: dict[RequestId, _Cancelling] = {}
+        self._feeds = Feeds(process.instance)
+        self._term: Term | None = None
+        self._ledger = Ledger(process, model, clock, limits.open_list_s)
+        self._timers: Timers[_List | _OfRequest | _OfFeed] = Timers()
+        self._timers.set(_LIST, clock.now())
+        self._actions: list[Action] = []
+
+    @property
+    def open_count(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def wake_at(self) -> float:
+        """When `tick` is due; the open list always is, some time."""
+        at = self._timers.next_at()
+        assert at is not None
+        return at
+
+    # Events of the client.
+
+    def open(self, submit: SubmitRequest) -> list[Action]:
+        """Own a new request until its one `Ended` was delivered."""
+        assert submit.request_id not in self._requests
+        now = self._clock.now()
+        request = Request(submit, now)
+        self._requests[request.id] = request
+        left_s = (submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
+        self._timers.set(("deadline", request.id), now + left_s)
+        self._ledger.note(request)
+        # The list goes first: a leader must not see a request run that nobody has open.
+        self._announce()
+        self._submit(request)
+        return self._take()
+
+    def read(self, request_id: RequestId, size: int) -> None:
+        """The client has taken so many bytes of text."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.unread_bytes -= size
+
+    def cancel(self, request_id: RequestId, error: EngineError | None = None) -> list[Action]:
+        """End a request because its client left, or for another reason of our own."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._abandon(request, error or Cancelled("the client left"))
+        return self._take()
+
+    def close(self, error: EngineError) -> list[Action]:
+        """End everything that is open: this process leaves."""
+        for request in list(self._requests.values()):
+            self._abandon(request, error)
+        return self._take()
+
+    # Events of the bus.
+
+    def submit_answered(
+        self, request_id: RequestId, answer: SubmitAccepted | EngineError
+    ) -> list[Action]:
+        """Take the leader's answer to a submit; no answer is an error too."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.asking = False
+            if isinstance(answer, SubmitAccepted):
+                self._accept(request, answer.term)
+            elif rules.passes(answer, accepted=request.accepted):
+                self._retry(request, answer)
+            else:
+                self._end(request, answer)
+        return self._take()
+
+    def cancel_answered(self, request_id: RequestId, *, accepted: bool) -> list[Action]:
+        """Take the leader's answer to a cancel, or its silence."""
+        cancelling = self._cancelling.get(request_id)
+        if cancelling is not None:
+            at = self._clock.now() + rules.pause_s(cancelling.tries)
+            if accepted or at > cancelling.until:
+                del self._cancelling[request_id]
+            else:
+                cancelling.tries += 1
+                self._timers.set(("cancel", request_id), at)
+        return self._take()
+
+    def text_arrived(self, batch: TextBatch) -> list[Action]:
+        """Show what is new in a batch, and ask for what is missing before it."""
+        if batch.gateway != self._process:
+            return []  # for an earlier life of ours
+        sender = batch.detokenizer
+        self._feeds.arrive(sender, batch.seq)
+        torn = self._feeds.torn(sender)
+        for row in batch.rows:
+            request = self._requests.get(row.request_id)
+            if request is not None:
+                self._show(request, row, sender)
+                torn = torn or request.lacks_text
+        if torn:
+            self._mend(sender)
+        return self._take()
+
+    def text_answered(self, detokenizer: Process, *, answered: bool) -> list[Action]:
+        """Take the outcome of asking a detokenizer for missing text."""
+        if self._feeds.asking(detokenizer):
+            self._feeds.settle(detokenizer, answered=answered)
+            pause_s = rules.RESENT_S if answered else rules.ASK_AGAIN_S
+            self._timers.set(("feed", detokenizer), self._clock.now() + pause_s)
+        return self._take()
+
+    def detokenizer_spoke(
+        self, detokenizer: Process, streams: tuple[StreamSeq, ...]
+    ) -> list[Action]:
+        """Take a heartbeat, which names the last batch sent to us."""
+        self._feeds.hear(detokenizer, streams)
+        if self._feeds.torn(detokenizer):
+            self._mend(detokenizer)
+        return self._take()
+
+    def detokenizer_died(self, detokenizer: Process) -> list[Action]:
+        """End what a dead detokenizer was saying: what it had accepted is lost."""
+        self._feeds.forget(detokenizer)
+        self._timers.drop(("feed", detokenizer))
+        for request in list(self._requests.values()):
+            if request.detokenizer == detokenizer:
+                lost = Unavailable("the answer was lost with a process", retry_after_s=1.0)
+                self._abandon(request, lost)
+        return self._take()
+
+    def noticed(self, batch: NoticeBatch) -> list[Action]:
+        """End what the leader has given up, unless a later attempt is being shown."""
+        stale = self._term is not None and batch.leader < self._term
+        if batch.gateway != self._process or stale:
+            return []
+        if batch.not_after_unix_ms < self._clock.unix_ms():
+            return []
+        for lost in batch.requests:
+            request = self._requests.get(lost.request_id)
+            if request is not None and not request.beyond(lost.attempt):
+                self._end(request, decode_error(lost.error))
+        return self._take()
+
+    def leader_spoke(self, term: Term) -> list[Action]:
+        """Take a leader's heartbeat. A new one is told of every request, in case it is needed."""
+        self._heed(term)
+        return self._take()
+
+    def tick(self) -> list[Action]:
+        """Do what is due by now."""
+        now = self._clock.now()
+        while (key := self._timers.pop_due(now)) is not None:
+            match key:
+                case ("list",):
+                    self._timers.set(_LIST, now + self._limits.open_list_s)
+                    self._actions.append(Announce(self._ledger.whole(self._requests.values())))
+                case ("feed", detokenizer):
+                    self._check(detokenizer)
+                case ("cancel", request_id):
+                    self._actions.append(Cancel(self._cancelling[request_id].message))
+                case ("submit", request_id):
+                    self._submit_due(self._requests[request_id])
+                case ("deadline", request_id):
+                    request = self._requests[request_id]
+                    self._abandon(request, DeadlineExceeded("the request's deadline has passed"))
+        return self._take()
+
+    def farewell(self) -> OpenList:
+        """The whole list once more, for the last message of a process."""
+        return self._ledger.whole(self._requests.values())
+
+    # Submitting.
+
+    def _submit(self, request: Request) -> None:
+        request.asking = True
+        self._timers.drop(("submit", request.id))
+        self._actions.append(Submit(request.submission()))
+
+    def _submit_due(self, request: Request) -> None:
+        """Submit again: no leader was found, or none was heard of the request for long."""
+        now = self._clock.now()
+        if request.accepted and request.term == self._term and request.tries == 0:
+            quiet_until = request.heard_at + request.quiet_s
+            if now < quiet_until:
+                self._timers.set(("submit", request.id), quiet_until)
+                return
+            request.quiet_s = min(2 * request.quiet_s, rules.QUIET_MAX_S)
+        if not request.asking:
+            self._submit(request)
+
+    def _accept(self, request: Request, term: Term) -> None:
+        self._know(request)
+        request.tries = 0
+        request.term = term
+        self._heed(term)
+        pause_s = request.quiet_s if term == self._term else rules.STALE_LEADER_S
+        self._timers.set(("submit", request.id), self._clock.now() + pause_s)
+
+    def _heed(self, term: Term) -> None:
+        """Submit everything again to a leader that is new."""
+        if self._term is not None and term <= self._term:
+            return
+        self._term = term
+        for number, request in enumerate(self._requests.values()):
+            if request.term != term:
+                request.tries = max(request.tries, 1)  # due, whatever was heard meanwhile
+                at = self._clock.now() + number * rules.PACE_S
+                self._timers.set(("submit", request.id), at)
+
+    def _know(self, request: Request) -> None:
+        """Note that a leader has the request: it said so, or text came."""
+        if not request.accepted:
+            request.accepted = True
+            request.quiet_s = rules.QUIET_S
+            self._actions.append(Deliver(request.id, Accepted()))
+
+    def _retry(self, request: Request, error: EngineError) -> None:
+        now = self._clock.now()
+        if not request.accepted and now - request.opened_at >= rules.SUBMIT_PATIENCE_S:
+            # It may yet sit in a queue whose answer was lost, so the leader is told.
+            self._abandon(request, rules.nobody(error))
+            return
+        least_s = rules.QUIET_S if request.accepted else rules.pause_s(request.tries)
+        pause_s = max(least_s, error.retry_after_s or 0.0)
+        request.tries += 1
+        self._timers.set(("submit", request.id), now + pause_s)
+
+    # Text.
+
+    def _show(self, request: Request, row: TextRow, detokenizer: Process) -> None:
+        before = request.attempt
+        if not request.follow(row, detokenizer):
+            return
+        if request.attempt != before:
+            self._ledger.note(request)
+        request.heard_at = self._clock.now()
+        self._know(request)
+        if failed(row):
+            error = decode_error(row.error) if row.error else Internal("the worker gave no reason")
+            self._end(request, error)
+            return
+        try:
+            for event in request.apply(row):
+                self._actions.append(Deliver(request.id, event))
+                if isinstance(event, Said):
+                    request.quiet_s = rules.QUIET_S
+                    request.unread_bytes += len(event.text.encode())
+        except Internal as error:
+            self._abandon(request, error)
+            return
+        if request.finished:
+            self._end(request)
+        elif request.unread_bytes > self._limits.unread_bytes_max:
+            self._abandon(request, rules.slow(request.unread_bytes, self._limits.unread_bytes_max))
+
+    def _mend(self, detokenizer: Process) -> None:
+        """Ask for what is missing; while that is under way, look again afterwards."""
+        key: _OfFeed = ("feed", detokenizer)
+        if not self._feeds.asking(detokenizer) and not self._timers.armed(key):
+            self._check(detokenizer)
+
+    def _check(self, detokenizer: Process) -> None:
+        said = [r for r in self._requests.values() if r.detokenizer == detokenizer]
+        if not self._feeds.torn(detokenizer) and not any(r.lacks_text for r in said):
+            return
+        self._feeds.ask(detokenizer)
+        message = ResumeText(
+            detokenizer=detokenizer,
+            gateway=self._process,
+            places=tuple(place for request in said for place in request.places()),
+        )
+        self._actions.append(AskText(detokenizer, message))
+
+    # The end.
+
+    def _abandon(self, request: Request, error: EngineError) -> None:
+        """End a request that others may still work on: the leader is told to stop."""
+        message = CancelRequest(
+            request_id=request.id,
+            owner=self._process,
+            deadline_unix_ms=request.submit.deadline_unix_ms,
+        )
+        left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
+        until = self._clock.now() + left_s + rules.TOMBSTONE_S
+        self._cancelling[request.id] = _Cancelling(message, until)
+        self._end(request, error)
+        self._actions.append(Cancel(message))
+
+    def _end(self, request: Request, error: EngineError | None = None) -> None:
+        """Write the one terminal. Whoever still works on it sees it missing from the open list."""
+        del self._requests[request.id]
+        self._timers.drop(("deadline", request.id))
+        self._timers.drop(("submit", request.id))
+        self._ledger.close(request)
+        self._actions.append(Deliver(request.id, Ended(request.usage, error)))
+
+    def _announce(self) -> None:
+        changes = self._ledger.changes()
+        if changes is not None:
+            self._actions.append(Announce(changes))
+
+    def _take(self) -> list[Action]:
+        self._announce()
+        actions, self._actions = self._actions, []
+        return actions

@@ -1,0 +1,177 @@
+"""One open request as its owner sees it: which attempt it follows, and what text it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.errors import Internal
+from antiphon.wire.submit import OpenRequest
+from antiphon.wire.text import ChoicePlace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.ids import RequestId
+    from antiphon.wire.submit import SubmitRequest
+    from antiphon.wire.text import TextRow
+
+
+class Choice:
+    """How much of one choice's text has been shown; places what comes by its byte offset."""
+
+    def __init__(self) -> None:
+        self.bytes_shown = 0
+        self.bytes_known = 0
+        self.finished = False
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether something beyond a hole has been seen."""
+        return not self.finished and self.bytes_known > self.bytes_shown
+
+    def place(self, offset: int, text: str) -> str | None:
+        """Return what is new in `text`, or None if something before it is missing.
+
+        Raises:
+            Internal: The text does not join what was shown: two generations were mixed.
+        """
+        if offset > self.bytes_shown:
+            self.bytes_known = max(self.bytes_known, offset)
+            return None
+        if offset < self.bytes_shown:
+            text = _cut(text, self.bytes_shown - offset)
+        self.bytes_shown += len(text) if text.isascii() else len(text.encode())
+        return text
+
+
+class Request:
+    """Follows one attempt at a time and never splices two generations. Pure.
+
+    Attributes:
+        attempt: The attempt whose text is followed, if any has come.
+        detokenizer: The life of the detokenizer that says it.
+        accepted: Whether a leader has, or had, the request.
+        term: The leader that accepted it last.
+        asking: Whether a submit is under way.
+        tries: Submits in a row that found no leader.
+        quiet_s: How long nothing may be heard before the leader is asked again.
+    """
+
+    def __init__(self, submit: SubmitRequest, now: float) -> None:
+        self.submit = submit
+        self.opened_at = now
+        self.heard_at = now
+        self.attempt: Attempt | None = None
+        self.detokenizer: Process | None = None
+        self.accepted = False
+        self.term: Term | None = None
+        self.asking = False
+        self.tries = 0
+        self.quiet_s = 0.0
+        self.usage = Usage()
+        self.unread_bytes = 0
+        self._choices = [Choice() for _ in range(submit.choices)]
+
+    @property
+    def id(self) -> RequestId:
+        """The request's name in the cluster."""
+        return self.submit.request_id
+
+    @property
+    def shown(self) -> bool:
+        """Whether the client has seen anything of the followed attempt."""
+        return any(choice.bytes_shown or choice.finished for choice in self._choices)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice is complete."""
+        return all(choice.finished for choice in self._choices)
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether something was said beyond a hole."""
+        return any(choice.lacks_text for choice in self._choices)
+
+    def submission(self) -> SubmitRequest:
+        """The submit to send now: one that is sent again names the attempt that was shown."""
+        if not self.shown:
+            return self.submit
+        return msgspec.structs.replace(self.submit, attempt_floor=self.attempt)
+
+    def line(self) -> OpenRequest:
+        """This request's line of an open list."""
+        return OpenRequest(
+            request_id=self.id,
+            deadline_unix_ms=self.submit.deadline_unix_ms,
+            attempt=self.attempt,
+        )
+
+    def places(self) -> Iterator[ChoicePlace]:
+        """How much of each choice has been shown, for the detokenizer to go on from."""
+        for index, choice in enumerate(self._choices):
+            yield ChoicePlace(request_id=self.id, choice=index, text_offset=choice.bytes_shown)
+
+    def beyond(self, attempt: Attempt | None) -> bool:
+        """Whether a later attempt than this one is followed; every one is later than none."""
+        return self.attempt is not None and (attempt is None or self.attempt > attempt)
+
+    def follow(self, row: TextRow, detokenizer: Process) -> bool:
+        """Decide whether a row's attempt is the one to show, moving on to it where it may be.
+
+        A higher attempt is followed if it continues the followed one, or if nothing was shown.
+        """
+        if row.attempt == self.attempt:
+            return True
+        if self.attempt is not None:
+            if row.attempt < self.attempt:
+                return False
+            if self.shown and row.continues != self.attempt:
+                return False
+        self.attempt = row.attempt
+        self.detokenizer = detokenizer
+        for choice in self._choices:
+            choice.bytes_known = choice.bytes_shown
+        return True
+
+    def apply(self, row: TextRow) -> Iterator[Said | Finished]:
+        """Place one row of the followed attempt and yield what the client may see of it.
+
+        Raises:
+            Internal: The row does not fit the request.
+        """
+        if not 0 <= row.choice < len(self._choices):
+            raise Internal(f"text of choice {row.choice}, which was not asked for")
+        choice = self._choices[row.choice]
+        if choice.finished:
+            return
+        text = choice.place(row.text_offset, row.text)
+        if text is None:
+            return
+        if row.usage is not None:
+            self.usage = row.usage
+        if text:
+            offset = choice.bytes_shown - len(text.encode())
+            yield Said(row.choice, offset, text, row.usage)
+        if row.finish_reason is not None:
+            choice.finished = True
+            yield Finished(row.choice, row.finish_reason, row.matched_stop, choice.bytes_shown)
+
+
+def failed(row: TextRow) -> bool:
+    """Whether a row ends its request with an error, whatever text came before it."""
+    return row.error is not None or row.finish_reason is FinishReason.ERROR
+
+
+def _cut(text: str, size: int) -> str:
+    """Drop the first `size` UTF-8 bytes."""
+    if text.isascii():
+        return text[size:]
+    try:
+        return text.encode()[size:].decode()
+    except UnicodeDecodeError as error:
+        raise Internal("text does not join what was shown before") from error

@@ -1,0 +1,55 @@
+"""How long the owner waits for others, and which of their refusals are no answer."""
+
+from __future__ import annotations
+
+from antiphon.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    Overloaded,
+    Unavailable,
+    WrongTerm,
+)
+
+SUBMIT_PATIENCE_S = 5.0
+"""How long a new request waits for any leader: a standby leads within 3 s."""
+QUIET_S = 2.0
+"""How long a leader's request may say nothing before the leader is asked for it again."""
+QUIET_MAX_S = 16.0
+"""The same for one that waits long: the pause doubles up to this."""
+TOMBSTONE_S = 10.0
+"""How long past the deadline a cancel is repeated."""
+PACE_S = 0.001
+"""Pause between submits when all are sent again: a new leader's inbox is bounded."""
+STALE_LEADER_S = 0.2
+"""Pause after an answer of a leader that another one has followed."""
+RESENT_S = 0.1
+"""How long text that was asked for may be under way."""
+ASK_AGAIN_S = 0.25
+"""Pause after asking for text in vain."""
+_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+def passes(error: EngineError, *, accepted: bool) -> bool:
+    """Whether a submit that failed so may succeed later. What is running outlives any refusal."""
+    if isinstance(error, Overloaded):
+        return accepted
+    return isinstance(error, DeadlineExceeded | Unavailable | WrongTerm)
+
+
+def pause_s(tries: int) -> float:
+    """The pause after so many tries in vain."""
+    return _RETRY_S[min(tries, len(_RETRY_S) - 1)]
+
+
+def nobody(error: EngineError) -> Unavailable:
+    """What a client hears when no leader could be found."""
+    return Unavailable("no scheduler took the request", retry_after_s=error.retry_after_s or 1.0)
+
+
+def slow(unread_bytes: int, bytes_max: int) -> Cancelled:
+    """What a client hears that does not read."""
+    return Cancelled(
+        f"the client left {unread_bytes} bytes unread; the limit is {bytes_max} bytes",
+        details={"unread_bytes": str(unread_bytes), "bytes_max": str(bytes_max)},
+    )

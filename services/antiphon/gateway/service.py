@@ -1,0 +1,95 @@
+"""Wires the gateway: the owner to the bus, the doors to the owner."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.driver import Driver
+from antiphon.gateway.encode import Encoder
+from antiphon.gateway.entrance import Entrance
+from antiphon.gateway.http.completions import Completions
+from antiphon.gateway.http.models import Models
+from antiphon.gateway.http.server import http_server
+from antiphon.gateway.metrics import GatewayMetrics
+from antiphon.gateway.nats.generate import Generations
+from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.service.endpoint import Follow
+from antiphon.service.model import served_name
+from antiphon.service.probes import probe_routes
+from antiphon.service.service import Report
+from antiphon.wire.base import Role
+from antiphon.wire.errors import Unavailable
+from antiphon.wire.routes import NOTICE, TEXT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.config.settings import Settings
+    from antiphon.service.endpoint import Endpoint
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+
+
+class GatewayService:
+    """The door of one model, over HTTP and NATS."""
+
+    role = Role.GATEWAY
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._model = served_name(settings)
+        self.port = 0
+        """Where HTTP is answered, once the lifespan has begun."""
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Take the HTTP port first: without it nothing else is worth starting."""
+        gateway = self._settings.gateway
+        self._runtime = runtime
+        metrics = GatewayMetrics(runtime.metrics.registry)
+        limits = Limits(unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s)
+        owner = Owner(runtime.process, self._model, runtime.clock, limits)
+        self._driver = driver = Driver(owner, runtime, self._model, metrics)
+        encoder = Encoder(runtime, self._model)
+        entrance = Entrance(runtime, self._model, driver, encoder, metrics)
+        self._generations = Generations(runtime, self._model, entrance, driver, metrics)
+        completions = Completions(entrance, driver, metrics, self._model, gateway.body_bytes_max)
+        metrics.watch_open(lambda: driver.open_count)
+        routes = (
+            *completions.routes(),
+            *Models(runtime, self._model, encoder).routes(),
+            *probe_routes(runtime.health, runtime.metrics),
+        )
+        async with http_server(gateway.host, gateway.port, routes) as self.port:
+            driver.start()
+            try:
+                yield
+            finally:
+                await driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
+                await self._generations.close()
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Requests of NATS clients, text from detokenizers, notices from the leader."""
+        address = {"gateway": self._runtime.process.instance}
+        return (
+            Follow(route=TEXT, apply=self._driver.take_text, address=address),
+            Follow(route=NOTICE, apply=self._driver.take_notice, address=address),
+            *self._generations.endpoints(),
+        )
+
+    def model(self) -> ModelName | None:
+        """The model that it is the door of."""
+        return self._model
+
+    def report(self) -> Report:
+        """Open requests."""
+        return Report(load=self._driver.open_count)
+
+    async def drain(self) -> None:
+        """Return when every open request has ended and every client over NATS was told.
+
+        HTTP clients are waited for when the server closes.
+        """
+        await self._driver.idle()
+        await self._generations.idle()

@@ -1,0 +1,107 @@
+"""The events of one request on their way to its client: put by the owner, taken by one reader."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.owner.actions import Accepted, Ended, Finished, Said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.telemetry.tracing import Span
+    from antiphon.wire.base import FinishReason
+    from antiphon.wire.ids import ClientKey, TenantId
+    from antiphon.wire.submit import SubmitRequest
+
+
+class Stream:
+    """Bounded by the owner, which ends a request whose text is not read.
+
+    Attributes:
+        trace: The span of the whole request; ends with it.
+        name: What the client calls it, unique among live requests.
+        door: By which API it came.
+        came_at: When, by the gateway's clock; so are `opened_at` (encoded and submitted),
+            `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
+        ended: The terminal, once it was put.
+        reason: Why the last choice finished.
+        on_end: Called when the terminal is put, whether or not anybody reads.
+    """
+
+    def __init__(
+        self,
+        submit: SubmitRequest,
+        trace: Span,
+        *,
+        door: str,
+        came_at: float,
+        opened_at: float,
+    ) -> None:
+        self.submit = submit
+        self.trace = trace
+        self.name: tuple[TenantId, ClientKey] | None = None
+        self.door = door
+        self.came_at = came_at
+        self.opened_at = opened_at
+        self.accepted_at: float | None = None
+        self.said_at: float | None = None
+        self.spoke_at: float | None = None
+        self.ended_at: float | None = None
+        self.ended: Ended | None = None
+        self.reason: FinishReason | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._events: list[StreamEvent] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are events that nobody has taken."""
+        return bool(self._events)
+
+    def put(self, event: StreamEvent, now: float) -> None:
+        """Add an event and wake the reader."""
+        match event:
+            case Accepted():
+                self.accepted_at = now
+            case Said():
+                self.said_at = self.said_at or now
+                self.spoke_at = now
+            case Finished():
+                self.reason = event.reason
+            case Ended():
+                self.ended = event
+                self.ended_at = now
+                self.trace.end(event.error)
+                if self.on_end is not None:
+                    self.on_end()
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[StreamEvent]:
+        """Wait for events and take all there are, in order. The last one ever is `Ended`.
+
+        Needs no deadline of its own: the owner ends each request at its deadline.
+        """
+        if not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self.rest()
+
+    def rest(self) -> list[StreamEvent]:
+        """Take what there is."""
+        events, self._events = self._events, []
+        return events
+
+
+def check(events: list[StreamEvent]) -> None:
+    """Raise the error of a request that ended before it said anything."""
+    first = events[0]
+    if isinstance(first, Ended) and first.error is not None:
+        raise first.error

@@ -1,0 +1,286 @@
+"""A leader and a detokenizer around an owner, on a virtual clock and a lossy network."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.owner.actions import (
+    Accepted,
+    Action,
+    Announce,
+    AskText,
+    Cancel,
+    Deliver,
+    Ended,
+    Finished,
+    Said,
+    Submit,
+)
+from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.testing.clock import ManualClock
+from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
+from antiphon.wire.errors import DeadlineExceeded
+from antiphon.wire.heartbeat import StreamSeq
+from antiphon.wire.ids import DEFAULT_TENANT, Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import OpenList, SubmitAccepted, SubmitRequest
+from antiphon.wire.text import ResumeText, TextBatch, TextRow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ME = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("me"))
+LEADER = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("first"))
+MODEL = ModelName("m")
+TIMEOUT_S = 20.0
+CALL_S = 1.0
+LETTERS = "ab ñ日🙂"
+
+
+def submission(request_id: str, clock: ManualClock, timeout_s: float = TIMEOUT_S) -> SubmitRequest:
+    return SubmitRequest(
+        request_id=RequestId(request_id),
+        owner=ME,
+        tenant=DEFAULT_TENANT,
+        model=MODEL,
+        digest=b"",
+        prompt_ids=b"",
+        sampling=SamplingParams(max_new_tokens=8),
+        deadline_unix_ms=clock.unix_ms() + round(timeout_s * 1000),
+    )
+
+
+class Heard:
+    """What the client of one request has seen."""
+
+    def __init__(self, at: float) -> None:
+        self.opened_at = at
+        self.text = ""
+        self.finished: Finished | None = None
+        self.ended: Ended | None = None
+        self.ended_at = 0.0
+
+    def hear(self, event: Accepted | Said | Finished | Ended, at: float) -> None:
+        assert self.ended is None, f"{event} after the end"
+        match event:
+            case Said():
+                assert event.text_offset == len(self.text.encode())
+                self.text += event.text
+            case Finished():
+                assert self.finished is None
+                assert event.text_bytes == len(self.text.encode())
+                self.finished = event
+            case Ended():
+                self.ended, self.ended_at = event, at
+            case Accepted():
+                pass
+
+
+class Detokenizer:
+    """Says a random text a request, in batches; says again what it is asked for."""
+
+    def __init__(self, name: str, term: Term) -> None:
+        self.process = Process(instance=InstanceId("detokenizer-0"), incarnation=Incarnation(name))
+        self.attempt = Attempt(term=term, n=1)
+        self.texts: dict[RequestId, list[str]] = {}
+        self.said: dict[RequestId, int] = {}
+        self.seq = 0
+
+    def row(self, request_id: RequestId, offset: int, text: str) -> TextRow:
+        pieces = self.texts[request_id]
+        over = self.said[request_id] == len(pieces)
+        return TextRow(
+            request_id=request_id,
+            choice=0,
+            attempt=self.attempt,
+            text_offset=offset,
+            text=text,
+            finish_reason=FinishReason.STOP if over else None,
+            usage=Usage(prompt_tokens=1, completion_tokens=len(pieces)) if over else None,
+        )
+
+    def batch(self, rows: Sequence[TextRow]) -> TextBatch:
+        self.seq += 1
+        return TextBatch(detokenizer=self.process, gateway=ME, seq=self.seq, rows=tuple(rows))
+
+    def step(self) -> TextBatch | None:
+        rows: list[TextRow] = []
+        for request_id, pieces in self.texts.items():
+            n = self.said[request_id]
+            if n < len(pieces):
+                self.said[request_id] = n + 1
+                offset = len("".join(pieces[:n]).encode())
+                rows.append(self.row(request_id, offset, pieces[n]))
+        return self.batch(rows) if rows else None
+
+    def again(self, message: ResumeText) -> TextBatch:
+        places = {place.request_id: place.text_offset for place in message.places}
+        rows: list[TextRow] = []
+        for request_id, pieces in self.texts.items():
+            start = places.get(request_id, 0)
+            whole = "".join(pieces[: self.said[request_id]]).encode()
+            if start <= len(whole):
+                rows.append(self.row(request_id, start, whole[start:].decode()))
+        return self.batch(rows)
+
+
+class World:
+    """Everything but the owner, driven by one seed."""
+
+    def __init__(self, seed: int, loss: float = 0.1) -> None:
+        self.random = random.Random(seed)
+        self.loss = loss
+        self.clock = ManualClock()
+        self.owner = Owner(ME, MODEL, self.clock, Limits(unread_bytes_max=4096, open_list_s=0.5))
+        self.term = Term(number=1, scheduler=LEADER)
+        self.detokenizer = Detokenizer("first", self.term)
+        self.heard: dict[RequestId, Heard] = {}
+        self.truth: dict[RequestId, str] = {}
+        self.lost: set[RequestId] = set()
+        self.tombstones: set[RequestId] = set()
+        self.lists: list[OpenList] = []
+        self.asks = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def later(self, pause_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock.now() + pause_s, next(self._numbers), event))
+
+    def open(self, request_id: RequestId) -> None:
+        self.truth[request_id] = ""
+        self.heard[request_id] = Heard(self.clock.now())
+        self.do(self.owner.open(submission(request_id, self.clock)))
+
+    def leave(self, request_id: RequestId) -> None:
+        self.do(self.owner.cancel(request_id))
+
+    def lead_anew(self) -> None:
+        self.term = Term(number=self.term.number + 1, scheduler=LEADER)
+        self.do(self.owner.leader_spoke(self.term))
+
+    def kill_detokenizer(self) -> None:
+        dead = self.detokenizer
+        self.lost |= dead.texts.keys()
+        self.detokenizer = Detokenizer(f"after {dead.process.incarnation}", self.term)
+        self.do(self.owner.detokenizer_died(dead.process))
+
+    def beat(self) -> None:
+        """Heartbeats, which are lost like anything else."""
+        now = self.detokenizer
+        streams = (StreamSeq(receiver=ME.instance, seq=now.seq),)
+        self.send(lambda: self.do(self.owner.detokenizer_spoke(now.process, streams)))
+        self.later(0.5, self.beat)
+
+    def step(self) -> None:
+        batch = self.detokenizer.step()
+        if batch is not None:
+            self.say(batch)
+        self.later(0.02, self.step)
+
+    def say(self, batch: TextBatch) -> None:
+        for _ in range(2 if self.random.random() < self.loss else 1):
+            self.send(lambda: self.do(self.owner.text_arrived(batch)))
+
+    def send(self, event: Callable[[], None]) -> None:
+        """Lost, late or both: what comes later may arrive first."""
+        if self.random.random() >= self.loss:
+            self.later(self.random.choice((0.001, 0.001, 0.03)), event)
+
+    def run(self, until: float) -> None:
+        """Pass the time, always to whatever is next."""
+        while True:
+            next_event = self._events[0][0] if self._events else until
+            at = min(next_event, self.owner.wake_at(), until)
+            self.clock.advance(max(0.0, at - self.clock.now()))
+            if self.owner.wake_at() <= self.clock.now():
+                self.do(self.owner.tick())
+            elif self._events and next_event <= self.clock.now():
+                heapq.heappop(self._events)[2]()
+            else:
+                return
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._deliver(action)
+                case Announce():
+                    self.lists.append(action.message)
+                case Submit():
+                    self._call(action.message.request_id, self._submitted(action.message))
+                case Cancel():
+                    self._cancel(action.message.request_id)
+                case AskText():
+                    self._ask(action)
+
+    def _deliver(self, action: Deliver) -> None:
+        heard = self.heard[action.request_id]
+        heard.hear(action.event, self.clock.now())
+        if isinstance(action.event, Said):
+            self.owner.read(action.request_id, len(action.event.text.encode()))
+
+    def _submitted(self, message: SubmitRequest) -> Callable[[], SubmitAccepted]:
+        def queue() -> SubmitAccepted:
+            known = message.request_id in self.detokenizer.texts
+            if not known and message.request_id not in self.lost | self.tombstones:
+                assert message.attempt_floor is None
+                self._begin(message.request_id)
+            return SubmitAccepted(request_id=message.request_id, term=self.term, position=0)
+
+        return queue
+
+    def _begin(self, request_id: RequestId) -> None:
+        pieces = ["".join(self.random.choices(LETTERS, k=3)) for _ in range(20)]
+        self.truth[request_id] = "".join(pieces)
+        self.detokenizer.texts[request_id] = pieces
+        self.detokenizer.said[request_id] = 0
+
+    def _call(self, request_id: RequestId, serve: Callable[[], SubmitAccepted]) -> None:
+        """A call whose request, or whose answer, may be lost."""
+        answer = None if self.random.random() < self.loss else serve()
+        if answer is None or self.random.random() < self.loss:
+            silence = DeadlineExceeded("no answer")
+            self.later(CALL_S, lambda: self.do(self.owner.submit_answered(request_id, silence)))
+        else:
+            self.later(0.001, lambda: self.do(self.owner.submit_answered(request_id, answer)))
+
+    def _cancel(self, request_id: RequestId) -> None:
+        accepted = self.random.random() >= self.loss
+        if accepted:
+            self.tombstones.add(request_id)
+            self.detokenizer.texts.pop(request_id, None)
+        self.later(
+            0.001 if accepted else CALL_S,
+            lambda: self.do(self.owner.cancel_answered(request_id, accepted=accepted)),
+        )
+
+    def _ask(self, action: AskText) -> None:
+        self.asks += 1
+        answered = (
+            action.detokenizer == self.detokenizer.process and self.random.random() >= self.loss
+        )
+        if answered:
+            self.say(self.detokenizer.again(action.message))
+        self.later(
+            0.001 if answered else CALL_S,
+            lambda: self.do(self.owner.text_answered(action.detokenizer, answered=answered)),
+        )
+
+
+def open_by(lists: Sequence[OpenList]) -> set[RequestId]:
+    """What a holder believes to be open that has heard every list."""
+    believed: set[RequestId] = set()
+    for message in lists:
+        opened = {line.request_id for line in message.opened}
+        believed = opened if message.whole else (believed | opened) - set(message.closed)
+    return believed
+
+
+def higher(attempt: Attempt, number: int) -> Attempt:
+    """An attempt above another one."""
+    return msgspec.structs.replace(attempt, n=attempt.n + number)

@@ -1,0 +1,353 @@
+"""The owner under loss, repetition, disorder and death: each byte once, one end each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import pytest
+from tests.simulation.owner_world import (
+    ME,
+    MODEL,
+    TIMEOUT_S,
+    Heard,
+    World,
+    higher,
+    open_by,
+    submission,
+)
+
+from antiphon.gateway.owner.actions import (
+    Action,
+    Announce,
+    AskText,
+    Cancel,
+    Deliver,
+    Ended,
+    Said,
+    Submit,
+)
+from antiphon.wire.base import Attempt
+from antiphon.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+    encode_error,
+)
+from antiphon.wire.heartbeat import StreamSeq
+from antiphon.wire.ids import RequestId
+from antiphon.wire.notice import LostRequest, NoticeBatch
+from antiphon.wire.submit import SubmitAccepted
+from antiphon.wire.text import TextBatch, TextRow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SECOND_S = 1.0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_client_hears_a_prefix_of_the_truth_and_one_end(seed: int) -> None:
+    """Loss of anything, late and double batches, clients that leave, leaders and a death."""
+    world = busy(World(seed, loss=0.15), requests=12)
+    world.later(0.35, world.lead_anew)
+    if seed % 3 == 0:
+        world.later(0.3, world.kill_detokenizer)
+    world.run(until=2 * TIMEOUT_S)
+    for request_id, heard in world.heard.items():
+        assert heard.ended is not None, f"seed {seed}: {request_id} has no end"
+        assert heard.ended_at <= heard.opened_at + TIMEOUT_S
+        assert world.truth[request_id].startswith(heard.text), f"seed {seed}: {request_id}"
+        if heard.ended.error is None:
+            assert heard.text == world.truth[request_id], f"seed {seed}: {request_id}"
+            assert heard.ended.usage.completion_tokens == 20
+    check_lists(world)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_loss_alone_costs_no_answer(seed: int) -> None:
+    world = busy(World(seed, loss=0.15), requests=8, leaving=0.0)
+    world.run(until=2 * TIMEOUT_S)
+    errors = [h.ended.error for h in world.heard.values() if h.ended is not None]
+    assert errors == [None] * 8, f"seed {seed}"
+    assert world.asks > 0
+
+
+def test_nothing_is_asked_for_that_was_not_lost() -> None:
+    world = busy(World(1, loss=0.0), requests=8, leaving=0.0)
+    world.send = lambda event: world.later(0.001, event)  # in order, too
+    world.run(until=10.0)
+    assert world.asks == 0
+    assert all(heard.text == world.truth[r] for r, heard in world.heard.items())
+
+
+def test_text_that_comes_again_is_cut_off_inside_a_row() -> None:
+    world, say = talking("añb")
+    say(2, text="ñb日", n=1, begin=1)
+    assert heard(world).text == "añb日"
+
+
+def test_higher_attempt_is_shown_only_if_it_continues_the_shown_one() -> None:
+    world, say = talking("one")
+    say(2, text="another story", n=2)
+    assert heard(world).text == "one"
+    say(3, text=" more", n=3, begin=3, continues=1)
+    assert heard(world).text == "one more"
+    say(4, text=" stale, and longer", n=1, begin=8)
+    assert heard(world).text == "one more"
+
+
+def test_higher_attempt_is_followed_while_nothing_was_shown() -> None:
+    world, say = talking("")
+    say(2, text="fresh", n=2)
+    assert heard(world).text == "fresh"
+    followed = world.lists[-1].opened[0].attempt
+    assert followed is not None
+    assert followed.n == 2
+
+
+def test_resubmitting_names_the_attempt_that_was_shown() -> None:
+    world, _ = talking("shown")
+    world.clock.advance(SECOND_S)
+    newer = msgspec.structs.replace(world.term, number=2)
+    world.owner.leader_spoke(newer)
+    submits = [a.message for a in world.owner.tick() if isinstance(a, Submit)]
+    assert [s.attempt_floor for s in submits] == [attempt(world, 1)]
+
+
+def test_deadline_ends_a_request_while_the_bus_is_down() -> None:
+    world = World(0, loss=1.0)
+    world.open(RequestId("r"))
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    world.run(until=TIMEOUT_S - 0.01)
+    assert heard(world).ended is None
+    world.run(until=TIMEOUT_S)
+    assert isinstance(end(world).error, DeadlineExceeded)
+
+
+def test_request_that_no_leader_takes_is_refused_before_long() -> None:
+    world = World(0, loss=1.0)
+    world.open(RequestId("r"))
+    world.run(until=8.0)
+    error = end(world).error
+    assert isinstance(error, Unavailable)
+    assert error.retry_after_s is not None
+
+
+def test_full_queue_ends_a_new_request_and_never_a_running_one() -> None:
+    full = Overloaded("full", retry_after_s=2.0)
+    world = World(0)
+    world.open(RequestId("r"))
+    world.do(world.owner.submit_answered(RequestId("r"), full))
+    assert end(world).error is full
+    running, _ = talking("text")
+    running.do(running.owner.submit_answered(RequestId("r"), full))
+    assert heard(running).ended is None
+
+
+def test_cancel_is_repeated_until_the_leader_takes_it() -> None:
+    world = World(0)
+    request_id = RequestId("r")
+    world.owner.open(submission(request_id, world.clock))
+    actions = world.owner.cancel(request_id)
+    assert isinstance(ended_in(actions).error, Cancelled)
+    assert cancels(actions) == [request_id]
+    world.owner.cancel_answered(request_id, accepted=False)
+    world.clock.advance(SECOND_S)
+    assert cancels(world.owner.tick()) == [request_id]
+    world.owner.cancel_answered(request_id, accepted=True)
+    world.clock.advance(SECOND_S)
+    assert cancels(world.owner.tick()) == []
+
+
+def test_cancel_is_given_up_when_the_tombstone_has_gone() -> None:
+    world = World(0)
+    request_id = RequestId("r")
+    world.owner.open(submission(request_id, world.clock))
+    world.owner.cancel(request_id)
+    world.clock.advance(TIMEOUT_S + 10.0)
+    world.owner.cancel_answered(request_id, accepted=False)
+    world.clock.advance(SECOND_S)
+    assert cancels(world.owner.tick()) == []
+
+
+def test_client_that_does_not_read_loses_its_request() -> None:
+    world, say = talking("")
+    world.owner.read = lambda request_id, size: None  # type: ignore[method-assign]
+    say(2, text="x" * 4096, n=1)
+    assert heard(world).ended is None
+    say(3, text="y", n=1, begin=4096)
+    error = end(world).error
+    assert isinstance(error, Cancelled)
+    assert error.details == {"unread_bytes": "4097", "bytes_max": "4096"}
+
+
+def test_notice_of_the_leader_ends_a_request_unless_a_later_attempt_is_shown() -> None:
+    world, say = talking("text")
+    world.do(world.owner.noticed(notice(world, n=0)))
+    assert heard(world).ended is None
+    stale = msgspec.structs.replace(notice(world, n=1), not_after_unix_ms=0)
+    world.do(world.owner.noticed(stale))
+    assert heard(world).ended is None
+    world.do(world.owner.noticed(notice(world, n=1)))
+    assert isinstance(end(world).error, WorkerLost)
+    say(2, text=" late", n=1, begin=4)
+    assert heard(world).text == "text"
+
+
+def test_batch_for_an_earlier_life_of_the_gateway_is_ignored() -> None:
+    world, _ = talking("text")
+    earlier = msgspec.structs.replace(ME, incarnation="earlier")
+    row = TextRow(
+        request_id=RequestId("r"), choice=0, attempt=attempt(world, 1), text_offset=4, text="!"
+    )
+    batch = TextBatch(detokenizer=world.detokenizer.process, gateway=earlier, seq=2, rows=(row,))
+    assert world.owner.text_arrived(batch) == []
+
+
+def test_text_that_does_not_join_ends_the_request_as_a_bug() -> None:
+    world, say = talking("ab")
+    say(2, text="ñ", n=1, begin=1)
+    error = end(world).error
+    assert error is not None
+    assert error.code == "internal"
+
+
+def test_row_beyond_the_text_is_dropped_and_asked_for() -> None:
+    world, _ = talking("ab")
+    row = TextRow(
+        request_id=RequestId("r"), choice=0, attempt=attempt(world, 1), text_offset=5, text="z"
+    )
+    batch = TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=2, rows=(row,))
+    actions = world.owner.text_arrived(batch)
+    asked = [action.message for action in actions if isinstance(action, AskText)]
+    assert [place.text_offset for place in asked[0].places] == [2]
+    assert not any(isinstance(a, Deliver) and isinstance(a.event, Said) for a in actions)
+
+
+def test_lost_tail_shows_in_the_heartbeats() -> None:
+    world, _ = talking("ab")
+    sender = world.detokenizer.process
+    streams = (StreamSeq(receiver=ME.instance, seq=2),)
+    # The first one may have overtaken the batch that it counts.
+    assert world.owner.detokenizer_spoke(sender, streams) == []
+    actions = world.owner.detokenizer_spoke(sender, streams)
+    assert [type(action) for action in actions] == [AskText]
+
+
+def test_end_is_announced_at_once() -> None:
+    world, _ = talking("ab")
+    world.leave(RequestId("r"))
+    assert world.lists[-1].closed == ("r",)
+    assert not world.lists[-1].whole
+
+
+def test_dead_detokenizer_ends_what_it_was_saying_and_nothing_else() -> None:
+    world, _ = talking("ab")
+    world.open(RequestId("waiting"))
+    world.do(world.owner.detokenizer_died(world.detokenizer.process))
+    assert isinstance(end(world).error, Unavailable)
+    assert world.heard[RequestId("waiting")].ended is None
+
+
+def test_open_list_goes_before_the_submit() -> None:
+    world = World(0)
+    kinds = [type(action) for action in world.owner.open(submission("r", world.clock))]
+    assert kinds == [Announce, Submit]
+
+
+def busy(world: World, requests: int, leaving: float = 0.2) -> World:
+    """Open requests over half a second; some of their clients leave."""
+    for n in range(requests):
+        request_id = RequestId(f"r{n}")
+        world.later(world.random.uniform(0, 0.5), lambda r=request_id: world.open(r))
+        if world.random.random() < leaving:
+            world.later(world.random.uniform(0.5, 1.5), lambda r=request_id: world.leave(r))
+    world.beat()
+    world.step()
+    return world
+
+
+def check_lists(world: World) -> None:
+    """Versions grow by one, and whoever heard all lists knows that nothing is open."""
+    versions = [message.version for message in world.lists]
+    assert versions == list(range(1, len(versions) + 1))
+    assert all(message.model == MODEL and message.owner == ME for message in world.lists)
+    assert open_by(world.lists) == set()
+    assert world.owner.open_count == 0
+
+
+class Say(Protocol):
+    """Let the detokenizer say text in an attempt; `begin` in bytes."""
+
+    def __call__(
+        self, seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None
+    ) -> None: ...
+
+
+def talking(text: str) -> tuple[World, Say]:
+    """A world whose one request has been accepted and has shown `text`."""
+    world = World(0, loss=0.0)
+    request_id = RequestId("r")
+    world.open(request_id)
+    world.do(world.owner.submit_answered(request_id, accepted(world)))
+
+    def say(seq: int, *, text: str, n: int, begin: int = 0, continues: int | None = None) -> None:
+        row = TextRow(
+            request_id=request_id,
+            choice=0,
+            attempt=attempt(world, n),
+            continues=None if continues is None else attempt(world, continues),
+            text_offset=begin,
+            text=text,
+        )
+        sender = world.detokenizer.process
+        batch = TextBatch(detokenizer=sender, gateway=ME, seq=seq, rows=(row,))
+        world.do(world.owner.text_arrived(batch))
+
+    say(1, text=text, n=1)
+    return world, say
+
+
+def attempt(world: World, n: int) -> Attempt:
+    return higher(Attempt(term=world.term, n=0), n)
+
+
+def accepted(world: World) -> SubmitAccepted:
+    return SubmitAccepted(request_id=RequestId("r"), term=world.term, position=0)
+
+
+def heard(world: World) -> Heard:
+    return world.heard[RequestId("r")]
+
+
+def end(world: World) -> Ended:
+    ended = heard(world).ended
+    assert ended is not None
+    return ended
+
+
+def notice(world: World, n: int) -> NoticeBatch:
+    lost = LostRequest(
+        request_id=RequestId("r"),
+        attempt=attempt(world, n),
+        error=encode_error(WorkerLost("the worker died")),
+    )
+    return NoticeBatch(
+        leader=world.term,
+        gateway=ME,
+        requests=(lost,),
+        not_after_unix_ms=world.clock.unix_ms() + 1000,
+    )
+
+
+def ended_in(actions: Sequence[Action]) -> Ended:
+    found = [a.event for a in actions if isinstance(a, Deliver) and isinstance(a.event, Ended)]
+    assert len(found) == 1
+    return found[0]
+
+
+def cancels(actions: Sequence[Action]) -> list[RequestId]:
+    return [a.message.request_id for a in actions if isinstance(a, Cancel)]

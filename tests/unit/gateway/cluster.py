@@ -1,0 +1,271 @@
+"""The rest of a cluster, played by the test: real messages, a memory bus, a script for a model."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.cluster import ClusterConfig
+from antiphon.config.digest import digest
+from antiphon.gateway.service import GatewayService
+from antiphon.service.clock import SystemClock
+from antiphon.service.tasks import Tasks
+from antiphon.testing.services import QUICK, Running, client_bus, running
+from antiphon.testing.wait import until
+from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
+from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.errors import EngineError, encode_error
+from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.routes import (
+    CANCEL,
+    DETOKENIZER_CONTROL,
+    HEARTBEAT,
+    OPEN,
+    SUBMIT,
+    TEXT,
+    TOKENIZE,
+)
+from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
+from antiphon.wire.text import TextBatch, TextResumed, TextRow
+from antiphon.wire.tokenize import EncodeReply, SamplingDefaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from antiphon.bus.bus import Bus, Delivery
+    from antiphon.bus.transport import Transport
+    from antiphon.config.settings import Settings
+    from antiphon.service.peers import Peer
+    from antiphon.wire.submit import OpenList
+    from antiphon.wire.tokenize import EncodeRequest
+
+MODEL = ModelName("toy")
+CONTEXT_TOKENS = 64
+TERM = Term(number=1, scheduler=Process(instance=InstanceId("s-0"), incarnation=Incarnation("1")))
+DETOKENIZER = Process(instance=InstanceId("d-0"), incarnation=Incarnation("1"))
+SCRIPT = ("Hel", "lo, ", "wörld", "!")
+
+
+class Cluster:
+    """Tokenizer, leader, worker and detokenizer. A prompt is encoded as its bytes.
+
+    Attributes:
+        script: What every answer says, a piece a step.
+        hold_at: A step before which answers wait for `go`.
+        submit_error: What the leader answers in place of accepting.
+        row_error: How each answer ends in place of its last step.
+    """
+
+    def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
+        self.script: tuple[str, ...] = SCRIPT
+        self.hold_at: int | None = None
+        self.go = asyncio.Event()
+        self.submit_error: EngineError | None = None
+        self.encode_error: EngineError | None = None
+        self.row_error: EngineError | None = None
+        self.mute_tokenizers = 0
+        self.encodes: list[EncodeRequest] = []
+        self.submits: list[SubmitRequest] = []
+        self.cancelled: list[str] = []
+        self.open: set[RequestId] = set()
+        self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
+        self._bus = bus
+        self._group = group
+        self._seq = 0
+
+    async def start(self) -> None:
+        """Listen, and let hearts beat."""
+        await self._bus.listen(TOKENIZE, self._encode, model=MODEL)
+        await self._bus.listen(SUBMIT, self._submit, model=MODEL)
+        await self._bus.listen(CANCEL, self._cancel, model=MODEL)
+        await self._bus.listen(OPEN, self._opened, model=MODEL)
+        await self._bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
+        self._group.create_task(self._beat())
+
+    async def _encode(self, delivery: Delivery) -> None:
+        request = delivery.read(TOKENIZE)
+        self.encodes.append(request)
+        if self.mute_tokenizers:
+            self.mute_tokenizers -= 1
+            return
+        if self.encode_error is not None:
+            await delivery.refuse(self.encode_error)
+            return
+        text = request.prompt
+        if text is None:
+            text = "\n".join(message.content for message in request.messages or ())
+        await delivery.respond(
+            EncodeReply(
+                request_id=request.request_id,
+                token_ids=pack_ids(list(text.encode())),
+                vocabulary_size=256,
+                context_tokens=CONTEXT_TOKENS,
+                defaults=SamplingDefaults(temperature=0.25, top_k=7),
+            )
+        )
+
+    async def _submit(self, delivery: Delivery) -> None:
+        request = delivery.read(SUBMIT)
+        self.submits.append(request)
+        if self.submit_error is not None:
+            await delivery.refuse(self.submit_error)
+            return
+        await delivery.respond(SubmitAccepted(request_id=request.request_id, term=TERM, position=0))
+        self._group.create_task(self._generate(request))
+
+    async def _generate(self, request: SubmitRequest) -> None:
+        for step in range(len(self.script)):
+            if step == self.hold_at:
+                await self.go.wait()
+            await self.say(request, self.row(request, step))
+
+    def row(self, request: SubmitRequest, step: int) -> TextRow:
+        """What a step says."""
+        last = step == len(self.script) - 1
+        failed = last and self.row_error is not None
+        reason = FinishReason.ERROR if failed else FinishReason.STOP
+        return TextRow(
+            request_id=request.request_id,
+            choice=0,
+            attempt=Attempt(term=TERM, n=1),
+            text_offset=len("".join(self.script[:step]).encode()),
+            text="" if failed else self.script[step],
+            finish_reason=reason if last else None,
+            matched_stop=2 if last else None,
+            usage=Usage(prompt_tokens=id_count(request.prompt_ids), completion_tokens=step + 1),
+            error=encode_error(self.row_error) if failed and self.row_error else None,
+        )
+
+    async def say(self, request: SubmitRequest, row: TextRow) -> None:
+        """Send one row as the detokenizer does."""
+        self._seq += 1
+        batch = TextBatch(
+            detokenizer=DETOKENIZER, gateway=request.owner, seq=self._seq, rows=(row,)
+        )
+        await self._bus.publish(TEXT, batch, gateway=request.owner.instance)
+
+    async def _cancel(self, delivery: Delivery) -> None:
+        request = delivery.read(CANCEL)
+        self.cancelled.append(request.request_id)
+        await delivery.respond(CancelAccepted(request_id=request.request_id))
+
+    async def _resume(self, delivery: Delivery) -> None:
+        await delivery.respond(TextResumed(rows=0))
+
+    async def _opened(self, delivery: Delivery) -> None:
+        message: OpenList = delivery.read(OPEN)
+        opened = {line.request_id for line in message.opened}
+        self.open = opened if message.whole else (self.open | opened) - set(message.closed)
+
+    async def _beat(self) -> None:
+        while True:
+            for role in self.roles:
+                await self._bus.publish(
+                    HEARTBEAT, self._heartbeat(role), role=role, instance=_name(role).instance
+                )
+            await asyncio.sleep(0.05)
+
+    def _heartbeat(self, role: Role) -> Heartbeat:
+        worker = WorkerLoad(
+            pages_free=1,
+            pages_total=1,
+            page_tokens=16,
+            running_max=8,
+            step=0,
+            step_age_s=0.0,
+            context_tokens=CONTEXT_TOKENS,
+        )
+        return Heartbeat(
+            role=role,
+            process=_name(role),
+            state=State.READY,
+            model=MODEL,
+            config_digest=digest(ClusterConfig(name="test", model=MODEL)),
+            health_port=0,
+            load=0,
+            worker=worker if role is Role.WORKER else None,
+            leads=TERM if role is Role.SCHEDULER else None,
+            streams=(StreamSeq(receiver=InstanceId("gateway-0"), seq=self._seq),)
+            if role is Role.DETOKENIZER
+            else (),
+            not_after_unix_ms=SystemClock().unix_ms() + 1000,
+        )
+
+
+class House:
+    """A running gateway, its cluster, and where to knock."""
+
+    def __init__(
+        self,
+        gateway: Running,
+        service: GatewayService,
+        cluster: Cluster,
+        transport: Callable[[], Transport],
+    ) -> None:
+        self.gateway = gateway
+        self.service = service
+        self.cluster = cluster
+        self.transport = transport
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.service.port}"
+
+    @property
+    def peers(self) -> list[Peer]:
+        return self.service._runtime.peers.all()  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def workers(self) -> list[Peer]:
+        return [peer for peer in self.peers if peer.beat.role is Role.WORKER and peer.takes_work]
+
+
+def settings(*, drain_timeout_s: float = 5.0, **gateway: object) -> Settings:
+    """`QUICK` for the toy model, on any port."""
+    return msgspec.structs.replace(
+        QUICK,
+        service=msgspec.structs.replace(QUICK.service, drain_timeout_s=drain_timeout_s),
+        cluster=ClusterConfig(name="test", model=MODEL),
+        gateway=msgspec.structs.replace(
+            QUICK.gateway, **{"port": 0, "open_list_s": 0.05} | gateway
+        ),
+    )
+
+
+@asynccontextmanager
+async def house(
+    transport: Callable[[], Transport] | None = None,
+    *,
+    drain_timeout_s: float = 5.0,
+    **gateway: object,
+) -> AsyncGenerator[House]:
+    """A gateway among living peers, on a memory bus unless told otherwise."""
+    broker = MemoryBroker()
+    transport = transport or (lambda: MemoryTransport(broker))
+    chosen = settings(drain_timeout_s=drain_timeout_s, **gateway)
+    service = GatewayService(chosen)
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(client_bus(transport(), "rest", party=Role.SCHEDULER))
+        group = await stack.enter_async_context(Tasks())
+        cluster = Cluster(bus, group)
+        await cluster.start()
+        gate = await stack.enter_async_context(running(service, transport(), settings=chosen))
+        world = House(gate, service, cluster, transport)
+        await until(lambda: len(world.peers) == len(cluster.roles))
+        try:
+            yield world
+        finally:
+            await gate.ended()
+            await group.cancel(1.0)
+
+
+def _name(role: Role) -> Process:
+    names = {Role.SCHEDULER: TERM.scheduler, Role.DETOKENIZER: DETOKENIZER}
+    return names.get(role) or Process(
+        instance=InstanceId(f"{role}-0"), incarnation=Incarnation("1")
+    )

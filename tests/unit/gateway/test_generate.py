@@ -1,0 +1,361 @@
+"""The NATS door: answered in kind, resumed, cancelled, retried; and clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import pytest
+from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
+
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.process import BusConfig
+from antiphon.gateway.nats import generate
+from antiphon.testing.nats import NatsServer
+from antiphon.testing.services import client_bus
+from antiphon.testing.wait import until
+from antiphon.wire.base import Message
+from antiphon.wire.codec import decode, encode, encode_json, speaks_json
+from antiphon.wire.errors import ErrorReply, InvalidRequest, Overloaded, WorkerLost
+from antiphon.wire.generate import (
+    GenerateAccepted,
+    GenerateCancel,
+    GenerateDone,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResume,
+    GenerateText,
+    TextPlace,
+)
+from antiphon.wire.ids import ClientKey, RequestId
+from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
+from antiphon.wire.tokenize import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
+    from antiphon.bus.bus import Bus, Delivery
+    from antiphon.bus.transport import Subscription
+
+M = TypeVar("M", bound=Message)
+
+TEXT = "".join(SCRIPT)
+PREFIX = "test.v1."
+INBOX = f"{PREFIX}client.default.mine"
+GATEWAY = "gateway-0"
+
+
+class Client:
+    """A NATS client that keeps all it hears on its one inbox."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.heard: list[Message] = []
+        self.as_json: list[bool] = []
+        self.subscription: Subscription
+
+    async def listen(self) -> None:
+        """Open the inbox."""
+        self.subscription = await self.bus.listen(
+            CLIENT_TEXT, self._hear, tenant="default", inbox="mine"
+        )
+
+    async def ask(
+        self, request: GenerateRequest, *, json: bool = False, inbox: str | None = INBOX
+    ) -> None:
+        """Publish a request."""
+        data = encode_json(request) if json else encode(request)
+        await self.bus.transport.publish(PREFIX + GENERATE.at(model=MODEL), data, inbox)
+
+    async def first(self, kind: type[M], count: int = 1) -> M:
+        """Wait for so many messages of a kind and return the last."""
+        await until(lambda: len(self.all(kind)) >= count)
+        return self.all(kind)[count - 1]
+
+    def all(self, kind: type[M]) -> list[M]:
+        """Everything heard of a kind."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    @property
+    def text(self) -> str:
+        """Text placed by offset, repeats cut off."""
+        placed = b""
+        for message in self.all(GenerateText):
+            assert message.text_offset <= len(placed), "a gap"
+            placed += message.text.encode()[len(placed) - message.text_offset :]
+        return placed.decode()
+
+    async def control(self, message: GenerateResume | GenerateCancel) -> None:
+        """Call the gateway."""
+        done = await self.bus.call(GATEWAY_CONTROL, message, timeout_s=5.0, gateway=GATEWAY)
+        assert done == GenerateDone(request_id=message.request_id)
+
+    async def _hear(self, delivery: Delivery) -> None:
+        self.heard.append(decode(delivery.data, CLIENT_TEXT.carries))
+        self.as_json.append(speaks_json(delivery.data))
+
+
+@asynccontextmanager
+async def visiting(at: House) -> AsyncGenerator[Client]:
+    async with client_bus(at.transport(), "c") as bus:
+        client = Client(bus)
+        await client.listen()
+        yield client
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house() as world:
+        yield world
+
+
+@pytest.fixture
+async def client(at: House) -> AsyncIterator[Client]:
+    async with visiting(at) as visitor:
+        yield visitor
+
+
+def request(key: str = "k", **fields: object) -> GenerateRequest:
+    plain = GenerateRequest(
+        key=ClientKey(key), model=MODEL, messages=(ChatMessage(role="user", content="hi"),)
+    )
+    return msgspec.structs.replace(plain, **fields)
+
+
+@pytest.mark.parametrize("json", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_comes_in_kind_streamed_or_whole(
+    client: Client, json: bool, stream: bool
+) -> None:
+    await client.ask(request(stream=stream), json=json)
+    end = await client.first(GenerateEnd)
+    assert isinstance(client.heard[0], GenerateAccepted)
+    assert client.heard[0].gateway == GATEWAY
+    assert set(client.as_json) == {json}
+    choice = end.choices[0]
+    assert (choice.finish_reason, choice.text_bytes) == ("stop", len(TEXT.encode()))
+    assert (client.text, choice.text) == ((TEXT, None) if stream else ("", TEXT))
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (2, len(SCRIPT))
+    assert end.error is None
+
+
+@pytest.mark.parametrize(
+    "inbox", [f"{PREFIX}scheduler.toy.submit", f"{PREFIX}client.default", "client.default.x"]
+)
+async def test_foreign_inbox_gets_a_refusal_and_no_text(
+    at: House, client: Client, inbox: str
+) -> None:
+    refusals: list[bytes] = []
+
+    async def hear(packet: object) -> None:
+        refusals.append(packet.data)  # type: ignore[attr-defined]
+
+    await client.bus.transport.subscribe(inbox, hear)
+    await client.ask(request(), inbox=inbox)
+    await until(lambda: len(refusals) == 1)
+    assert decode(refusals[0], (ErrorReply,)).code == "invalid_request"
+    assert at.cluster.submits == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"model": "other"}, "model_not_found"),
+        ({"messages": None}, "invalid_request"),
+        ({"prompt": "also"}, "invalid_request"),
+        ({"max_tokens": 0}, "invalid_request"),
+        ({"max_tokens": 1000}, "invalid_request"),
+        ({"messages": (ChatMessage(role="user", content="x" * 64),)}, "prompt_too_long"),
+    ],
+)
+async def test_bad_request_is_refused_in_place_of_accepting(
+    client: Client, fields: dict[str, object], code: str
+) -> None:
+    await client.ask(msgspec.structs.replace(request(), **fields))
+    assert (await client.first(ErrorReply)).code == code
+    assert client.all(GenerateAccepted) == []
+
+
+async def test_refusal_of_the_leader_comes_in_place_of_accepting(at: House, client: Client) -> None:
+    at.cluster.submit_error = Overloaded("full", retry_after_s=2.0)
+    await client.ask(request())
+    refusal = await client.first(ErrorReply)
+    assert (refusal.code, refusal.retry_after_s) == ("overloaded", 2.0)
+    at.cluster.submit_error = None
+    await client.ask(request())
+    await client.first(GenerateEnd)
+
+
+async def test_error_on_the_way_is_the_terminal_and_tells_the_length(
+    at: House, client: Client
+) -> None:
+    at.cluster.row_error = WorkerLost("the worker died")
+    await client.ask(request())
+    end = await client.first(GenerateEnd)
+    assert end.error is not None
+    assert end.error.code == "worker_lost"
+    assert end.choices[0].text_bytes == len(client.text.encode()) > 0
+
+
+async def test_retry_is_answered_as_the_first_and_runs_once(at: House, client: Client) -> None:
+    at.cluster.hold_at = 2
+    await client.ask(request())
+    await client.first(GenerateText, 2)
+    await client.ask(request())
+    accepted = await client.first(GenerateAccepted, 2)
+    assert accepted == client.all(GenerateAccepted)[0]
+    at.cluster.go.set()
+    await client.first(GenerateEnd)
+    await client.ask(request())
+    await client.first(GenerateEnd, 2)
+    assert client.text == TEXT
+    assert len(at.cluster.submits) == 1
+    assert len(set(client.all(GenerateEnd))) == 1
+
+
+async def test_live_key_with_another_content_is_refused(at: House, client: Client) -> None:
+    at.cluster.hold_at = 1
+    await client.ask(request())
+    await client.first(GenerateText)
+    await client.ask(request(temperature=0.5))
+    assert (await client.first(ErrorReply)).code == "duplicate_request"
+    at.cluster.go.set()
+    await client.first(GenerateEnd)
+    await client.ask(request(temperature=0.5))
+    await client.first(GenerateEnd, 2)
+    assert len(at.cluster.submits) == 2
+
+
+async def test_lost_text_is_said_again_from_where_the_client_is(at: House, client: Client) -> None:
+    at.cluster.hold_at = 3
+    await client.ask(request())
+    await client.first(GenerateText, 3)
+    first = client.all(GenerateText)[0]
+    client.heard[:] = [first]
+    request_id = first.request_id
+    place = TextPlace(choice=0, text_offset=len(first.text.encode()))
+    await client.control(GenerateResume(request_id=request_id, places=(place,)))
+    await until(lambda: client.text == "".join(SCRIPT[:3]))
+    at.cluster.go.set()
+    await client.first(GenerateEnd)
+    client.heard.clear()
+    await client.control(GenerateResume(request_id=request_id))
+    await client.first(GenerateEnd)
+    assert client.text == TEXT
+
+
+async def test_resume_inside_a_character_or_of_nothing_is_refused(
+    at: House, client: Client
+) -> None:
+    await client.ask(request())
+    end = await client.first(GenerateEnd)
+    inside = TextPlace(choice=0, text_offset=TEXT.encode().index("ö".encode()) + 1)
+    with pytest.raises(InvalidRequest, match="inside a character"):
+        await client.control(GenerateResume(request_id=end.request_id, places=(inside,)))
+    with pytest.raises(InvalidRequest, match="no such request"):
+        await client.control(GenerateCancel(request_id=RequestId("nothing")))
+    assert at.cluster.cancelled == []
+
+
+async def test_another_tenant_can_neither_resume_nor_cancel(at: House, client: Client) -> None:
+    at.cluster.hold_at = 1
+    await client.ask(request())
+    accepted = await client.first(GenerateAccepted)
+    async with client_bus(at.transport(), "thief", party="scheduler") as thief:
+        with pytest.raises(InvalidRequest):
+            await thief.call(
+                GATEWAY_CONTROL,
+                GenerateCancel(request_id=accepted.request_id),
+                timeout_s=5.0,
+                gateway=GATEWAY,
+            )
+    at.cluster.go.set()
+    assert (await client.first(GenerateEnd)).error is None
+
+
+async def test_cancel_reaches_the_leader_and_ends_the_stream(at: House, client: Client) -> None:
+    at.cluster.hold_at = 1
+    await client.ask(request())
+    accepted = await client.first(GenerateAccepted)
+    await client.first(GenerateText)
+    await client.control(GenerateCancel(request_id=accepted.request_id))
+    end = await client.first(GenerateEnd)
+    assert end.error is not None
+    assert end.error.code == "cancelled"
+    await until(lambda: at.cluster.cancelled == [accepted.request_id])
+
+
+async def test_client_that_vanishes_is_cancelled(
+    at: House, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "_PING_S", 0.05)
+    await vanish(at, client)
+
+
+async def test_client_that_comes_back_in_time_keeps_its_request(
+    at: House, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "_PING_S", 0.05)
+    at.cluster.script = ("a", "b", "c", "d")
+    at.cluster.hold_at = 2
+    await client.ask(request())
+    await client.first(GenerateText, 2)
+    await client.subscription.drain()
+    submitted = at.cluster.submits[0]
+    await at.cluster.say(submitted, at.cluster.row(submitted, 2))
+    held = at.service._generations._by_id[submitted.request_id]  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: held.looked_for)
+    await client.listen()
+    await until(lambda: not held.looked_for)
+    at.cluster.go.set()
+    await client.first(GenerateEnd)
+    assert at.cluster.cancelled == []
+
+
+async def test_real_broker_tells_of_a_vanished_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "_PING_S", 0.05)
+    async with NatsServer() as server:
+        link = BusConfig(url=server.url)
+        async with (
+            house(lambda: NatsTransport(link, name="test")) as at,
+            visiting(at) as client,
+        ):
+            await client.ask(request("first"))
+            assert (await client.first(GenerateEnd)).error is None
+            assert client.text == TEXT
+            client.heard.clear()
+            await vanish(at, client)
+
+
+async def vanish(at: House, client: Client) -> None:
+    """Stop listening in the middle of an answer."""
+    at.cluster.hold_at = 1
+    await client.ask(request("away"))
+    accepted = await client.first(GenerateAccepted)
+    await client.first(GenerateText)
+    await client.subscription.drain()
+    submitted = at.cluster.submits[-1]
+    await at.cluster.say(submitted, at.cluster.row(submitted, 1))
+    await until(lambda: at.cluster.cancelled == [accepted.request_id])
+
+
+async def test_stopped_gateway_tells_its_clients_the_end() -> None:
+    async with house(drain_timeout_s=0.1) as at, visiting(at) as client:
+        at.cluster.hold_at = 1
+        await client.ask(request())
+        await client.first(GenerateText)
+        at.gateway.stop.set()
+        end = await client.first(GenerateEnd)
+        assert end.error is not None
+        assert end.error.code == "unavailable"
+
+
+async def test_eight_clients_at_once_hear_their_own_text(at: House, client: Client) -> None:
+    async with asyncio.TaskGroup() as group:
+        for n in range(8):
+            group.create_task(client.ask(request(f"k{n}", stream=False)))
+    await client.first(GenerateEnd, 8)
+    assert {end.choices[0].text for end in client.all(GenerateEnd)} == {TEXT}
+    assert len({end.request_id for end in client.all(GenerateEnd)}) == 8

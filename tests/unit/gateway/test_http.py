@@ -1,0 +1,517 @@
+"""The HTTP door against a real socket: answers, streams, every error, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import openai
+import pytest
+from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.gateway import encode
+from antiphon.gateway.service import GatewayService
+from antiphon.service.sockets import CannotStart
+from antiphon.testing.services import running
+from antiphon.testing.wait import until
+from antiphon.wire.base import Role
+from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from antiphon.wire.errors import EngineError
+
+TEXT = "".join(SCRIPT)
+HI = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
+Body = dict[str, object]
+
+
+async def post(at: House, path: str, body: object, **headers: str) -> tuple[int, Body, object]:
+    """Send JSON; return the status, the JSON that came back, and the headers."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(at.url + path, json=body, headers=headers) as reply,
+    ):
+        return reply.status, cast("Body", await reply.json()), reply.headers
+
+
+async def stream(at: House, path: str, body: Body) -> list[str]:
+    """Send JSON for a stream; return the data of its events."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(at.url + path, json=body | {"stream": True}) as reply,
+    ):
+        assert reply.status == 200, await reply.text()
+        assert reply.content_type == "text/event-stream"
+        return [e.removeprefix("data: ") for e in (await reply.text()).split("\n\n") if e]
+
+
+def part(text: str) -> Body:
+    return {"type": "text", "text": text}
+
+
+def client(at: House) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_openai_client_hears_the_same_streamed_and_whole() -> None:
+    async with house() as at, client(at) as openai_client:
+        whole = await openai_client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
+        chunks = [
+            chunk
+            async for chunk in await openai_client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "hi"}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ]
+    assert whole.choices[0].message.content == TEXT
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, len(SCRIPT))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == TEXT
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chat_stream_has_role_text_end_usage_and_done_in_this_order() -> None:
+    async with house() as at:
+        body = {"messages": HI, "stream_options": {"include_usage": True}}
+        events = await stream(at, CHAT, body)
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": None,
+    }
+    assert chunks[1]["choices"][0]["delta"] == {"content": "Hel", "reasoning_content": None}
+    assert chunks[-2]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "matched_stop": 2,
+    }
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["total_tokens"] == 2 + len(SCRIPT)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+async def test_usage_comes_with_every_chunk_where_that_is_asked_for() -> None:
+    async with house() as at:
+        body = {"messages": HI, "stream_options": {"continuous_usage_stats": True}}
+        chunks = [json.loads(event) for event in (await stream(at, CHAT, body))[:-1]]
+    counts = [c["usage"]["completion_tokens"] for c in chunks if c["usage"] is not None]
+    assert counts == [1, 2, 3, 4]
+
+
+async def test_completion_stream_ends_on_its_last_text() -> None:
+    async with house() as at:
+        events = await stream(at, COMPLETE, {"prompt": "once"})
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == list(SCRIPT)
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None, None, None, "stop"]
+    assert chunks[0]["object"] == "text_completion"
+
+
+async def test_completion_takes_text_or_ids_and_sixteen_tokens_by_default() -> None:
+    async with house() as at:
+        for prompt in ("once", ["once"], list(b"once"), [list(b"once")]):
+            status, body, headers = await post(at, COMPLETE, {"prompt": prompt})
+            assert (status, body["object"]) == (200, "text_completion")
+            assert cast("dict[str, str]", headers)["X-Request-Id"] == body["id"]
+        submits = at.cluster.submits
+    assert len({submit.prompt_ids for submit in submits}) == 1
+    assert {submit.sampling.max_new_tokens for submit in submits} == {16}
+    # A completion has OpenAI's defaults, not the model's; a chat has the model's.
+    assert {(s.sampling.temperature, s.sampling.top_k) for s in submits} == {(1.0, 0)}
+
+
+async def test_request_comes_before_the_model_and_the_model_before_openai() -> None:
+    async with house() as at:
+        await post(at, CHAT, {"messages": HI, "temperature": 0, "seed": 5, "top_k": -1})
+        await post(at, CHAT, {"messages": HI})
+        said, unsaid = (submit.sampling for submit in at.cluster.submits)
+    assert (said.temperature, said.top_k, said.seed) == (0.0, 0, 5)
+    assert (unsaid.temperature, unsaid.top_k, unsaid.top_p) == (0.25, 7, 1.0)
+    assert unsaid.max_new_tokens == CONTEXT_TOKENS - 2
+    assert said.max_new_tokens == unsaid.max_new_tokens
+
+
+async def test_everything_a_request_may_say_reaches_the_leader() -> None:
+    body = {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": "c"},
+        ],
+        "max_completion_tokens": 5,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "stop": "x",
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "continue_final_message": True,
+        "rid": "mine",
+        "user": "me",
+        "nobody_documents_this": 1,
+        "n": 1,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "logprobs": None,
+    }
+    async with house() as at:
+        status, reply, _ = await post(at, CHAT, body, traceparent=TRACE)
+        encode, submit = at.cluster.encodes[0], at.cluster.submits[0]
+        counted = at.gateway.metrics.text().decode()
+    assert (status, reply["id"]) == (200, "mine")
+    assert encode.messages is not None
+    assert [message.content for message in encode.messages] == ["a b", "c"]
+    assert encode.continue_final_message
+    assert submit.sampling.max_new_tokens == 5
+    assert (submit.sampling.top_p, submit.sampling.min_p) == (0.5, 0.1)
+    assert submit.sampling.stop_token_ids == (3,)
+    assert submit.sampling.ignore_eos
+    assert (submit.stop.strings, submit.stop.include) == (("x",), True)
+    assert not submit.stop.skip_special_tokens
+    assert submit.traceparent == TRACE
+    assert "antiphon_gateway_unknown_fields_total 1.0" in counted
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": "hi"}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (CHAT, {"messages": HI, "temperature": -1}, "temperature"),
+        (CHAT, {"messages": HI, "temperature": "hot"}, "temperature"),
+        (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
+        (CHAT, {"messages": HI, "top_k": 0}, "top_k"),
+        (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {"messages": HI, "max_tokens": 63}, "max_tokens"),
+        (CHAT, {"messages": HI, "stop": ["a"] * 33}, "stop"),
+        (CHAT, {"messages": HI, "stop_token_ids": [256]}, "stop_token_ids"),
+        (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"messages": HI, "n": 2}, "n"),
+        (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty"),
+        (CHAT, {"messages": HI, "logit_bias": {"1": 2}}, "logit_bias"),
+        (CHAT, {"messages": HI, "regex": "a+"}, "regex"),
+        (CHAT, {"messages": HI, "lora_path": "x"}, "lora_path"),
+        (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of"),
+        (COMPLETE, {"prompt": "x", "echo": True}, "echo"),
+        (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (COMPLETE, {"prompt": "x", "logprobs": 1}, "logprobs"),
+        (COMPLETE, {"prompt": ["x", "y"]}, "prompt"),
+        (COMPLETE, {"prompt": []}, "prompt"),
+        (COMPLETE, {"prompt": ""}, "prompt"),
+        (COMPLETE, {"prompt": [256]}, "prompt"),
+    ],
+)
+async def test_bad_request_is_400_and_names_the_field(
+    at: House, path: str, body: Body, param: str
+) -> None:
+    for streamed in (False, True):
+        status, reply, _ = await post(at, path, body | {"stream": streamed})
+        error = cast("dict[str, str]", reply["error"])
+        assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert at.cluster.submits == []
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house() as world:
+        yield world
+
+
+async def test_prompt_over_the_context_names_both_numbers(at: House) -> None:
+    status, reply, _ = await post(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
+    error = cast("dict[str, str]", reply["error"])
+    assert (status, error["code"]) == (400, "prompt_too_long")
+    assert error["message"].count(str(CONTEXT_TOKENS)) == 2
+
+
+async def test_unknown_model_is_404(at: House) -> None:
+    for body in (
+        {"messages": HI, "model": "other"},
+        {"messages": HI, "model": "other", "stream": True},
+    ):
+        status, reply, _ = await post(at, CHAT, body)
+        assert status == 404
+        assert reply["error"] == {
+            "message": "The model 'other' does not exist.",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+
+
+@pytest.mark.parametrize(
+    ("content_type", "data"),
+    [("application/json", b"{"), ("application/json", b""), ("text/plain", b"{}"), ("", b"{}")],
+)
+async def test_what_is_not_json_is_400(at: House, content_type: str, data: bytes) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    async with (
+        aiohttp.ClientSession(skip_auto_headers=["Content-Type"]) as session,
+        session.post(at.url + CHAT, data=data, headers=headers) as reply,
+    ):
+        assert reply.status == 400
+        assert (await reply.json())["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_body_over_the_limit_is_413_with_both_numbers(chunked: bool) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b"x" * 1000
+
+    async with house(body_bytes_max=1000) as at, aiohttp.ClientSession() as session:
+        data = pieces() if chunked else b"x" * 3000
+        headers = {"Content-Type": "application/json"}
+        async with session.post(at.url + CHAT, data=data, headers=headers) as reply:
+            error = (await reply.json())["error"]
+    assert (reply.status, error["code"]) == (413, "request_too_large")
+    assert "1000" in error["message"]
+    assert "000 bytes; the limit" in error["message"]
+
+
+async def test_unknown_paths_and_methods_answer_in_the_same_shape(at: House) -> None:
+    status, reply, _ = await post(at, "/v1/nothing", {})
+    assert (status, cast("dict[str, str]", reply["error"])["code"]) == (404, "not_found")
+    async with aiohttp.ClientSession() as session, session.get(at.url + CHAT) as answer:
+        assert answer.status == 405
+        assert answer.headers["Allow"] == "POST"
+        assert (await answer.json())["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (Overloaded("The request queue is full.", retry_after_s=2.5), 503, "overloaded"),
+        (WorkerLost("the worker died"), 503, "worker_lost"),
+    ],
+)
+async def test_refusal_of_the_leader_has_its_status(
+    at: House, error: EngineError, status: int, code: str
+) -> None:
+    at.cluster.submit_error = error
+    for streamed in (False, True):
+        found, reply, headers = await post(at, CHAT, {"messages": HI, "stream": streamed})
+        assert (found, cast("dict[str, str]", reply["error"])["code"]) == (status, code)
+        retry = cast("dict[str, str]", headers).get("Retry-After")
+        assert retry == (None if error.retry_after_s is None else "3")
+
+
+async def test_error_after_the_first_text_is_an_event_and_then_done(at: House) -> None:
+    at.cluster.row_error = WorkerLost("the worker of this request died")
+    events = await stream(at, CHAT, {"messages": HI})
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["code"] == "worker_lost"
+    assert "wörld" in events[-3]
+    async with client(at) as openai_client:
+        chunks = await openai_client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        with pytest.raises(openai.APIError, match="died"):
+            await anext(chunk async for chunk in chunks if chunk.choices[0].finish_reason)
+    status, _, _ = await post(at, CHAT, {"messages": HI})
+    assert status == 503
+
+
+async def test_no_tokenizer_is_503_and_names_no_subject(
+    at: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "PATIENCE_S", 0.0)
+    at.cluster.encode_error = Unavailable("nobody serves tokenizer.encode")
+    status, reply, headers = await post(at, CHAT, {"messages": HI})
+    error = cast("dict[str, str]", reply["error"])
+    assert (status, error["message"]) == (503, "no tokenizer is available")
+    assert error["type"] == "server_error"
+    assert "Retry-After" in cast("dict[str, str]", headers)
+
+
+async def test_tokenizer_that_comes_back_is_waited_for(at: House) -> None:
+    at.cluster.encode_error = Unavailable("this process is leaving")
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(post(at, CHAT, {"messages": HI}))
+        await until(lambda: len(at.cluster.encodes) == 2)
+        at.cluster.encode_error = None
+    assert waiting.result()[0] == 200
+
+
+async def test_tokenizer_that_dies_with_several_calls_costs_no_answer(at: House) -> None:
+    at.cluster.mute_tokenizers = 3
+    status, _, _ = await post(at, CHAT, {"messages": HI})
+    assert status == 200
+
+
+async def test_slow_tokenizer_is_hedged(at: House) -> None:
+    at.cluster.mute_tokenizers = 1
+    status, _, _ = await post(at, CHAT, {"messages": HI})
+    assert status == 200
+    assert len(at.cluster.encodes) == 2
+
+
+async def test_one_open_request_too_many_is_503() -> None:
+    async with house(requests_max=1) as at:
+        at.cluster.hold_at = 0
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(post(at, CHAT, {"messages": HI}))
+            await until(lambda: len(at.cluster.submits) == 1)
+            status, reply, _ = await post(at, CHAT, {"messages": HI})
+            at.cluster.go.set()
+    assert (status, cast("dict[str, str]", reply["error"])["code"]) == (503, "overloaded")
+    assert first.result()[0] == 200
+
+
+async def test_live_rid_is_409_and_free_again_afterwards(at: House) -> None:
+    at.cluster.hold_at = 1
+    body = {"messages": HI, "rid": "mine"}
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(post(at, CHAT, body))
+        await until(lambda: len(at.cluster.submits) == 1)
+        status, reply, _ = await post(at, CHAT, body)
+        at.cluster.go.set()
+    assert (status, cast("dict[str, str]", reply["error"])["code"]) == (409, "duplicate_request")
+    assert first.result()[0] == 200
+    assert (await post(at, CHAT, body))[0] == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_client_that_leaves_cancels_its_request(at: House, streamed: bool) -> None:
+    at.cluster.hold_at = 1
+    async with aiohttp.ClientSession() as session:
+        body = {"messages": HI, "stream": streamed}
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(session.post(at.url + CHAT, json=body))
+            await until(lambda: len(at.cluster.submits) == 1)
+            if streamed:
+                reply = await task
+                await reply.content.readuntil(b"\n\n")
+                reply.close()
+            else:
+                task.cancel()
+        submitted = at.cluster.submits[0].request_id
+        await until(lambda: at.cluster.cancelled == [submitted])
+    await until(lambda: at.service.report().load == 0)
+    await until(lambda: at.cluster.open == set())
+
+
+async def test_client_that_does_not_read_ends_in_an_error_and_holds_little() -> None:
+    async with house(unread_bytes_max=200_000) as at:
+        at.cluster.script = ("x" * 100_000,) * 80
+        with socket.socket() as small:
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            small.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(small, ("127.0.0.1", at.service.port))
+            reader, writer = await asyncio.open_connection(sock=small.dup(), limit=1024)
+        body = json.dumps({"messages": HI, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: len(at.cluster.cancelled) == 1)
+        said = at.gateway.metrics.text().decode()
+        assert 'antiphon_gateway_requests_total{outcome="cancelled"} 1.0' in said
+        heard = b""
+        while piece := await reader.read(1 << 20):
+            heard += piece
+            if heard.endswith(b"0\r\n\r\n"):
+                break
+        writer.close()
+        await writer.wait_closed()
+    assert b'"code":"cancelled"' in heard
+    assert b"[DONE]" in heard
+    assert len(heard) < len(at.cluster.script) * 100_000
+
+
+async def test_models_are_listed_with_their_context(at: House) -> None:
+    async with client(at) as openai_client:
+        models = await openai_client.models.list()
+        one = await openai_client.models.retrieve(MODEL)
+        with pytest.raises(openai.NotFoundError):
+            await openai_client.models.retrieve("other")
+    assert [model.id for model in models.data] == [MODEL]
+    assert one.model_dump()["max_model_len"] == CONTEXT_TOKENS
+
+
+async def test_health_is_200_only_with_everybody_there(at: House) -> None:
+    async with aiohttp.ClientSession() as session:
+        for path in ("/", "/health", "/healthz", "/readyz", "/metrics"):
+            async with session.get(at.url + path) as reply:
+                assert reply.status == 200, path
+        at.cluster.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.DETOKENIZER}
+        await until(lambda: not at.workers)
+        async with session.get(at.url + "/health") as reply:
+            assert reply.status == 503
+            assert (await reply.json())["error"]["message"] == "not ready: worker"
+
+
+async def test_draining_gateway_finishes_what_it_has_and_takes_no_more(at: House) -> None:
+    at.cluster.hold_at = 1
+    async with asyncio.TaskGroup() as group:
+        running_one = group.create_task(stream(at, CHAT, {"messages": HI}))
+        await until(lambda: len(at.cluster.submits) == 1)
+        leaving = group.create_task(at.gateway.ended())
+        await until(lambda: at.gateway.health.state == "draining")
+        status, _, headers = await post(at, CHAT, {"messages": HI})
+        at.cluster.go.set()
+        await leaving
+    assert status == 503
+    assert "Retry-After" in cast("dict[str, str]", headers)
+    assert running_one.result()[-1] == "[DONE]"
+    assert "error" not in running_one.result()[-2]
+
+
+async def test_gateway_that_is_stopped_before_the_end_says_so() -> None:
+    async with house(drain_timeout_s=0.1) as at:
+        at.cluster.hold_at = 1
+        async with asyncio.TaskGroup() as group:
+            told = group.create_task(stream(at, CHAT, {"messages": HI}))
+            await until(lambda: len(at.cluster.submits) == 1)
+            at.gateway.stop.set()
+        assert told.result()[-1] == "[DONE]"
+        assert json.loads(told.result()[-2])["error"]["code"] == "unavailable"
+        await until(lambda: at.cluster.open == set())
+
+
+async def test_taken_port_is_an_error_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        service = GatewayService(settings(port=port))
+        with pytest.raises(ExceptionGroup) as caught:
+            async with running(service, MemoryTransport(MemoryBroker()), settings=settings()):
+                pass
+    assert caught.group_contains(CannotStart, match=str(port), depth=None)
