@@ -1,0 +1,1 @@
+"""The cluster's queue of one model: admission, late binding, supervision, leadership."""

@@ -1,0 +1,46 @@
+"""What the leader asks its surroundings to do. Losing any of them is repaired from state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Attempt, Process
+    from antiphon.wire.command import CommandBatch
+    from antiphon.wire.ids import RequestId
+    from antiphon.wire.notice import NoticeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommands:
+    """Publish commands to the worker that the batch names."""
+
+    batch: CommandBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SendNotice:
+    """Publish to the gateway that the batch names."""
+
+    batch: NoticeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A request has got its worker; `waited_s` is counted from its submit."""
+
+    request_id: RequestId
+    attempt: Attempt
+    worker: Process
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A request has left the ledger: it ended, or it was given up."""
+
+    request_id: RequestId
+
+
+Action = SendCommands | SendNotice | Bound | Gone

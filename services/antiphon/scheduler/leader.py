@@ -1,0 +1,271 @@
+"""The scheduler's protocol as a pure state machine: events in, actions out, the clock passed in.
+
+It stands by until nobody leads, leads until somebody with a higher term does, and is told the
+same things in both: who lives (by `Peers`), what workers hold, and what gateways have open.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from antiphon.scheduler.holdings import Holdings
+from antiphon.scheduler.leadership import Leadership
+from antiphon.scheduler.open_lists import OpenLists
+from antiphon.scheduler.placement import stalled
+from antiphon.scheduler.reconciliation import Reconciliation
+from antiphon.scheduler.rules import SETTLE_BEATS, Rules
+from antiphon.scheduler.tenure import Tenure
+from antiphon.service.peers import Change, Peer, Peers
+from antiphon.wire.base import Process, Role
+from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
+
+if TYPE_CHECKING:
+    from antiphon.scheduler.actions import Action
+    from antiphon.service.clock import Clock
+    from antiphon.wire.base import Term
+    from antiphon.wire.ids import InstanceId, ModelName, RequestId
+    from antiphon.wire.submit import (
+        CancelAccepted,
+        CancelRequest,
+        OpenList,
+        SubmitAccepted,
+        SubmitRequest,
+    )
+
+log = logging.getLogger(__name__)
+
+
+class Leader:
+    """One scheduler process. Each event may leave actions behind, which `take` returns."""
+
+    def __init__(
+        self, process: Process, model: ModelName, rules: Rules, clock: Clock, peers: Peers
+    ) -> None:
+        self._model = model
+        self._rules = rules
+        self._clock = clock
+        self._peers = peers
+        self._leadership = Leadership(process, rules, clock.now())
+        self._holdings = Holdings()
+        self._lists = OpenLists()
+        self._tenure: Tenure | None = None
+        self._reconciliation: Reconciliation | None = None
+        self._unsettled_since = clock.now()
+        self._stalled: set[Process] = set()
+        self._joins = 0
+        peers.watch(self._peer_changed)
+
+    @property
+    def term(self) -> Term | None:
+        """What we lead with, if we lead."""
+        return self._leadership.term
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._tenure.queue) if self._tenure else 0
+
+    @property
+    def kept(self) -> int:
+        """Requests accepted and not seen to end."""
+        return len(self._tenure.ledger) if self._tenure else 0
+
+    @property
+    def lost(self) -> int:
+        """Requests given up that their owners have not closed yet."""
+        return len(self._tenure.lost) if self._tenure else 0
+
+    def keeps(self, request_id: RequestId) -> bool:
+        """Whether a request is among the kept ones."""
+        return self._tenure is not None and self._tenure.ledger.find(request_id) is not None
+
+    def credits(self) -> dict[InstanceId, int]:
+        """Say how many requests each worker may still be given."""
+        if self._tenure is None:
+            return {}
+        return {
+            peer.process.instance: self._tenure.ledger.account(peer.process).places(
+                peer.beat.worker, self._rules.look_ahead
+            )
+            for peer in self._peers.working(Role.WORKER)
+            if peer.beat.worker is not None
+        }
+
+    def submit(self, request: SubmitRequest) -> SubmitAccepted:
+        """Accept a request into the queue, or say again that it is accepted.
+
+        Raises:
+            EngineError: It is refused, or we do not lead.
+        """
+        return self._office().submit(request)
+
+    def cancel(self, request: CancelRequest) -> CancelAccepted:
+        """Free a request wherever it is. An unknown one is fine.
+
+        Raises:
+            EngineError: We do not lead.
+        """
+        tenure = self._office()
+        accepted = tenure.cancel(request)
+        tenure.bind_waiting()
+        return accepted
+
+    def list_arrived(self, change: OpenList) -> None:
+        """Take in what a gateway has open."""
+        fits = change.model == self._model and self._clock.unix_ms() <= change.not_after_unix_ms
+        if not fits or not self._peers.lives(change.owner):
+            return  # late, or of a gateway that we have not met: its next list comes soon
+        if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
+            self._reconciliation.list_changed(change)
+
+    def tick(self, *, link_up: bool, joins: int) -> None:
+        """Do what time brings; called a few times a heartbeat.
+
+        Args:
+            link_up: Whether the broker is reachable.
+            joins: How often it was reached so far; see `Link.joins`.
+        """
+        now = self._clock.now()
+        if joins != self._joins or not link_up:
+            self._joins = joins
+            self._leadership.wait(now)
+            self._unsettle()
+        if not link_up:
+            return
+        if self._leadership.claim(now):
+            self._take_office()
+        self._settle()
+        if self._reconciliation is not None:
+            self._reconciliation.tick()
+
+    def resign(self) -> None:
+        """Lead no more: this process leaves."""
+        self._leadership.resign()
+        self._check_term()
+
+    def take(self) -> list[Action]:
+        """Return what is to be done, once, in order."""
+        return self._tenure.take() if self._tenure else []
+
+    def _office(self) -> Tenure:
+        if self._tenure is not None:
+            return self._tenure
+        raise _elsewhere(self._leadership.highest)
+
+    def _peer_changed(self, change: Change, peer: Peer) -> None:
+        if peer.beat.model not in (None, self._model):
+            return
+        if change is Change.DIED:
+            self._peer_died(peer)
+        elif peer.beat.role is Role.SCHEDULER:
+            self._leadership.hear(peer.beat)
+            self._check_term()
+        elif peer.beat.role is Role.WORKER:
+            self._worker_spoke(peer)
+        elif peer.beat.role is Role.DETOKENIZER and self._reconciliation is not None:
+            self._reconciliation.detokenizer_spoke(peer.process.instance)
+
+    def _worker_spoke(self, peer: Peer) -> None:
+        load = peer.beat.worker
+        if load is None or not self._holdings.apply(peer.beat, load, self._clock.now()):
+            return
+        if load.term is not None:
+            self._leadership.see(load.term)
+            self._check_term()
+        self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
+        self._settle()
+        if self._reconciliation is not None:
+            self._reconciliation.worker_spoke(peer)
+
+    def _peer_died(self, peer: Peer) -> None:
+        process = peer.process
+        reconciliation = self._reconciliation
+        match peer.beat.role:
+            case Role.SCHEDULER:
+                self._leadership.lose(process)
+            case Role.GATEWAY:
+                self._lists.forget(process)
+            case Role.WORKER:
+                self._holdings.forget(process)
+                self._stalled.discard(process)
+                if reconciliation is not None:
+                    reconciliation.worker_died(process)
+            case Role.DETOKENIZER:
+                if reconciliation is not None:
+                    reconciliation.detokenizer_died(process.instance)
+            case _:
+                pass
+
+    def _take_office(self) -> None:
+        term = self._leadership.term
+        assert term is not None
+        log.info("scheduler leads", extra={"term": term.number})
+        self._tenure = Tenure(
+            term,
+            model=self._model,
+            rules=self._rules,
+            clock=self._clock,
+            peers=self._peers,
+            holdings=self._holdings,
+        )
+        self._reconciliation = Reconciliation(
+            self._tenure,
+            rules=self._rules,
+            clock=self._clock,
+            peers=self._peers,
+            holdings=self._holdings,
+            lists=self._lists,
+        )
+        self._unsettled_since = self._clock.now()
+
+    def _check_term(self) -> None:
+        """Drop everything if we lead no more: owners submit again to whoever does."""
+        if self._tenure is None or self._leadership.term is not None:
+            return
+        log.warning(
+            "scheduler steps down",
+            extra={"term": self._tenure.term.number, "waiting": len(self._tenure.queue)},
+        )
+        self._tenure = None
+        self._reconciliation = None
+
+    def _settle(self) -> None:
+        """Begin to bind and abort once everybody has spoken, or has had the time to."""
+        if self._tenure is None or self._tenure.settled:
+            return
+        waited_s = self._clock.now() - self._unsettled_since
+        if waited_s >= self._rules.beats(SETTLE_BEATS) or self._all_spoke():
+            self._tenure.settled = True
+            self._tenure.bind_waiting()
+
+    def _all_spoke(self) -> bool:
+        gateways = [peer.process for peer in self._peers.of(Role.GATEWAY)]
+        workers = [peer.process for peer in self._peers.of(Role.WORKER)]
+        since = self._unsettled_since
+        return (
+            bool(gateways and workers)
+            and all(self._lists.spoke_since(gateway, since) for gateway in gateways)
+            and all(self._holdings.spoke_since(worker, since) for worker in workers)
+        )
+
+    def _unsettle(self) -> None:
+        self._unsettled_since = self._clock.now()
+        if self._tenure is not None:
+            self._tenure.unsettle()
+
+    def _note_stall(self, worker: Process, *, is_stalled: bool) -> None:
+        if is_stalled and worker not in self._stalled:
+            log.warning("worker stalled", extra={"worker": worker.instance})
+            self._stalled.add(worker)
+        elif not is_stalled:
+            self._stalled.discard(worker)
+
+
+def _elsewhere(term: Term | None) -> EngineError:
+    if term is None:
+        return Unavailable("no scheduler leads yet", retry_after_s=1.0)
+    return WrongTerm(
+        "another scheduler leads",
+        details={"term": str(term.number), "scheduler": term.scheduler.instance},
+    )

@@ -1,0 +1,123 @@
+"""Everything a leader has accepted and not seen end: who owns it, and where it runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.scheduler.credit import Account
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Attempt, Process
+    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.submit import SubmitRequest
+
+
+@dataclass(slots=True)
+class Binding:
+    """A request's worker and detokenizer. The detokenizer of another leader's is not known."""
+
+    attempt: Attempt
+    worker: Process
+    detokenizer: InstanceId | None
+    admitted_at: float
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request.
+
+    Attributes:
+        submit: What to admit; none for a request found at a worker and never submitted here.
+        followed: The attempt whose text its owner follows, by its open list.
+        seen_at: When it last was bound, or seen to go on at its worker.
+        disputed_at: Since when the owner follows another attempt than the bound one.
+        unlisted: Whole lists of the owner in a row that lacked it.
+        losses: Attempts of it that have failed.
+    """
+
+    request_id: RequestId
+    owner: Process
+    deadline_unix_ms: int
+    since: float
+    seen_at: float
+    submit: SubmitRequest | None = None
+    followed: Attempt | None = None
+    binding: Binding | None = None
+    disputed_at: float | None = None
+    unlisted: int = 0
+    losses: int = 0
+
+    @property
+    def restartable(self) -> bool:
+        """Whether it may begin again: nobody has seen a word of it, and we know what it is."""
+        return self.submit is not None and self.followed is None
+
+    def wait(self, now: float) -> None:
+        """Begin all patience with it anew."""
+        self.seen_at = now
+        self.disputed_at = None
+        if self.binding is not None:
+            self.binding.admitted_at = now
+
+
+class Ledger:
+    """The entries by request, and the accounts by worker."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, Entry] = {}
+        self._accounts: defaultdict[Process, Account] = defaultdict(Account)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, request_id: RequestId) -> Entry | None:
+        """Return the entry of a request."""
+        return self._entries.get(request_id)
+
+    def add(self, entry: Entry) -> None:
+        """Begin to keep a request."""
+        assert entry.request_id not in self._entries
+        self._entries[entry.request_id] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Keep a request no more."""
+        self.unbind(entry)
+        del self._entries[entry.request_id]
+
+    def bind(self, entry: Entry, binding: Binding) -> None:
+        """Note where a request runs, in place of where it ran."""
+        self.unbind(entry)
+        entry.binding = binding
+        account = self._accounts[binding.worker]
+        account.bound.add(entry.request_id)
+        account.strays.discard(entry.request_id)
+
+    def unbind(self, entry: Entry) -> None:
+        """Note that a request runs nowhere."""
+        if entry.binding is not None:
+            self._accounts[entry.binding.worker].bound.discard(entry.request_id)
+            entry.binding = None
+
+    def entries(self) -> list[Entry]:
+        """Return all of them, oldest first."""
+        return list(self._entries.values())
+
+    def owned(self, owner: Process) -> list[Entry]:
+        """Return one gateway's."""
+        return [entry for entry in self._entries.values() if entry.owner == owner]
+
+    def bound_to(self, worker: Process) -> list[Entry]:
+        """Return one worker's, in order of their ids, so that a simulation repeats itself."""
+        account = self._accounts.get(worker)
+        return [self._entries[name] for name in sorted(account.bound)] if account else []
+
+    def account(self, worker: Process) -> Account:
+        """Return what a worker has got."""
+        return self._accounts[worker]
+
+    def close(self, worker: Process) -> None:
+        """Drop the account of a dead worker. Nothing is bound to it any more."""
+        account = self._accounts.pop(worker, None)
+        assert account is None or not account.bound

@@ -1,0 +1,65 @@
+"""What the gateways say is open: known to the leader and to standbys alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from antiphon.wire.ids import RequestId
+from antiphon.wire.submit import OpenRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Process
+    from antiphon.wire.submit import OpenList
+
+
+@dataclass(slots=True)
+class Owned:
+    """One gateway's open requests, as of its message `version`."""
+
+    version: int
+    heard_at: float
+    requests: dict[RequestId, OpenRequest] = field(default_factory=dict[RequestId, OpenRequest])
+
+
+class OpenLists:
+    """The open requests of every live gateway."""
+
+    def __init__(self) -> None:
+        self._owned: dict[Process, Owned] = {}
+
+    def apply(self, change: OpenList, now: float) -> bool:
+        """Take in a message. False where a later one of the same owner was applied before.
+
+        A lost message needs no care: the next whole list repairs it.
+        """
+        owned = self._owned.get(change.owner)
+        if owned is None:
+            owned = self._owned[change.owner] = Owned(change.version - 1, now)
+        if change.version <= owned.version:
+            return False
+        owned.version = change.version
+        if change.whole:
+            owned.heard_at = now
+            owned.requests.clear()
+        owned.requests.update((line.request_id, line) for line in change.opened)
+        for request_id in change.closed:
+            owned.requests.pop(request_id, None)
+        return True
+
+    def spoke_since(self, owner: Process, since: float) -> bool:
+        """Whether a gateway has sent its whole list since then."""
+        owned = self._owned.get(owner)
+        return owned is not None and owned.heard_at > since
+
+    def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
+        """Return the owner of an open request and its line."""
+        for owner, owned in self._owned.items():
+            line = owned.requests.get(request_id)
+            if line is not None:
+                return owner, line
+        return None
+
+    def forget(self, owner: Process) -> None:
+        """Its owner is gone: nothing of it is open."""
+        self._owned.pop(owner, None)

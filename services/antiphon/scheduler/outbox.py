@@ -1,0 +1,114 @@
+"""What one leader has to say: commands in numbered batches a worker, notices a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.scheduler.actions import Action, SendCommands, SendNotice
+from antiphon.scheduler.rules import GRACE_BEATS, Rules
+from antiphon.service.sequence import SeqSender
+from antiphon.wire.command import Admit, Command, CommandBatch
+from antiphon.wire.notice import LostRequest, NoticeBatch
+from antiphon.wire.parts import parts
+
+if TYPE_CHECKING:
+    from antiphon.service.clock import Clock
+    from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.errors import ErrorReply
+    from antiphon.wire.ids import RequestId
+
+ENVELOPE_BYTES = 8 * 1024
+"""More than an admit needs besides its prompt and stop strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A request that was given up, until its owner no longer lists it."""
+
+    request_id: RequestId
+    owner: Process
+    attempt: Attempt | None
+    error: ErrorReply
+    deadline_unix_ms: int
+
+
+class Outbox:
+    """Collects what one event leads to, so that each worker gets one batch of it."""
+
+    def __init__(self, term: Term, clock: Clock, rules: Rules) -> None:
+        self._term = term
+        self._clock = clock
+        self._rules = rules
+        self._seqs = SeqSender()
+        self._commands: dict[Process, list[Command]] = {}
+        self._lost: dict[Process, dict[RequestId, Lost]] = {}
+        self._actions: list[Action] = []
+
+    def command(self, worker: Process, command: Command) -> None:
+        """Add to the worker's next batch."""
+        self._commands.setdefault(worker, []).append(command)
+
+    def notice(self, lost: Lost) -> None:
+        """Add to the gateway's next notice."""
+        self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
+
+    def note(self, action: Action) -> None:
+        """Add anything else."""
+        self._actions.append(action)
+
+    def take(self) -> list[Action]:
+        """Return everything collected, and begin anew."""
+        actions = [*self._batches(), *self._notices(), *self._actions]
+        self._commands, self._lost, self._actions = {}, {}, []
+        return actions
+
+    def forget(self, worker: Process) -> None:
+        """The worker is dead: nothing is for it any more. Its numbers go on, should it return."""
+        self._commands.pop(worker, None)
+
+    def _batches(self) -> list[SendCommands]:
+        batches: list[SendCommands] = []
+        for worker, commands in self._commands.items():
+            for part in parts(commands, command_bytes, self._rules.payload_bytes_max):
+                batch = CommandBatch(
+                    leader=self._term,
+                    worker=worker,
+                    seq=self._seqs.next(worker.instance),
+                    commands=tuple(part),
+                    not_after_unix_ms=self._not_after(),
+                )
+                batches.append(SendCommands(batch))
+        return batches
+
+    def _notices(self) -> list[SendNotice]:
+        return [
+            SendNotice(
+                NoticeBatch(
+                    leader=self._term,
+                    gateway=gateway,
+                    requests=tuple(
+                        LostRequest(request_id=one.request_id, attempt=one.attempt, error=one.error)
+                        for one in lost.values()
+                    ),
+                    not_after_unix_ms=self._not_after(),
+                )
+            )
+            for gateway, lost in self._lost.items()
+        ]
+
+    def _not_after(self) -> int:
+        # Later than this the same is said again anyway.
+        return self._clock.unix_ms() + round(self._rules.beats(GRACE_BEATS) * 1000)
+
+
+def command_bytes(command: Command) -> int:
+    """Estimate a command's size on the wire, from above."""
+    if not isinstance(command, Admit):
+        return ENVELOPE_BYTES
+    return admit_bytes(command.prompt_ids, command.stop.strings)
+
+
+def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...]) -> int:
+    """Estimate an admit's size on the wire, from above."""
+    return ENVELOPE_BYTES + len(prompt_ids) + sum(4 + len(text.encode()) for text in stop)

@@ -1,0 +1,240 @@
+"""Makes one view out of three: what the leader believes, workers hold, and owners have open.
+
+| it is                                | then                                                    |
+|--------------------------------------|---------------------------------------------------------|
+| open, unknown, running               | adopted                                                 |
+| open, unknown, not running           | its owner submits again; lost if text of it was shown   |
+| running, not open                    | aborted after a grace                                   |
+| accepted, not open                   | dropped after a grace                                   |
+| bound, not running                   | admitted again, as the same attempt                     |
+| running twice                        | the attempt that the owner follows stays, else the last |
+| ended by its owner                   | forgotten, and aborted where it still runs              |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.scheduler.holdings import Held, Holdings
+from antiphon.scheduler.ledger import Entry
+from antiphon.scheduler.rules import FREE_AFTER_MS, GIVE_UP_BEATS, GRACE_BEATS, Rules
+from antiphon.wire.base import State
+from antiphon.wire.errors import WorkerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.scheduler.open_lists import OpenLists
+    from antiphon.scheduler.outbox import Lost
+    from antiphon.scheduler.tenure import Tenure
+    from antiphon.service.clock import Clock
+    from antiphon.service.peers import Peer, Peers
+    from antiphon.wire.base import Process
+    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.submit import OpenList, OpenRequest
+
+
+class Reconciliation:
+    """Acts on a tenure as the others speak. Before it is settled, nothing is aborted."""
+
+    def __init__(
+        self,
+        tenure: Tenure,
+        *,
+        rules: Rules,
+        clock: Clock,
+        peers: Peers,
+        holdings: Holdings,
+        lists: OpenLists,
+    ) -> None:
+        self._tenure = tenure
+        self._ledger = tenure.ledger
+        self._rules = rules
+        self._clock = clock
+        self._peers = peers
+        self._holdings = holdings
+        self._lists = lists
+        self._unowned_since: dict[Process, dict[RequestId, float]] = {}
+        self._silenced: dict[InstanceId, float] = {}  # dead detokenizers, and since when
+        self._told_at = clock.now()
+
+    def worker_spoke(self, peer: Peer) -> None:
+        """Compare what a worker holds with what it should."""
+        worker = peer.process
+        held, ended = self._holdings.of(worker), self._holdings.ended(worker)
+        unowned = self._unowned_since.get(worker, {})
+        self._unowned_since[worker] = {}
+        for request_id, attempt in held.items():
+            self._place(request_id, Held(attempt, worker), unowned)
+        for entry in self._ledger.bound_to(worker):
+            assert entry.binding is not None
+            if held.get(entry.request_id) == entry.binding.attempt:
+                if entry.request_id not in ended:
+                    entry.seen_at = self._clock.now()
+            elif self._tenure.settled:
+                self._miss(entry, peer)
+        self._ledger.account(worker).report(held, ended)
+        self._tenure.bind_waiting()
+
+    def list_changed(self, change: OpenList) -> None:
+        """Compare what a gateway has open with what was accepted from it."""
+        for request_id in change.closed:
+            self._close(request_id, change.owner)
+        for line in change.opened:
+            self._line(change.owner, line)
+        if change.whole:
+            self._drop_unlisted(change)
+        self._tenure.bind_waiting()
+
+    def worker_died(self, worker: Process) -> None:
+        """Begin again, or give up, what it ran."""
+        self._unowned_since.pop(worker, None)
+        self._tenure.lose_worker(worker)
+
+    def detokenizer_died(self, detokenizer: InstanceId) -> None:
+        """Note since when it cannot speak. It may return in time: workers send it all again."""
+        self._silenced.setdefault(detokenizer, self._clock.now())
+
+    def detokenizer_spoke(self, detokenizer: InstanceId) -> None:
+        """It, or its next life, is there."""
+        self._silenced.pop(detokenizer, None)
+
+    def tick(self) -> None:
+        """Do what time alone brings: deadlines, and waiting that has lasted too long."""
+        unix_ms = self._clock.unix_ms()
+        for entry in self._ledger.entries():
+            if self._is_over(entry, unix_ms):
+                self._tenure.drop(entry)
+            elif self._tenure.settled and entry.request_id not in self._tenure.queue:
+                self._check_age(entry)
+        self._tenure.tombstones.expire(unix_ms)
+        self._forget_lost(
+            lambda lost: (
+                unix_ms >= lost.deadline_unix_ms + FREE_AFTER_MS
+                or not self._peers.lives(lost.owner)
+            )
+        )
+        if self._clock.now() - self._told_at >= self._rules.beat_s:
+            self._told_at = self._clock.now()
+            self._tenure.tell_lost()
+        self._tenure.bind_waiting()
+
+    def _is_over(self, entry: Entry, unix_ms: int) -> bool:
+        """Whether nobody waits for a request any more."""
+        waits = entry.request_id in self._tenure.queue
+        if unix_ms >= entry.deadline_unix_ms + (0 if waits else FREE_AFTER_MS):
+            return True
+        # A submit may come before the first heartbeat of its gateway, and after the last.
+        age_s = self._clock.now() - entry.since
+        return age_s >= self._rules.beats(GRACE_BEATS) and not self._peers.lives(entry.owner)
+
+    def _place(self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]) -> None:
+        """Find out whether a worker should hold what it holds."""
+        entry = self._ledger.find(request_id)
+        if request_id in self._tenure.tombstones or request_id in self._tenure.lost:
+            self._abort(request_id, held)
+        elif entry is None:
+            self._place_unknown(request_id, held, unowned)
+        elif entry.binding is None:
+            if entry.followed in (None, held.attempt):
+                self._tenure.adopt(entry, held)
+            else:
+                self._abort(request_id, held)
+        elif held.worker == entry.binding.worker:
+            pass  # an attempt that the worker is about to replace, or the right one
+        elif held.attempt == entry.followed:
+            self._tenure.adopt(entry, held)
+        elif held.attempt < entry.binding.attempt:
+            self._abort(request_id, held)
+
+    def _place_unknown(
+        self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]
+    ) -> None:
+        found = self._lists.find(request_id)
+        if found is not None:
+            self._line(*found)
+            return
+        since = unowned.get(request_id, self._clock.now())
+        self._unowned_since[held.worker][request_id] = since
+        if self._clock.now() - since >= self._rules.beats(GRACE_BEATS):
+            self._abort(request_id, held)
+
+    def _miss(self, entry: Entry, peer: Peer) -> None:
+        """A worker lacks what is bound to it: the admit was lost or refused, or it has ended."""
+        binding = entry.binding
+        assert binding is not None
+        if self._clock.now() - binding.admitted_at < self._rules.beats(GRACE_BEATS):
+            return
+        if not entry.restartable:
+            return  # it has run, so it ended; its age decides
+        if binding.detokenizer is None or peer.beat.state is not State.READY:
+            self._tenure.restart(entry)
+        else:
+            self._tenure.admit(entry)
+
+    def _check_age(self, entry: Entry) -> None:
+        """End the patience with what nobody runs, or what nobody puts into words."""
+        now = self._clock.now()
+        detokenizer = entry.binding.detokenizer if entry.binding else None
+        silent_since = self._silenced.get(detokenizer, now) if detokenizer else now
+        give_up_s = self._rules.beats(GIVE_UP_BEATS)
+        if now - entry.seen_at >= give_up_s:
+            self._tenure.lose(entry, WorkerLost("no worker runs the request any more"))
+        elif now - silent_since >= give_up_s:
+            self._tenure.lose(entry, WorkerLost("the detokenizer of the request has died"))
+
+    def _line(self, owner: Process, line: OpenRequest) -> None:
+        """Take in one line of an open list."""
+        entry = self._ledger.find(line.request_id)
+        if entry is None:
+            self._open_unknown(owner, line)
+        elif entry.owner == owner:
+            entry.unlisted = 0
+            if line.attempt is not None:
+                self._tenure.follow(entry, line.attempt)
+
+    def _open_unknown(self, owner: Process, line: OpenRequest) -> None:
+        """Keep a request of an earlier leader's that runs, or that can only end as lost."""
+        ended = line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost
+        held = self._holdings.find(line.request_id, line.attempt)
+        if ended or (held is None and line.attempt is None):
+            return
+        now = self._clock.now()
+        entry = Entry(
+            line.request_id,
+            owner,
+            line.deadline_unix_ms,
+            since=now,
+            seen_at=now,
+            followed=line.attempt,
+        )
+        self._ledger.add(entry)
+        if held is not None:
+            self._tenure.adopt(entry, held)
+
+    def _close(self, request_id: RequestId, owner: Process) -> None:
+        """The owner has ended a request. Its submit may still be under way."""
+        entry = self._ledger.find(request_id)
+        if entry is not None and entry.owner == owner:
+            self._tenure.forget(entry)
+        self._forget_lost(lambda lost: (lost.owner, lost.request_id) == (owner, request_id))
+        until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)
+        self._tenure.tombstones.bury(request_id, owner, until)
+
+    def _drop_unlisted(self, change: OpenList) -> None:
+        listed = {line.request_id for line in change.opened}
+        for entry in self._ledger.owned(change.owner):
+            if entry.request_id not in listed:
+                entry.unlisted += 1
+                if entry.unlisted >= GRACE_BEATS:
+                    self._tenure.drop(entry)
+        self._forget_lost(lambda lost: lost.owner == change.owner and lost.request_id not in listed)
+
+    def _forget_lost(self, ended: Callable[[Lost], bool]) -> None:
+        for lost in list(self._tenure.lost.values()):
+            if ended(lost):
+                del self._tenure.lost[lost.request_id]
+
+    def _abort(self, request_id: RequestId, held: Held) -> None:
+        if self._tenure.settled:
+            self._tenure.abort(request_id, held)

@@ -1,0 +1,50 @@
+"""The numbers that a leader decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from antiphon.config.settings import Settings
+
+QUIET_BEATS = 2
+"""Silence after which a scheduler leads that has heard of no leader."""
+SETTLE_BEATS = 2
+"""How long a new leader waits for gateways and workers to speak before it binds or aborts."""
+GRACE_BEATS = 3
+"""How long two views may differ before the leader acts: what differs is mostly under way."""
+GIVE_UP_BEATS = 20
+"""How long nobody may run a request, or nobody decode it, before the attempt has failed."""
+FREE_AFTER_MS = 2_000
+"""How long past its deadline a request is freed here. Its owner has closed it by then."""
+LOSSES_MAX = 2
+"""Attempts of one request that may fail: it may be what kills workers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What the operator said, as far as the leader reads it."""
+
+    beat_s: float = 0.5
+    queue_max: int = 1024
+    look_ahead: int = 2
+    tombstone_s: float = 10.0
+    stall_s: float = 30.0
+    payload_bytes_max: int = 1024 * 1024
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Pick them out of a process's settings."""
+        return cls(
+            beat_s=settings.service.heartbeat_s,
+            queue_max=settings.scheduler.queue_max,
+            look_ahead=settings.scheduler.look_ahead,
+            tombstone_s=settings.scheduler.tombstone_s,
+            stall_s=settings.batching.stall_s,
+            payload_bytes_max=settings.bus.payload_bytes_max,
+        )
+
+    def beats(self, count: int) -> float:
+        """Say in seconds how long so many heartbeats take."""
+        return count * self.beat_s

@@ -1,0 +1,224 @@
+"""Wires the leader's machine to the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.bus.errors import BusDown
+from antiphon.scheduler.actions import Action, Bound, Gone, SendCommands, SendNotice
+from antiphon.scheduler.leader import Leader
+from antiphon.scheduler.metrics import SchedulerMetrics
+from antiphon.scheduler.rules import Rules
+from antiphon.service.endpoint import Answer, Endpoint, Follow
+from antiphon.service.model import served_name
+from antiphon.service.service import Report, Runtime
+from antiphon.telemetry.tracing import span
+from antiphon.wire.base import Role
+from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
+from antiphon.wire.routes import CANCEL, COMMAND, NOTICE, OPEN, SUBMIT
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.bus.transport import Subscription
+    from antiphon.config.settings import Settings
+    from antiphon.service.peers import Change, Peer
+    from antiphon.telemetry.tracing import Span
+    from antiphon.wire.base import Term
+    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.submit import (
+        CancelAccepted,
+        CancelRequest,
+        OpenList,
+        SubmitAccepted,
+        SubmitRequest,
+    )
+
+log = logging.getLogger(__name__)
+
+TICKS_A_BEAT = 5
+
+
+class SchedulerService:
+    """Follows open lists and peers always; takes submits and cancels while it leads."""
+
+    role = Role.SCHEDULER
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._model = served_name(settings)
+        self._news = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._spans: dict[RequestId, Span] = {}
+        self._doors: list[Subscription] = []
+        self._term_said: Term | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        """Stand by, and lead when nobody does."""
+        self._runtime = runtime
+        self._metrics = SchedulerMetrics(runtime.metrics.registry)
+        self._leader = Leader(
+            runtime.process, self._model, Rules.of(self._settings), runtime.clock, runtime.peers
+        )
+        runtime.peers.watch(self._note_peer)
+        runtime.group.create_task(self._tick(), name="tick")
+        runtime.group.create_task(self._speak(), name="speak")
+        yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Open lists; the calls are listened to by whoever leads."""
+        return (Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),)
+
+    def model(self) -> ModelName | None:
+        """The model whose queue this is."""
+        return self._model
+
+    def report(self) -> Report:
+        """How much is in flight, and the term if we lead."""
+        term = self._leader.term
+        return Report(load=self._leader.kept, leads=term if term == self._term_said else None)
+
+    async def drain(self) -> None:
+        """Bind what still waits, unless a standby can do it; then lead no more."""
+        if not self._runtime.peers.working(Role.SCHEDULER):
+            while self._leader.waiting:
+                self._emptied.clear()
+                await self._emptied.wait()
+        self._leader.resign()
+        self._runtime.health.changed()
+
+    async def _submit(self, request: SubmitRequest, _: object) -> SubmitAccepted:
+        if not self._leader.keeps(request.request_id):
+            waits = span("scheduler.schedule", request.traceparent).start()
+            self._spans[request.request_id] = waits
+            request = msgspec.structs.replace(request, traceparent=waits.traceparent)
+        try:
+            return self._leader.submit(request)
+        except EngineError as error:
+            self._metrics.refused.labels(error.code).inc()
+            if not self._leader.keeps(request.request_id):
+                self._end_span(request.request_id, error)
+            raise
+        finally:
+            self._news.set()
+
+    async def _cancel(self, request: CancelRequest, _: object) -> CancelAccepted:
+        accepted = self._leader.cancel(request)
+        self._news.set()
+        return accepted
+
+    async def _on_open(self, change: OpenList) -> None:
+        self._leader.list_arrived(change)
+        self._news.set()
+
+    def _note_peer(self, _: Change, __: Peer) -> None:
+        # The leader watches too, and has seen it before us.
+        self._news.set()
+
+    async def _tick(self) -> None:
+        link = self._runtime.bus.link
+        pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
+        while True:
+            self._leader.tick(link_up=link.up, joins=link.joins)
+            self._measure()
+            self._news.set()
+            await asyncio.sleep(pause_s)
+
+    async def _speak(self) -> None:
+        """Publish what the leader wants said: from one task, so that commands stay in order."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self._mind_doors()
+            for action in self._leader.take():
+                await self._act(action)
+            if not self._leader.waiting:
+                self._emptied.set()
+
+    async def _act(self, action: Action) -> None:
+        try:
+            match action:
+                case SendCommands(batch):
+                    worker = batch.worker.instance
+                    await self._runtime.bus.publish(COMMAND, batch, worker=worker)
+                case SendNotice(batch):
+                    self._metrics.lost.inc(len(batch.requests))
+                    gateway = batch.gateway.instance
+                    await self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
+                case Bound():
+                    self._note_bound(action)
+                case Gone(request_id):
+                    self._end_span(request_id)
+        except BusDown:
+            return  # whatever it was, it is said again from state
+        except RequestTooLarge:
+            log.exception("message too large", extra={"action": type(action).__name__})
+
+    def _note_bound(self, bound: Bound) -> None:
+        self._metrics.bound.labels(bound.worker.instance).inc()
+        self._metrics.wait_seconds.observe(bound.waited_s)
+        self._end_span(bound.request_id)
+        log.info(
+            "request bound",
+            extra={
+                "request_id": bound.request_id,
+                "worker": bound.worker.instance,
+                "attempt": bound.attempt.n,
+                "waited_s": round(bound.waited_s, 4),
+            },
+        )
+
+    def _end_span(self, request_id: RequestId, error: EngineError | None = None) -> None:
+        waits = self._spans.pop(request_id, None)
+        if waits is not None:
+            waits.end(error)
+
+    async def _mind_doors(self) -> None:
+        """Listen to the calls if we lead, and only then; whoever hears that we lead may call."""
+        term = self._leader.term
+        if term is None:
+            await self._close_doors()
+        elif not await self._open_doors():
+            return
+        if term != self._term_said:
+            self._term_said = term
+            self._runtime.health.changed()
+
+    async def _open_doors(self) -> bool:
+        try:
+            for door in self._answers()[len(self._doors) :]:
+                self._doors.append(await self._runtime.listen(door))
+        except BusDown:
+            return False  # tried again at the next tick
+        except Unavailable:
+            self._leader.resign()  # we are draining: another shall lead
+            return False
+        return True
+
+    def _answers(self) -> Sequence[Endpoint]:
+        address = {"model": self._model}
+        return (
+            Answer(route=SUBMIT, handler=self._submit, address=address),
+            Answer(route=CANCEL, handler=self._cancel, address=address, while_draining=True),
+        )
+
+    async def _close_doors(self) -> None:
+        doors, self._doors = self._doors, []
+        for door in doors:
+            await door.drain()
+        for request_id in list(self._spans):
+            self._end_span(request_id)
+
+    def _measure(self) -> None:
+        self._metrics.leads.set(self._leader.term is not None)
+        self._metrics.waiting.set(self._leader.waiting)
+        self._metrics.kept.set(self._leader.kept)
+        self._metrics.credit.clear()
+        for worker, credit in self._leader.credits().items():
+            self._metrics.credit.labels(worker).set(credit)

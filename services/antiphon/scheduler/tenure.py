@@ -1,0 +1,307 @@
+"""One term in office: what a leader has accepted, where it runs, and what it says about it.
+
+A scheduler that steps down drops the whole of it; owners submit again to the next leader.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+from antiphon.scheduler.actions import Action, Bound, Gone
+from antiphon.scheduler.holdings import Held, Holdings
+from antiphon.scheduler.ledger import Binding, Entry, Ledger
+from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes
+from antiphon.scheduler.placement import Place, Placement
+from antiphon.scheduler.queue import DrainRate, Queue
+from antiphon.scheduler.rules import GRACE_BEATS, LOSSES_MAX, Rules
+from antiphon.scheduler.tombstones import Tombstones
+from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.command import Abort, Admit, ChoiceOutput
+from antiphon.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineError,
+    Overloaded,
+    RequestTooLarge,
+    Unavailable,
+    WorkerLost,
+    decode_error,
+    encode_error,
+)
+from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, SubmitRequest
+
+if TYPE_CHECKING:
+    from antiphon.service.clock import Clock
+    from antiphon.service.peers import Peers
+    from antiphon.wire.ids import ModelName, RequestId
+
+log = logging.getLogger(__name__)
+
+
+class Tenure:
+    """Accepts, binds, aborts and gives up requests. Actions collect until `take`."""
+
+    def __init__(
+        self,
+        term: Term,
+        *,
+        model: ModelName,
+        rules: Rules,
+        clock: Clock,
+        peers: Peers,
+        holdings: Holdings,
+    ) -> None:
+        self.term = term
+        self.queue = Queue(rules.queue_max)
+        self.ledger = Ledger()
+        self.tombstones = Tombstones()
+        self.lost: dict[RequestId, Lost] = {}
+        self.settled = False
+        """Whether everybody has had the time to speak; nothing is bound or aborted before."""
+        self._rules = rules
+        self._clock = clock
+        self._peers = peers
+        self._holdings = holdings
+        self._placement = Placement(model, peers, rules)
+        self._rate = DrainRate()
+        self._outbox = Outbox(term, clock, rules)
+        self._numbers = itertools.count(1)
+
+    def take(self) -> list[Action]:
+        """Return what is to be done, once."""
+        return self._outbox.take()
+
+    def unsettle(self) -> None:
+        """The link was down: nobody's silence until now means anything."""
+        self.settled = False
+        for entry in self.ledger.entries():
+            entry.wait(self._clock.now())
+
+    def submit(self, request: SubmitRequest) -> SubmitAccepted:
+        """Accept a request, or say again that it is accepted.
+
+        Raises:
+            EngineError: It is over already, its id is taken, or there is no room.
+        """
+        self._refuse_ended(request)
+        entry = self.ledger.find(request.request_id)
+        if entry is None:
+            self._refuse_unheard(request)
+            self._accept(request)
+        elif entry.owner != request.owner or _differs(entry.submit, request):
+            raise DuplicateRequest("a live request has this id")
+        else:
+            entry.submit = request
+            if request.attempt_floor is not None:
+                self.follow(entry, request.attempt_floor)
+        self.bind_waiting()
+        return SubmitAccepted(
+            request_id=request.request_id,
+            term=self.term,
+            position=self.queue.position(request.request_id),
+        )
+
+    def cancel(self, request: CancelRequest) -> CancelAccepted:
+        """Free a request wherever it is, and let no late submit of it run."""
+        entry = self.ledger.find(request.request_id)
+        if entry is None or entry.owner == request.owner:
+            until = request.deadline_unix_ms + round(self._rules.tombstone_s * 1000)
+            self.tombstones.bury(request.request_id, request.owner, until)
+            self.lost.pop(request.request_id, None)
+        if entry is not None and entry.owner == request.owner:
+            self.drop(entry)
+        return CancelAccepted(request_id=request.request_id)
+
+    def _refuse_unheard(self, request: SubmitRequest) -> None:
+        """Say no to an owner whose heartbeats do not count: it is new, or of other settings.
+
+        Nobody would be seen to have its requests open, so they would be dropped while they run.
+        """
+        if not self._peers.lives(request.owner):
+            raise Unavailable("the scheduler does not hear this gateway", retry_after_s=0.5)
+
+    def bind_waiting(self) -> None:
+        """Bind from the head of the queue while a worker has room."""
+        while self.settled and (request_id := self.queue.first()) is not None:
+            entry = self.ledger.find(request_id)
+            assert entry is not None
+            assert entry.submit is not None
+            if entry.deadline_unix_ms <= self._clock.unix_ms():
+                self.drop(entry)
+                continue
+            place = self._placement.choose(entry.submit.prompt_ids, self.ledger)
+            if place is None:
+                return
+            self.queue.remove(request_id)
+            self._bind(entry, entry.submit, place)
+
+    def adopt(self, entry: Entry, held: Held) -> None:
+        """Take a worker's word for where a request runs, and stop what we bound elsewhere."""
+        self._leave(entry)
+        self.queue.remove(entry.request_id)
+        binding = Binding(held.attempt, held.worker, None, self._clock.now())
+        self.ledger.bind(entry, binding)
+        entry.seen_at = self._clock.now()
+        entry.disputed_at = None
+
+    def follow(self, entry: Entry, attempt: Attempt) -> None:
+        """Take the owner's word for which attempt it shows. No other can serve it any more."""
+        now = self._clock.now()
+        entry.followed = attempt
+        if entry.request_id in self.queue:
+            self.queue.remove(entry.request_id)
+            entry.seen_at = now
+        if entry.binding is None or entry.binding.attempt == attempt:
+            entry.disputed_at = None
+            return
+        held = self._holdings.find(entry.request_id, attempt)
+        if held is not None:
+            self.adopt(entry, held)
+        elif entry.disputed_at is None:
+            entry.disputed_at = now
+        elif now - entry.disputed_at >= self._rules.beats(GRACE_BEATS):
+            self.give_up(entry, WorkerLost("the answer that was being read is lost"))
+
+    def admit(self, entry: Entry) -> None:
+        """Tell a bound request's worker to run it. Said again, it changes nothing there."""
+        binding, submit = entry.binding, entry.submit
+        assert binding is not None
+        assert submit is not None
+        assert binding.detokenizer is not None
+        binding.admitted_at = self._clock.now()
+        admit = Admit(
+            request_id=entry.request_id,
+            owner=entry.owner,
+            attempt=binding.attempt,
+            detokenizer=binding.detokenizer,
+            prompt_ids=submit.prompt_ids,
+            choices=tuple(ChoiceOutput(choice=index) for index in range(submit.choices)),
+            sampling=submit.sampling,
+            stop=submit.stop,
+            priority=submit.priority,
+            deadline_unix_ms=submit.deadline_unix_ms,
+            traceparent=submit.traceparent,
+        )
+        self._outbox.command(binding.worker, admit)
+
+    def abort(self, request_id: RequestId, held: Held) -> None:
+        """Tell a worker to stop an attempt. Until it has, the attempt takes one of its places."""
+        self.ledger.account(held.worker).strays.add(request_id)
+        self._outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
+
+    def restart(self, entry: Entry) -> None:
+        """Put a request back at the head of the queue: it will begin again somewhere."""
+        assert entry.restartable
+        self._leave(entry)
+        entry.seen_at = self._clock.now()
+        self.queue.put_back(entry.request_id)
+
+    def drop(self, entry: Entry) -> None:
+        """Free a request that nobody wants any more, and stop it where it runs."""
+        self._leave(entry)
+        self.forget(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Free a request that has ended: its worker knows that already."""
+        self.queue.remove(entry.request_id)
+        self.ledger.remove(entry)
+        self._outbox.note(Gone(entry.request_id))
+
+    def give_up(self, entry: Entry, error: EngineError) -> None:
+        """End a request that cannot go on: its owner is told until it has closed it."""
+        attempt = entry.followed or (entry.binding.attempt if entry.binding else None)
+        log.warning(
+            "request lost",
+            extra={"request_id": entry.request_id, "code": error.code, "reason": error.message},
+        )
+        self.lost[entry.request_id] = Lost(
+            entry.request_id, entry.owner, attempt, encode_error(error), entry.deadline_unix_ms
+        )
+        self._outbox.notice(self.lost[entry.request_id])
+        self.drop(entry)
+
+    def lose(self, entry: Entry, error: EngineError) -> None:
+        """An attempt has failed. What nobody has read a word of begins again; the rest ends."""
+        entry.losses += 1
+        if entry.restartable and entry.losses < LOSSES_MAX:
+            self.restart(entry)
+        else:
+            self.give_up(entry, error)
+
+    def lose_worker(self, worker: Process) -> None:
+        """A worker is dead."""
+        self._outbox.forget(worker)
+        for entry in self.ledger.bound_to(worker):
+            self.lose(entry, WorkerLost("the worker that ran the request has died"))
+        self.ledger.close(worker)
+        self.bind_waiting()
+
+    def tell_lost(self) -> None:
+        """Say again what was given up, to the owners that still list it."""
+        for lost in self.lost.values():
+            self._outbox.notice(lost)
+
+    def _refuse_ended(self, request: SubmitRequest) -> None:
+        if request.deadline_unix_ms <= self._clock.unix_ms():
+            raise DeadlineExceeded("the request's deadline has passed")
+        if self.tombstones.killed_by(request.request_id, request.owner):
+            raise Cancelled("the request was cancelled")
+        lost = self.lost.get(request.request_id)
+        if lost is not None and lost.owner == request.owner:
+            raise decode_error(lost.error)
+
+    def _accept(self, request: SubmitRequest) -> None:
+        held = self._holdings.find(request.request_id, request.attempt_floor)
+        if held is None and request.attempt_floor is None:
+            self._refuse_excess(request)
+        now = self._clock.now()
+        entry = Entry(
+            request.request_id,
+            request.owner,
+            request.deadline_unix_ms,
+            since=now,
+            seen_at=now,
+            submit=request,
+            followed=request.attempt_floor,
+        )
+        self.ledger.add(entry)
+        if held is not None:
+            self.adopt(entry, held)
+        elif entry.restartable:
+            self.queue.push(entry.request_id)
+
+    def _refuse_excess(self, request: SubmitRequest) -> None:
+        bytes_max = self._rules.payload_bytes_max
+        size_bytes = admit_bytes(request.prompt_ids, request.stop.strings)
+        if size_bytes > bytes_max:
+            raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
+        if self.queue.full:
+            raise Overloaded(
+                f"the queue is full ({len(self.queue)} requests wait)",
+                retry_after_s=self._rate.retry_after_s(len(self.queue), self._clock.now()),
+            )
+
+    def _bind(self, entry: Entry, submit: SubmitRequest, place: Place) -> None:
+        now = self._clock.now()
+        attempt = Attempt(term=self.term, n=next(self._numbers))
+        self.ledger.bind(entry, Binding(attempt, place.worker, place.detokenizer, now))
+        self.ledger.account(place.worker).promise(place.load, submit.prompt_ids)
+        entry.seen_at = now
+        entry.disputed_at = None
+        self._rate.leave(now)
+        self._outbox.note(Bound(entry.request_id, attempt, place.worker, now - entry.since))
+        self.admit(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        """Unbind, and stop what may run there: an admit that is under way shows nowhere."""
+        binding = entry.binding
+        self.ledger.unbind(entry)
+        if binding is not None and self._peers.lives(binding.worker):
+            self.abort(entry.request_id, Held(binding.attempt, binding.worker))
+
+
+def _differs(known: SubmitRequest | None, request: SubmitRequest) -> bool:
+    return known is not None and known.digest != request.digest

@@ -1,0 +1,204 @@
+"""Virtual time, and a broker that delays, loses and repeats: everything follows from one seed."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from antiphon.bus.errors import BusDown, NobodyListens
+from antiphon.testing.clock import ManualClock
+from antiphon.wire.codec import decode, decode_reply, encode
+from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.wire.base import Message
+    from antiphon.wire.routes import Call, Feed
+
+
+class Timeline:
+    """Runs what is due, in the order of its times."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(when, self.clock.now()), next(self._numbers), act))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        self.at(self.clock.now() + seconds, act)
+
+    def run_until(self, end: float) -> None:
+        while self._events and self._events[0][0] <= end:
+            when, _, act = heapq.heappop(self._events)
+            self.clock.advance(max(0.0, when - self.clock.now()))
+            act()
+        self.clock.advance(max(0.0, end - self.clock.now()))
+
+
+class Party(Protocol):
+    """Who is connected: knows when it can run what reaches it."""
+
+    name: str
+    mute_until: float
+    deaf_until: float
+
+    def run(self, act: Callable[[], None]) -> None:
+        """Run this as soon as the process can; never if it has died."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How messages fare. Shares are of single deliveries; order within a subject is kept."""
+
+    delay_s: float = 0.002
+    loss: float = 0.0
+    repeat: float = 0.0
+
+
+@dataclass(eq=False)
+class Interest:
+    """One subscription. `receive` returns the reply where there is one to give."""
+
+    party: Party
+    subject: list[str]
+    receive: Callable[[bytes], Message | None]
+
+    def take(self, data: bytes) -> None:
+        self.receive(data)
+
+    def matches(self, subject: list[str]) -> bool:
+        return len(subject) == len(self.subject) and all(
+            mine in ("*", theirs) for mine, theirs in zip(self.subject, subject, strict=True)
+        )
+
+
+class Network:
+    """The broker. Everything crosses it as bytes."""
+
+    def __init__(self, timeline: Timeline, seed: int, weather: Weather) -> None:
+        self.weather = weather
+        self.joins = 1
+        self.up = True
+        self._timeline = timeline
+        self._random = random.Random(f"network {seed}")
+        self._interests: list[Interest] = []
+        self._matching: dict[str, list[Interest]] = {}
+        self._last: dict[tuple[str, str, str], float] = {}
+
+    def listen(
+        self, party: Party, route: Feed[Any], receive: Callable[[Any], Message | None], **part: str
+    ) -> Interest:
+        subject = route.listening(**part).split(".")
+        interest = Interest(party, subject, lambda data: receive(decode(data, route.carries)))
+        self._interests.append(interest)
+        self._matching.clear()
+        return interest
+
+    def ignore(self, interest: Interest) -> None:
+        self._interests.remove(interest)
+        self._matching.clear()
+
+    def leave(self, party: Party) -> None:
+        self._interests = [one for one in self._interests if one.party is not party]
+        self._matching.clear()
+
+    def outage(self, seconds: float) -> None:
+        """The broker dies, and all that is under way with it, and comes back."""
+        self.up = False
+
+        def back() -> None:
+            self.up = True
+            self.joins += 1
+
+        self._timeline.after(seconds, back)
+
+    def publish(self, party: Party, route: Feed[Any], message: Message, **part: str) -> None:
+        if not self.up:
+            raise BusDown("the broker is away")
+        subject = route.at(**part)
+        data = encode(message)
+        for interest in self._listeners(subject):
+            self._carry(party, interest.party, subject, partial(interest.take, data))
+
+    def call(
+        self,
+        party: Party,
+        route: Call[Any, Any],
+        message: Message,
+        answer: Callable[[Any], None],
+        **part: str,
+    ) -> None:
+        """Ask; `answer` gets the reply or the error, once."""
+        open_call = [True]
+
+        def settle(reply: Message | EngineError) -> None:
+            if open_call.pop() if open_call else False:
+                party.run(lambda: answer(reply))
+
+        if not self.up:
+            self._timeline.after(0.0, lambda: settle(BusDown("the broker is away")))
+            return
+        subject = route.at(**part)
+        data = encode(message)
+        listeners = self._listeners(subject)
+        if not listeners:
+            nobody = NobodyListens("nobody", retry_after_s=1.0)
+            self._timeline.after(self._delay(), lambda: settle(nobody))
+            return
+
+        def read(reply: bytes) -> None:
+            try:
+                settle(decode_reply(reply, route.replies))
+            except EngineError as error:
+                settle(error)
+
+        def serve(interest: Interest) -> None:
+            try:
+                reply = interest.receive(data)
+                assert reply is not None
+            except EngineError as error:
+                reply = encode_error(error)
+            replied = encode(reply)
+            self._carry(interest.party, party, f"inbox of {party.name}", lambda: read(replied))
+
+        for interest in listeners:
+            self._carry(party, interest.party, subject, partial(serve, interest))
+        self._timeline.after(1.0, lambda: settle(DeadlineExceeded("no answer")))
+
+    def _listeners(self, subject: str) -> list[Interest]:
+        if subject not in self._matching:
+            parts = subject.split(".")
+            self._matching[subject] = [one for one in self._interests if one.matches(parts)]
+        return self._matching[subject]
+
+    def _carry(self, sender: Party, receiver: Party, subject: str, act: Callable[[], None]) -> None:
+        joins = self.joins
+        if self._timeline.clock.now() < sender.mute_until:
+            return
+
+        def arrive() -> None:
+            deaf = self._timeline.clock.now() < receiver.deaf_until
+            if self.up and self.joins == joins and not deaf:
+                receiver.run(act)
+
+        copies = 1 + (self._random.random() < self.weather.repeat)
+        for _ in range(copies):
+            if sender is not receiver and self._random.random() < self.weather.loss:
+                continue
+            # Not before what went the same way before: NATS keeps order within a subject.
+            way = (sender.name, receiver.name, subject)
+            when = max(self._timeline.clock.now() + self._delay(), self._last.get(way, 0.0))
+            self._last[way] = when
+            self._timeline.at(when, arrive)
+
+    def _delay(self) -> float:
+        return self._random.expovariate(1 / self.weather.delay_s) if self.weather.delay_s else 0.0

@@ -1,0 +1,472 @@
+"""The processes of a simulated cluster: the real state machines, wired as their services do it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import TYPE_CHECKING
+
+from antiphon.bus.errors import BusDown
+from antiphon.detokenizer.actions import SendResend, SendStop, SendText
+from antiphon.detokenizer.machine import Detokenizer
+from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Said, Submit
+from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.output import Output, Run
+from antiphon.scheduler.actions import SendCommands, SendNotice
+from antiphon.scheduler.leader import Leader
+from antiphon.scheduler.rules import Rules
+from antiphon.service.peers import Change, Patience, Peer, Peers
+from antiphon.service.sequence import SeqSender
+from antiphon.service.service import Report
+from antiphon.wire.base import FinishReason, Message, Process, Role, State
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
+from antiphon.wire.routes import (
+    CANCEL,
+    COMMAND,
+    DETOKENIZER_CONTROL,
+    HEARTBEAT,
+    NOTICE,
+    OPEN,
+    STOP,
+    SUBMIT,
+    TEXT,
+    TOKENS,
+)
+from antiphon.wire.submit import CancelAccepted, CancelRequest, OpenList, SubmitRequest
+from antiphon.wire.text import ResumeText, TextBatch, TextResumed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tests.simulation.protocol_network import Interest, Network, Timeline
+
+    from antiphon.gateway.owner.actions import Action as OwnerAction
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.model_worker.output import Action as WorkerAction
+    from antiphon.wire.errors import EngineError
+    from antiphon.wire.notice import NoticeBatch
+    from antiphon.wire.submit import SubmitAccepted
+    from antiphon.wire.tokens import TokenBatch
+
+MODEL = ModelName("model")
+BEAT_S = 0.5
+JUDGEMENTS_A_BEAT = 5
+STEP_S = 0.02
+RUNNING_MAX = 4
+
+
+class Node:
+    """One life of one process. It may be frozen for a while, and it may die."""
+
+    role: Role
+
+    def __init__(self, timeline: Timeline, network: Network, instance: str, life: int) -> None:
+        self.process = Process(
+            instance=InstanceId(instance), incarnation=Incarnation(f"life-{life}")
+        )
+        self.name = f"{instance}#{life}"
+        self.timeline = timeline
+        self.clock = timeline.clock
+        self.network = network
+        self.alive = True
+        self.mute_until = 0.0
+        self.deaf_until = 0.0
+        self.state = State.READY
+        self.thawed_ms = 0
+        self._frozen_until = 0.0
+        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
+        self.peers = Peers(self.process, "digest", self.clock, patience)
+        network.listen(self, HEARTBEAT, self.peers.hear)
+
+    def start(self) -> None:
+        self.every(BEAT_S, self.beat)
+        self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._judge)
+
+    def run(self, act: Callable[[], None]) -> None:
+        if not self.alive:
+            return
+        if self.clock.now() < self._frozen_until:
+            self.timeline.at(self._frozen_until, lambda: self.run(act))
+        else:
+            act()
+
+    def every(self, seconds: float, act: Callable[[], None]) -> None:
+        def again() -> None:
+            if self.alive:
+                act()
+                self.timeline.after(seconds, lambda: self.run(again))
+
+        self.timeline.after(0.0, lambda: self.run(again))
+
+    def freeze(self, seconds: float) -> None:
+        self._frozen_until = max(self._frozen_until, self.clock.now() + seconds)
+        left_s = self._frozen_until - self.clock.now()
+        self.thawed_ms = self.clock.unix_ms() + round(left_s * 1000)
+
+    def die(self) -> None:
+        self.alive = False
+        self.network.leave(self)
+
+    def beat(self) -> None:
+        report = self.report()
+        heartbeat = Heartbeat(
+            role=self.role,
+            process=self.process,
+            state=self.state,
+            model=None if self.role is Role.GATEWAY else MODEL,
+            config_digest="digest",
+            health_port=0,
+            load=report.load,
+            worker=report.worker,
+            leads=report.leads,
+            streams=report.streams,
+            not_after_unix_ms=self.clock.unix_ms() + 2_500,
+        )
+        self.say(HEARTBEAT, heartbeat, role=self.role, instance=self.process.instance)
+
+    def say(self, route: object, message: Message, **part: str) -> None:
+        try:
+            self.network.publish(self, route, message, **part)  # pyright: ignore[reportArgumentType]
+        except BusDown:
+            return
+
+    def report(self) -> Report:
+        raise NotImplementedError
+
+    def _judge(self) -> None:
+        self.peers.judge(link_up=self.network.up, joins=self.network.joins)
+
+
+class GatewayNode(Node):
+    """Owns requests. What its clients are told goes to `deliver`."""
+
+    role = Role.GATEWAY
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        instance: str,
+        life: int,
+        deliver: Callable[[RequestId, StreamEvent], None],
+    ) -> None:
+        super().__init__(timeline, network, instance, life)
+        self.owner = Owner(
+            self.process, MODEL, self.clock, Limits(unread_bytes_max=4096, open_list_s=0.5)
+        )
+        self._deliver = deliver
+        self.peers.watch(self._watch)
+        network.listen(self, TEXT, self._on_text, gateway=instance)
+        network.listen(self, NOTICE, self._on_notice, gateway=instance)
+
+    def start(self) -> None:
+        super().start()
+        self._wake()
+
+    def open(self, submit: SubmitRequest) -> None:
+        self.run(lambda: self._act(self.owner.open(submit)))
+
+    def leave(self, request_id: RequestId) -> None:
+        self.run(lambda: self._act(self.owner.cancel(request_id)))
+
+    def report(self) -> Report:
+        return Report(load=self.owner.open_count)
+
+    def _on_text(self, batch: TextBatch) -> None:
+        self._act(self.owner.text_arrived(batch))
+
+    def _on_notice(self, batch: NoticeBatch) -> None:
+        self._act(self.owner.noticed(batch))
+
+    def _watch(self, change: Change, peer: Peer) -> None:
+        beat = peer.beat
+        if beat.role is Role.DETOKENIZER:
+            if change is Change.DIED:
+                self._act(self.owner.detokenizer_died(peer.process))
+            else:
+                self._act(self.owner.detokenizer_spoke(peer.process, beat.streams))
+        elif change is not Change.DIED and beat.leads is not None:
+            self._act(self.owner.leader_spoke(beat.leads))
+
+    def _act(self, actions: Iterable[OwnerAction]) -> None:
+        for action in actions:
+            match action:
+                case Deliver(request_id, event):
+                    self._deliver(request_id, event)
+                    if isinstance(event, Said):
+                        self.owner.read(request_id, len(event.text.encode()))
+                case Announce(message):
+                    self.say(OPEN, message, model=MODEL)
+                case Submit(message):
+                    self._submit(message)
+                case Cancel(message):
+                    self._cancel(message)
+                case AskText(detokenizer, message):
+                    self._ask(detokenizer, message)
+
+    def _submit(self, message: SubmitRequest) -> None:
+        def answer(reply: SubmitAccepted | EngineError) -> None:
+            self._act(self.owner.submit_answered(message.request_id, reply))
+
+        self.network.call(self, SUBMIT, message, answer, model=MODEL)
+
+    def _cancel(self, message: CancelRequest) -> None:
+        def answer(reply: CancelAccepted | EngineError) -> None:
+            accepted = isinstance(reply, CancelAccepted)
+            self._act(self.owner.cancel_answered(message.request_id, accepted=accepted))
+
+        self.network.call(self, CANCEL, message, answer, model=MODEL)
+
+    def _ask(self, detokenizer: Process, message: ResumeText) -> None:
+        def answer(reply: TextResumed | EngineError) -> None:
+            answered = isinstance(reply, TextResumed)
+            self._act(self.owner.text_answered(detokenizer, answered=answered))
+
+        to = detokenizer.instance
+        self.network.call(self, DETOKENIZER_CONTROL, message, answer, detokenizer=to)
+
+    def _wake(self) -> None:
+        if self.alive:
+            self._act(self.owner.tick())
+            pause_s = min(max(self.owner.wake_at() - self.clock.now(), 0.001), 0.05)
+            self.timeline.after(pause_s, lambda: self.run(self._wake))
+
+
+class SchedulerNode(Node):
+    """Leads, or stands by."""
+
+    role = Role.SCHEDULER
+
+    def __init__(
+        self, timeline: Timeline, network: Network, instance: str, life: int, queue_max: int
+    ) -> None:
+        super().__init__(timeline, network, instance, life)
+        rules = Rules(beat_s=BEAT_S, queue_max=queue_max)
+        self.leader = Leader(self.process, MODEL, rules, self.clock, self.peers)
+        self._doors: list[Interest] = []
+        self._said = self.leader.term
+        network.listen(self, OPEN, self._on_open, model=MODEL)
+
+    def start(self) -> None:
+        super().start()
+        self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._tick)
+
+    def report(self) -> Report:
+        return Report(load=self.leader.kept, leads=self.leader.term)
+
+    def _on_submit(self, request: SubmitRequest) -> Message:
+        try:
+            return self.leader.submit(request)
+        finally:
+            self._flush()
+
+    def _on_cancel(self, request: CancelRequest) -> Message:
+        try:
+            return self.leader.cancel(request)
+        finally:
+            self._flush()
+
+    def _on_open(self, change: OpenList) -> None:
+        self.leader.list_arrived(change)
+        self._flush()
+
+    def _tick(self) -> None:
+        self.leader.tick(link_up=self.network.up, joins=self.network.joins)
+        self._mind_doors()
+        self._flush()
+
+    def _mind_doors(self) -> None:
+        if self.leader.term != self._said:
+            self._said = self.leader.term
+            self.beat()
+        if self.leader.term is None:
+            for door in self._doors:
+                self.network.ignore(door)
+            self._doors = []
+        elif not self._doors:
+            self._doors = [
+                self.network.listen(self, SUBMIT, self._on_submit, model=MODEL),
+                self.network.listen(self, CANCEL, self._on_cancel, model=MODEL),
+            ]
+
+    def _flush(self) -> None:
+        for action in self.leader.take():
+            match action:
+                case SendCommands(batch):
+                    self.say(COMMAND, batch, worker=batch.worker.instance)
+                case SendNotice(batch):
+                    self.say(NOTICE, batch, gateway=batch.gateway.instance)
+                case _:
+                    pass
+
+
+class Running:
+    """One choice in the fake batching loop."""
+
+    def __init__(self, key: ChoiceKey, answer: bytes, said: int) -> None:
+        self.key = key
+        self.answer = answer
+        self.said = said
+
+
+class WorkerNode(Node):
+    """Generates the true answers, a few bytes a step, one byte a token."""
+
+    role = Role.WORKER
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        network: Network,
+        instance: str,
+        life: int,
+        answer: Callable[[bytes], bytes],
+    ) -> None:
+        super().__init__(timeline, network, instance, life)
+        self.seqs = SeqSender()
+        self.output = Output(self.process, self.seqs, live_max=2 * RUNNING_MAX)
+        self.running: deque[Running] = deque()
+        self.step = 0
+        self._answer = answer
+        self._random = random.Random(self.name)
+        self.peers.watch(self._watch)
+        network.listen(self, COMMAND, self._on_command, worker=instance)
+        network.listen(self, STOP, self._on_stop, worker=instance)
+        network.listen(self, OPEN, self._on_open, model=MODEL)
+
+    def start(self) -> None:
+        super().start()
+        self.every(STEP_S, self._step)
+        self.every(0.25, self._tick)
+
+    def report(self) -> Report:
+        load = WorkerLoad(
+            pages_free=64 - min(len(self.running), RUNNING_MAX),
+            pages_total=64,
+            page_tokens=16,
+            running=self.output.held(),
+            waiting=max(0, len(self.running) - RUNNING_MAX),
+            running_max=RUNNING_MAX,
+            step=self.step,
+            step_age_s=0.0,
+            context_tokens=4096,
+            term=self.output.term,
+            commands_seq=self.output.commands_seq,
+        )
+        return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
+
+    def _on_command(self, batch: CommandBatch) -> None:
+        self._act(self.output.command(batch, self.clock.unix_ms()))
+
+    def _on_stop(self, message: StopChoice | ResendTokens) -> None:
+        if isinstance(message, StopChoice):
+            self._act(self.output.stop(message))
+        else:
+            self.output.resend(message)
+            self._publish()
+
+    def _on_open(self, message: OpenList) -> None:
+        self._act(self.output.open_list(message, self.clock.unix_ms()))
+
+    def _watch(self, change: Change, peer: Peer) -> None:
+        if change is Change.DIED and peer.beat.role is Role.GATEWAY:
+            self._act(self.output.owner_died(peer.process))
+
+    def _act(self, actions: Iterable[WorkerAction]) -> None:
+        for action in actions:
+            if isinstance(action, Run):
+                said = len(action.state.output_ids) // 4
+                answer = self._answer(action.state.prompt_ids)
+                self.running.append(Running(action.key, answer, said))
+            else:
+                self.running = deque(one for one in self.running if one.key != action.key)
+        self._publish()
+
+    def _step(self) -> None:
+        progress = [self._advance(one) for one in list(self.running)[:RUNNING_MAX]]
+        if progress:
+            self.step += 1
+            self.running = deque(one for one in self.running if one.said < len(one.answer))
+            self.output.step(self.step, progress)
+        self._publish()
+
+    def _advance(self, one: Running) -> Progress:
+        ids = one.answer[one.said : one.said + self._random.randint(1, 3)]
+        one.said += len(ids)
+        finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
+        return Progress(key=one.key, token_ids=pack_ids(list(ids)), finish=finish)
+
+    def _tick(self) -> None:
+        self._act(self.output.tick(self.clock.unix_ms()))
+
+    def _publish(self) -> None:
+        if self.network.up and self.output.has_unsent:
+            for detokenizer, batch in self.output.take():
+                self.say(TOKENS, batch, detokenizer=detokenizer)
+
+
+class DetokenizerNode(Node):
+    """Reads bytes as UTF-8."""
+
+    role = Role.DETOKENIZER
+
+    def __init__(self, timeline: Timeline, network: Network, instance: str, life: int) -> None:
+        super().__init__(timeline, network, instance, life)
+        self.machine = Detokenizer(
+            self.process, lambda ids, _: bytes(ids).decode(errors="replace"), 256
+        )
+        self.peers.watch(self._watch)
+        here = {"detokenizer": instance}
+        network.listen(self, TOKENS, self._on_tokens, **here)
+        network.listen(self, OPEN, self._on_open, model=MODEL)
+        network.listen(self, DETOKENIZER_CONTROL, self._on_resume, **here)
+
+    def start(self) -> None:
+        super().start()
+        self.every(0.5, self._tick)
+
+    def report(self) -> Report:
+        streams = self.machine.sent.items()
+        return Report(
+            load=self.machine.live,
+            streams=tuple(StreamSeq(receiver=gateway, seq=seq) for gateway, seq in streams),
+        )
+
+    def _on_tokens(self, batch: TokenBatch) -> None:
+        self._act(self.machine.on_tokens(batch, self.clock.now()))
+
+    def _on_open(self, open_list: OpenList) -> None:
+        self._act(self.machine.on_open_list(open_list, self.clock.now()))
+
+    def _on_resume(self, resume: ResumeText) -> TextResumed:
+        rows, actions = self.machine.on_resume(resume)
+        self._act(actions)
+        return TextResumed(rows=rows)
+
+    def _watch(self, change: Change, peer: Peer) -> None:
+        if peer.beat.role is Role.WORKER and change is not Change.DIED:
+            for stream in peer.beat.streams:
+                if stream.receiver == self.process.instance:
+                    now = self.clock.now()
+                    self._act(self.machine.on_worker_seq(peer.process, stream.seq, now))
+        elif peer.beat.role is Role.WORKER:
+            self.machine.on_worker_gone(peer.process)
+        elif peer.beat.role is Role.GATEWAY and change is Change.DIED:
+            self._act(self.machine.on_owner_gone(peer.process))
+
+    def _act(self, actions: Iterable[SendText | SendStop | SendResend]) -> None:
+        for action in actions:
+            match action:
+                case SendText(batch):
+                    self.say(TEXT, batch, gateway=batch.gateway.instance)
+                case SendStop(worker, stop):
+                    self.say(STOP, stop, worker=worker)
+                case SendResend(worker, resend):
+                    self.say(STOP, resend, worker=worker)
+
+    def _tick(self) -> None:
+        self._act(self.machine.on_tick(self.clock.now(), self.clock.unix_ms()))

@@ -1,0 +1,296 @@
+"""A simulated cluster under load and faults, and what must hold of it at every end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.simulation.protocol_network import Network, Timeline, Weather
+from tests.simulation.protocol_nodes import (
+    MODEL,
+    DetokenizerNode,
+    GatewayNode,
+    Node,
+    SchedulerNode,
+    WorkerNode,
+)
+
+from antiphon.gateway.owner.actions import Accepted, Ended, Finished, Said, StreamEvent
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId, TenantId
+from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.submit import SubmitRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.wire.errors import EngineError
+
+STOP = "<end>"
+LETTERS: tuple[str, ...] = ("a", "b", " ", "é", "中", "🎶", "<", "<en")
+SETTLE_S = 4.0
+"""From the start until a leader binds."""
+FORGET_S = 14.0
+"""Past the last deadline nobody remembers anything."""
+
+N = TypeVar("N", bound=Node)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one run of a request says: another run may say something else, as samplers do."""
+
+    text: str
+    tokens: int
+
+
+@dataclass
+class Story:
+    """One request: what its runs have said, and what its client was told."""
+
+    submit: SubmitRequest
+    gateway: GatewayNode
+    truths: list[Truth] = field(default_factory=list[Truth])
+    left: bool = False
+    text: str = ""
+    finished: bool = False
+    ended: Ended | None = None
+    ended_ms: int = 0
+
+    def tell(self, event: StreamEvent, unix_ms: int) -> None:
+        assert self.ended is None, f"{event} after the end"
+        match event:
+            case Accepted():
+                assert not self.text
+            case Said(_, text_offset, text):
+                assert text_offset == len(self.text.encode()), "text is missing or repeated"
+                self.text += text
+                assert any(truth.text.startswith(self.text) for truth in self.truths), (
+                    f"{self.text!r} is the beginning of none of {self.truths}"
+                )
+            case Finished(_, _, _, text_bytes):
+                assert text_bytes == len(self.text.encode())
+                self.finished = True
+            case Ended():
+                self.ended, self.ended_ms = event, unix_ms
+
+    @property
+    def error(self) -> EngineError | None:
+        assert self.ended is not None
+        return self.ended.error
+
+
+class World:
+    """Two gateways, two schedulers, two workers, two detokenizers, and their clients."""
+
+    def __init__(self, seed: int, weather: Weather, queue_max: int = 256) -> None:
+        self.random = random.Random(f"world {seed}")
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, seed, weather)
+        self.stories: dict[RequestId, Story] = {}
+        self._asked: dict[bytes, Story] = {}
+        self._queue_max = queue_max
+        self._last_deadline = 0.0
+        self._lives = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self.gateways = [self._gateway(f"gateway-{n}") for n in range(2)]
+        self.schedulers = [self._scheduler(f"scheduler-{n}") for n in range(2)]
+        self.workers = [self._worker(f"worker-{n}") for n in range(2)]
+        self.detokenizers = [self._detokenizer(f"detokenizer-{n}") for n in range(2)]
+        for node in self.nodes:
+            self.timeline.after(self.random.uniform(0, 0.5), node.start)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.gateways, *self.schedulers, *self.workers, *self.detokenizers]
+
+    @property
+    def now(self) -> float:
+        return self.timeline.clock.now()
+
+    def run(self, seconds: float) -> None:
+        self.timeline.run_until(self.now + seconds)
+
+    def load(self, count: int, over_s: float, *, deadline_s: tuple[float, float]) -> None:
+        """Let clients come at random within `over_s`; some leave before the end."""
+        for _ in range(count):
+            left = self.random.random() < 0.15
+            when = self.random.uniform(0, over_s)
+            deadline = self.random.uniform(*deadline_s)
+            self._last_deadline = max(self._last_deadline, self.now + when + deadline)
+            self.timeline.after(when, partial(self._visit, deadline, left))
+
+    def _visit(self, deadline_s: float, leaves: bool) -> None:
+        self.ask(deadline_s, leaves=leaves)
+
+    def ask(self, deadline_s: float, *, leaves: bool = False) -> Story:
+        """One client asks one gateway that lives."""
+        gateway = self.random.choice(self.gateways)
+        story = self._story(gateway, deadline_s)
+        request_id = story.submit.request_id
+        self._last_deadline = max(self._last_deadline, self.now + deadline_s)
+        self.stories[request_id] = story
+        gateway.open(story.submit)
+        if leaves:
+
+            def leave() -> None:
+                story.left = True
+                gateway.leave(request_id)
+
+            self.timeline.after(self.random.uniform(0, 5), leave)
+        return story
+
+    def finish(self) -> None:
+        """Wait until every deadline is long past, then check everything."""
+        self.network.weather = Weather()
+        self.timeline.run_until(max(self.now, self._last_deadline))
+        self.run(FORGET_S)
+        for story in self.stories.values():
+            check_story(story)
+        for node in self.nodes:
+            check_empty(node)
+        terms = [node.leader.term for node in self.schedulers if node.leader.term]
+        assert len(terms) == 1, f"these lead: {terms}"
+
+    def check_recovered(self) -> None:
+        """Long after a fault, and long before the deadlines: all have ended, nobody is orphaned."""
+        waiting = [
+            story.submit.request_id
+            for story in self.stories.values()
+            if story.ended is None and story.gateway.alive
+        ]
+        assert not waiting, f"{waiting} still wait"
+        for node in self.nodes:
+            check_empty(node)
+
+    # Faults.
+
+    def restart(self, nodes: list[N], make: Callable[[str], N], which: N | None = None) -> None:
+        """Kill one of a kind; another life of it comes after a while."""
+        node = which or self.random.choice(nodes)
+        if not node.alive:
+            return
+        node.die()
+
+        def again() -> None:
+            nodes[nodes.index(node)] = fresh = make(node.process.instance)
+            fresh.start()
+
+        self.timeline.after(self.random.uniform(0.3, 4), again)
+
+    def crash_worker(self) -> None:
+        self.restart(self.workers, self._worker)
+
+    def crash_scheduler(self) -> None:
+        self.restart(self.schedulers, self._scheduler)
+
+    def crash_leader(self) -> None:
+        leaders = [node for node in self.schedulers if node.alive and node.leader.term]
+        if leaders:
+            self.restart(self.schedulers, self._scheduler, leaders[0])
+
+    def crash_detokenizer(self) -> None:
+        self.restart(self.detokenizers, self._detokenizer)
+
+    def crash_gateway(self) -> None:
+        self.restart(self.gateways, self._gateway)
+
+    def freeze(self) -> None:
+        self.random.choice(self.nodes).freeze(self.random.uniform(0.5, 8))
+
+    def mute(self) -> None:
+        """One says nothing that is heard, and does not know it."""
+        self.random.choice(self.nodes).mute_until = self.now + self.random.uniform(0.5, 6)
+
+    def deaf(self) -> None:
+        """One hears nothing."""
+        self.random.choice(self.nodes).deaf_until = self.now + self.random.uniform(0.5, 6)
+
+    def outage(self) -> None:
+        if self.network.up:
+            self.network.outage(self.random.uniform(0.2, 6))
+
+    def short_outage(self) -> None:
+        self.network.outage(self.random.uniform(0.2, 2))
+
+    # Parts.
+
+    def _gateway(self, instance: str) -> GatewayNode:
+        return GatewayNode(self.timeline, self.network, instance, next(self._lives), self._deliver)
+
+    def _scheduler(self, instance: str) -> SchedulerNode:
+        life = next(self._lives)
+        return SchedulerNode(self.timeline, self.network, instance, life, self._queue_max)
+
+    def _worker(self, instance: str) -> WorkerNode:
+        return WorkerNode(self.timeline, self.network, instance, next(self._lives), self._answer)
+
+    def _detokenizer(self, instance: str) -> DetokenizerNode:
+        return DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
+
+    def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
+        self.stories[request_id].tell(event, self.timeline.clock.unix_ms())
+
+    def _story(self, gateway: GatewayNode, deadline_s: float) -> Story:
+        number = next(self._numbers)
+        prompt_ids = pack_ids([number, *range(self.random.randint(0, 60))])
+        stops = self.random.random() < 0.3
+        submit = SubmitRequest(
+            request_id=RequestId(f"r{number}"),
+            owner=gateway.process,
+            tenant=TenantId("default"),
+            model=MODEL,
+            digest=number.to_bytes(4, "little"),
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(max_new_tokens=1000),
+            stop=StopStrings(strings=(STOP,)) if stops else StopStrings(),
+            deadline_unix_ms=self.timeline.clock.unix_ms() + round(deadline_s * 1000),
+        )
+        self._asked[prompt_ids] = story = Story(submit, gateway)
+        return story
+
+    def _answer(self, prompt_ids: bytes) -> bytes:
+        """Make up what a run will say."""
+        story = self._asked[prompt_ids]
+        letters = self.random.choices(LETTERS, k=self.random.randint(1, 120))
+        stops = story.submit.stop.strings
+        if stops:
+            letters.insert(self.random.randrange(len(letters)), STOP)
+        answer = "".join(letters)
+        text, found, _ = answer.partition(STOP) if stops else (answer, "", "")
+        story.truths.append(Truth(text, len((text + found).encode())))
+        return answer.encode()
+
+
+def check_story(story: Story) -> None:
+    """One terminal, by the deadline; what was said is true, and all of it on success."""
+    if story.ended is None:
+        # The connection broke with the gateway: nobody waits for an end.
+        assert not story.gateway.alive, f"{story.submit.request_id} has no end"
+        return
+    due_ms = max(story.submit.deadline_unix_ms, story.gateway.thawed_ms)
+    late_ms = story.ended_ms - due_ms
+    assert late_ms <= 100, f"{story.submit.request_id} ended {late_ms} ms late"
+    if story.error is None:
+        assert story.finished
+        assert Truth(story.text, story.ended.usage.completion_tokens) in story.truths
+
+
+def check_empty(node: Node) -> None:
+    """After the load nothing is left in any machine."""
+    match node:
+        case GatewayNode():
+            assert node.owner.open_count == 0
+        case SchedulerNode():
+            leader = node.leader
+            assert (leader.kept, leader.waiting, leader.lost) == (0, 0, 0), node.name
+        case WorkerNode():
+            assert not node.output.held(), node.name
+            assert not node.running, node.name
+        case DetokenizerNode():
+            assert not node.machine.requests, node.name
+        case _:
+            raise AssertionError(node)

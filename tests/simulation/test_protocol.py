@@ -1,0 +1,131 @@
+"""The whole protocol on a virtual clock: owner, leader, worker output and detokenizer together.
+
+A failing test names its seed; the same seed fails in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from tests.simulation.protocol_network import Weather
+from tests.simulation.protocol_world import SETTLE_S, World
+
+from antiphon.wire.errors import Cancelled
+
+Fault = Callable[[World], None]
+
+FAULTS: tuple[Fault, ...] = (
+    World.crash_worker,
+    World.crash_scheduler,
+    World.crash_leader,
+    World.crash_detokenizer,
+    World.crash_gateway,
+    World.freeze,
+    World.mute,
+    World.deaf,
+    World.outage,
+)
+UNNOTICED: tuple[Fault, ...] = (World.crash_scheduler, World.crash_leader, World.short_outage)
+RECOVERY_S = 12.0
+
+
+def name(fault: Fault) -> str:
+    return fault.__name__
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_fair_weather_every_request_succeeds(seed: int) -> None:
+    world = World(seed, Weather())
+    world.run(SETTLE_S)
+    world.load(40, 10, deadline_s=(15, 30))
+    world.finish()
+    assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lost_and_repeated_messages_lose_no_request(seed: int) -> None:
+    weather_the_loss(seed)
+
+
+@pytest.mark.parametrize("fault", UNNOTICED, ids=name)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_notices_a_dead_scheduler_or_a_short_outage(fault: Fault, seed: int) -> None:
+    weather_unnoticed(fault, seed)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=name)
+@pytest.mark.parametrize("seed", range(3))
+def test_after_one_fault_nothing_hangs_and_new_requests_succeed(fault: Fault, seed: int) -> None:
+    weather_one(fault, seed)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
+    weather_a_storm(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("hundred", range(1, 6))
+def test_five_hundred_seeds_of_each_kind(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        print("seed", seed)
+        weather_the_loss(seed)
+        weather_a_storm(seed)
+        weather_one(FAULTS[seed % len(FAULTS)], seed)
+        weather_unnoticed(UNNOTICED[seed % len(UNNOTICED)], seed)
+
+
+def weather_the_loss(seed: int) -> None:
+    world = World(seed, Weather(loss=0.05, repeat=0.05, delay_s=0.01))
+    world.run(SETTLE_S)
+    world.load(30, 10, deadline_s=(40, 50))
+    world.run(30)
+    world.finish()
+    assert_all_succeeded(world)
+
+
+def weather_unnoticed(fault: Fault, seed: int) -> None:
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.load(40, 8, deadline_s=(40, 50))
+    world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))
+    world.run(8 + RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    assert_all_succeeded(world)
+
+
+def weather_one(fault: Fault, seed: int) -> None:
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.load(40, 8, deadline_s=(5, 40))
+    world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))
+    world.run(8 + RECOVERY_S)
+    world.check_recovered()
+    late = [world.ask(20) for _ in range(8)]
+    world.finish()
+    assert [story.error for story in late] == [None] * len(late)
+
+
+def weather_a_storm(seed: int) -> None:
+    world = World(seed, Weather(loss=0.01, repeat=0.01, delay_s=0.02), queue_max=20)
+    world.load(60, 25, deadline_s=(1, 30))
+    for _ in range(12):
+        fault = world.random.choice(FAULTS)
+        world.timeline.after(world.random.uniform(0, 30), lambda fault=fault: fault(world))
+    world.run(45)
+    world.finish()
+    assert any(story.ended and story.error is None for story in world.stories.values())
+
+
+def assert_all_succeeded(world: World) -> None:
+    """Whoever did not leave has all of the answer."""
+    codes = Counter(
+        story.error.code
+        for story in world.stories.values()
+        if story.error is not None and not (story.left and isinstance(story.error, Cancelled))
+    )
+    assert not codes, codes

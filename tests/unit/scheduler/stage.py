@@ -1,0 +1,223 @@
+"""A leader among peers that say what a test lets them say, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.scheduler.actions import Action, Bound, SendCommands, SendNotice
+from antiphon.scheduler.leader import Leader
+from antiphon.scheduler.rules import Rules
+from antiphon.service.peers import Patience, Peers
+from antiphon.testing.clock import ManualClock
+from antiphon.wire.base import Attempt, Process, Role, State, Term
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import Abort, Admit, Command, CommandBatch
+from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId, TenantId
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import CancelRequest, OpenList, OpenRequest, SubmitRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.notice import LostRequest
+
+MODEL = ModelName("model")
+BEAT_S = 0.5
+TICK_S = 0.1
+
+
+def process(instance: str, life: int = 1) -> Process:
+    return Process(instance=InstanceId(instance), incarnation=Incarnation(f"life-{life}"))
+
+
+ME = process("scheduler-0")
+GATEWAY = process("gateway-0")
+
+
+class Actor:
+    """A peer: beats by itself while the stage's time passes, until it is silenced."""
+
+    def __init__(self, stage: Stage, role: Role, who: Process) -> None:
+        self.role = role
+        self.process = who
+        self.state = State.READY
+        self.silent = False
+        self.leads: Term | None = None
+        self.load = WorkerLoad(
+            pages_free=100,
+            pages_total=100,
+            page_tokens=16,
+            running_max=2,
+            step=0,
+            step_age_s=0.0,
+            context_tokens=2048,
+        )
+        self.open: dict[RequestId, OpenRequest] = {}
+        self._version = 0
+        self._stage = stage
+
+    def runs(self, *held: RunningRequest) -> None:
+        """Hold exactly these from now on."""
+        self.load = msgspec.structs.replace(self.load, running=held)
+
+    def beat(self) -> None:
+        self._stage.peers.hear(
+            Heartbeat(
+                role=self.role,
+                process=self.process,
+                state=self.state,
+                model=None if self.role is Role.GATEWAY else MODEL,
+                config_digest="digest",
+                health_port=0,
+                load=0,
+                worker=self.load if self.role is Role.WORKER else None,
+                leads=self.leads,
+                not_after_unix_ms=self._stage.clock.unix_ms() + 1000,
+            )
+        )
+        if self.role is Role.GATEWAY:
+            self.list(whole=True)
+
+    def list(self, *, whole: bool, closed: tuple[RequestId, ...] = (), version: int = 0) -> None:
+        self._version += 1
+        self._stage.leader.list_arrived(
+            OpenList(
+                model=MODEL,
+                owner=self.process,
+                version=version or self._version,
+                whole=whole,
+                opened=tuple(self.open.values()),
+                closed=closed,
+                not_after_unix_ms=self._stage.clock.unix_ms() + 1000,
+            )
+        )
+
+    def follows(self, request_id: RequestId, attempt: Attempt) -> None:
+        """Show text of an attempt, and say so at once."""
+        line = self.open[request_id]
+        self.open[request_id] = msgspec.structs.replace(line, attempt=attempt)
+        self.list(whole=False)
+
+    def closes(self, request_id: RequestId) -> None:
+        del self.open[request_id]
+        self.list(whole=False, closed=(request_id,))
+
+
+class Stage:
+    """The leader under test, its peers, and what it has said since `heard` was last cleared."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self.clock = ManualClock()
+        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
+        self.peers = Peers(ME, "digest", self.clock, patience)
+        self.leader = Leader(ME, MODEL, rules or Rules(), self.clock, self.peers)
+        self.heard: list[Action] = []
+        self.actors: list[Actor] = []
+        self.link_up = True
+        self._echo = Actor(self, Role.SCHEDULER, ME)
+
+    def enter(self, role: Role, instance: str, life: int = 1) -> Actor:
+        actor = Actor(self, role, process(instance, life))
+        self.actors.append(actor)
+        actor.beat()
+        return actor
+
+    def usual(self) -> tuple[Actor, Actor, Actor]:
+        """A gateway, a worker and a detokenizer, and a leader that binds."""
+        actors = (
+            self.enter(Role.GATEWAY, "gateway-0"),
+            self.enter(Role.WORKER, "worker-0"),
+            self.enter(Role.DETOKENIZER, "detokenizer-0"),
+        )
+        self.pass_s(3.0)
+        assert self.leader.term is not None
+        return actors
+
+    def pass_s(self, seconds: float) -> None:
+        """Let time pass, with heartbeats and ticks in it."""
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            if self.link_up and round(self.clock.now() / TICK_S) % round(BEAT_S / TICK_S) == 0:
+                for actor in [self._echo, *self.actors]:
+                    if not actor.silent:
+                        actor.beat()
+            self.peers.judge(link_up=self.link_up, joins=1)
+            self.leader.tick(link_up=self.link_up, joins=1)
+            self.listen()
+
+    def listen(self) -> None:
+        self.heard += self.leader.take()
+
+    def submit(
+        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
+    ) -> SubmitRequest:
+        """Submit a request, and have its gateway list it."""
+        request = self.request(name, gateway, deadline_s, **fields)
+        for actor in self.actors:
+            if actor.process == gateway:
+                actor.open[request.request_id] = OpenRequest(
+                    request_id=request.request_id,
+                    deadline_unix_ms=request.deadline_unix_ms,
+                    attempt=request.attempt_floor,
+                )
+        self.leader.submit(request)
+        self.listen()
+        return request
+
+    def request(
+        self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
+    ) -> SubmitRequest:
+        request = SubmitRequest(
+            request_id=RequestId(name),
+            owner=gateway,
+            tenant=TenantId("default"),
+            model=MODEL,
+            digest=name.encode(),
+            prompt_ids=pack_ids(range(8)),
+            sampling=SamplingParams(max_new_tokens=10),
+            deadline_unix_ms=self.clock.unix_ms() + round(deadline_s * 1000),
+        )
+        return msgspec.structs.replace(request, **fields)
+
+    def cancel(self, request: SubmitRequest) -> None:
+        self.leader.cancel(
+            CancelRequest(
+                request_id=request.request_id,
+                owner=request.owner,
+                deadline_unix_ms=request.deadline_unix_ms,
+            )
+        )
+        self.listen()
+
+    def commands(self, worker: Actor | None = None) -> list[Command]:
+        return [
+            command
+            for batch in self.batches()
+            if worker is None or batch.worker == worker.process
+            for command in batch.commands
+        ]
+
+    def admits(self, worker: Actor | None = None) -> list[Admit]:
+        return [command for command in self.commands(worker) if isinstance(command, Admit)]
+
+    def aborts(self, worker: Actor | None = None) -> list[Abort]:
+        return [command for command in self.commands(worker) if isinstance(command, Abort)]
+
+    def lost(self) -> list[LostRequest]:
+        batches = [action.batch for action in self.heard if isinstance(action, SendNotice)]
+        return [lost for batch in batches for lost in batch.requests]
+
+    def batches(self) -> list[CommandBatch]:
+        return [action.batch for action in self.heard if isinstance(action, SendCommands)]
+
+    def bound(self) -> list[Bound]:
+        return [action for action in self.heard if isinstance(action, Bound)]
+
+
+def running(admit: Admit, *, ended: bool = False) -> RunningRequest:
+    return RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=1, ended=ended)
+
+
+def other_attempt(number: int, n: int = 1, scheduler: str = "scheduler-1") -> Attempt:
+    return Attempt(term=Term(number=number, scheduler=process(scheduler)), n=n)

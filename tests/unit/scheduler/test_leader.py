@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.unit.scheduler.stage import Stage, other_attempt, process, running
+
+from antiphon.scheduler.rules import Rules
+from antiphon.wire.base import Role, State
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DuplicateRequest,
+    Overloaded,
+    RequestTooLarge,
+    WorkerLost,
+)
+from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.submit import OpenRequest
+
+
+def test_a_request_is_bound_to_a_worker_and_its_detokenizer_with_all_that_it_said() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    request = stage.submit("r", traceparent="00-1")
+    (admit,) = stage.admits(worker)
+    assert (admit.attempt.term, admit.attempt.n) == (stage.leader.term, 1)
+    assert admit.detokenizer == "detokenizer-0"
+    assert (admit.prompt_ids, admit.sampling) == (request.prompt_ids, request.sampling)
+    assert (admit.owner, admit.deadline_unix_ms) == (request.owner, request.deadline_unix_ms)
+    assert admit.traceparent == "00-1"
+    assert [bound.request_id for bound in stage.bound()] == ["r"]
+
+
+def test_a_new_leader_binds_nothing_before_all_have_spoken_or_two_beats_have_passed() -> None:
+    stage = Stage()
+    stage.pass_s(1.2)
+    assert stage.leader.term is not None
+    stage.clock.advance(0.01)
+    for role in (Role.GATEWAY, Role.WORKER, Role.DETOKENIZER):
+        stage.enter(role, f"{role}-0").silent = True
+    stage.enter(Role.WORKER, "worker-1").silent = True
+    stage.leader.submit(stage.request("r"))
+    stage.pass_s(0.4)
+    # Everybody was heard: that is enough.
+    assert len(stage.admits()) == 1
+
+
+def test_a_leader_that_not_all_have_told_waits_two_beats() -> None:
+    stage = Stage()
+    for role in (Role.GATEWAY, Role.WORKER, Role.DETOKENIZER):
+        stage.enter(role, f"{role}-0").silent = True
+    stage.pass_s(1.2)
+    assert stage.leader.term is not None
+    stage.leader.submit(stage.request("r"))
+    stage.pass_s(0.5)
+    assert not stage.admits()
+
+
+def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    gateway, worker, _ = stage.usual()
+    for number in range(5):
+        stage.submit(f"r{number}")
+    assert [admit.request_id for admit in stage.admits()] == ["r0", "r1", "r2"]
+    assert stage.leader.submit(stage.request("r4")).position == 1
+    worker.runs(*(running(admit) for admit in stage.admits()))
+    gateway.closes(stage.admits()[1].request_id)
+    stage.listen()
+    assert [admit.request_id for admit in stage.admits()][3:] == ["r3"]
+
+
+def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    _, worker, _ = stage.usual()
+    for number in range(4):
+        stage.submit(f"r{number}")
+    first, *others = stage.admits()
+    worker.runs(running(first, ended=True), *map(running, others))
+    stage.pass_s(0.6)
+    assert [admit.request_id for admit in stage.admits()][3:] == ["r3"]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    stage = Stage(Rules(queue_max=2, look_ahead=1))
+    stage.usual()
+    for number in range(5):
+        stage.submit(f"r{number}")
+    with pytest.raises(Overloaded) as refused:
+        stage.leader.submit(stage.request("r5"))
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s >= 1.0
+
+
+def test_the_same_request_again_is_a_retry_and_anything_else_of_its_id_a_clash() -> None:
+    stage = Stage()
+    stage.usual()
+    stage.submit("r")
+    assert stage.leader.submit(stage.request("r")).position == 0
+    with pytest.raises(DuplicateRequest):
+        stage.leader.submit(stage.request("r", digest=b"another"))
+    with pytest.raises(DuplicateRequest):
+        stage.leader.submit(stage.request("r", process("gateway-1")))
+    assert len(stage.admits()) == 1
+
+
+def test_a_prompt_that_fits_into_no_message_is_refused_at_once() -> None:
+    stage = Stage(Rules(payload_bytes_max=16 * 1024))
+    stage.usual()
+    with pytest.raises(RequestTooLarge):
+        stage.leader.submit(stage.request("r", prompt_ids=pack_ids(range(4096))))
+
+
+def test_the_least_loaded_worker_gets_the_next_request() -> None:
+    stage = Stage()
+    stage.usual()
+    second = stage.enter(Role.WORKER, "worker-1")
+    second.load = msgspec.structs.replace(second.load, running_max=4)
+    second.beat()
+    for number in range(6):
+        stage.submit(f"r{number}")
+    assert len(stage.admits(second)) == 4
+
+
+@pytest.mark.parametrize("fault", ["draining", "suspect", "stalled", "no pages"])
+def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
+    stage = Stage(Rules(stall_s=5.0))
+    _, worker, _ = stage.usual()
+    stage.submit("r0")
+    worker.runs(running(stage.admits()[0]))
+    match fault:
+        case "draining":
+            worker.state = State.DRAINING
+        case "suspect":
+            worker.silent = True
+            stage.pass_s(1.2)
+        case "stalled":
+            worker.load = msgspec.structs.replace(worker.load, step_age_s=6.0)
+        case _:
+            worker.load = msgspec.structs.replace(worker.load, pages_free=0)
+    stage.pass_s(0.6)
+    stage.submit("r1")
+    stage.pass_s(0.5)
+    assert [admit.request_id for admit in stage.admits()] == ["r0"]
+
+
+def test_each_worker_keeps_one_detokenizer() -> None:
+    stage = Stage()
+    _, first, _ = stage.usual()
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    for number in range(8):
+        stage.submit(f"r{number}")
+    chosen = [{admit.detokenizer for admit in stage.admits(one)} for one in (first, second)]
+    assert chosen == [{"detokenizer-0"}, {"detokenizer-1"}]
+
+
+def test_an_admit_that_was_lost_is_said_again_as_the_same_attempt() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r")
+    stage.pass_s(1.2)
+    assert len(stage.admits()) == 1
+    stage.pass_s(1.0)
+    first, second = stage.admits()
+    assert first.attempt == second.attempt
+    worker.runs(running(second))
+    stage.pass_s(5.0)
+    assert len(stage.admits()) == 2
+
+
+def test_commands_to_a_worker_are_numbered_without_a_gap() -> None:
+    stage = Stage()
+    stage.usual()
+    for number in range(3):
+        stage.submit(f"r{number}")
+    assert [batch.seq for batch in stage.batches()] == [1, 2, 3]
+    assert {batch.leader for batch in stage.batches()} == {stage.leader.term}
+
+
+def test_a_worker_that_was_only_frozen_is_not_told_old_numbers_again() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r0")
+    stage.submit("r1")
+    worker.silent = True
+    stage.pass_s(3.0)
+    worker.silent = False
+    stage.pass_s(1.0)
+    assert len(stage.admits()) == 4
+    seqs = [batch.seq for batch in stage.batches()]
+    assert seqs == sorted(set(seqs))
+
+
+def test_a_cancelled_request_is_aborted_and_stays_dead_until_long_after_its_deadline() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    request = stage.submit("r", deadline_s=5.0)
+    stage.cancel(request)
+    assert [abort.attempt for abort in stage.aborts(worker)] == [stage.admits()[0].attempt]
+    with pytest.raises(Cancelled):
+        stage.leader.submit(request)
+    stage.pass_s(14.0)
+    late = msgspec.structs.replace(request, deadline_unix_ms=stage.clock.unix_ms() + 1000)
+    with pytest.raises(Cancelled):
+        stage.leader.submit(late)
+    stage.pass_s(2.0)
+    assert stage.leader.submit(
+        msgspec.structs.replace(request, deadline_unix_ms=stage.clock.unix_ms() + 1000)
+    )
+
+
+def test_a_cancel_that_overtakes_its_submit_wins() -> None:
+    stage = Stage()
+    stage.usual()
+    request = stage.request("r")
+    stage.cancel(request)
+    with pytest.raises(Cancelled):
+        stage.leader.submit(request)
+
+
+def test_only_its_owner_cancels_a_request() -> None:
+    stage = Stage()
+    stage.usual()
+    stage.submit("r")
+    stage.cancel(stage.request("r", process("gateway-1")))
+    assert stage.leader.kept == 1
+    assert not stage.aborts()
+
+
+def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_later() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    _, worker, _ = stage.usual()
+    for number in range(4):
+        stage.submit(f"r{number}", deadline_s=2.0)
+    worker.runs(*map(running, stage.admits()))
+    with pytest.raises(DeadlineExceeded):
+        stage.leader.submit(stage.request("late", deadline_s=0.0))
+    stage.pass_s(2.1)
+    assert (stage.leader.waiting, stage.leader.kept) == (0, 3)
+    stage.pass_s(2.0)
+    assert stage.leader.kept == 0
+    assert {abort.request_id for abort in stage.aborts()} == {"r0", "r1", "r2"}
+
+
+def test_what_runs_and_is_not_open_is_aborted_after_a_grace() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r")
+    (admit,) = stage.admits()
+    worker.runs(running(msgspec.structs.replace(admit, request_id="stray")), running(admit))
+    stage.pass_s(1.2)
+    assert not stage.aborts()
+    stage.pass_s(1.5)
+    assert {abort.request_id for abort in stage.aborts()} == {"stray"}
+
+
+def test_what_runs_and_is_open_is_taken_over_by_a_new_leader() -> None:
+    stage = Stage()
+    gateway = stage.enter(Role.GATEWAY, "gateway-0")
+    worker = stage.enter(Role.WORKER, "worker-0")
+    stage.enter(Role.DETOKENIZER, "detokenizer-0")
+    old = other_attempt(3)
+    request = stage.request("r")
+    gateway.open[request.request_id] = line(request, old)
+    worker.runs(held(request.request_id, old))
+    stage.pass_s(5.0)
+    assert stage.leader.kept == 1
+    stage.leader.submit(msgspec.structs.replace(request, attempt_floor=old))
+    stage.pass_s(5.0)
+    assert not stage.commands()
+
+
+def test_what_was_accepted_and_is_not_open_is_dropped_after_a_grace() -> None:
+    stage = Stage()
+    gateway, worker, _ = stage.usual()
+    stage.submit("r")
+    gateway.open.clear()
+    stage.pass_s(1.0)
+    assert stage.leader.kept == 1
+    stage.pass_s(1.0)
+    assert stage.leader.kept == 0
+    assert [abort.request_id for abort in stage.aborts(worker)] == ["r"]
+
+
+def test_what_its_owner_has_closed_is_forgotten_without_a_word() -> None:
+    stage = Stage()
+    gateway, _, _ = stage.usual()
+    request = stage.submit("r")
+    gateway.closes(request.request_id)
+    stage.pass_s(3.0)
+    assert stage.leader.kept == 0
+    assert not stage.aborts()
+    with pytest.raises(Cancelled):
+        stage.leader.submit(request)
+
+
+def test_a_list_that_comes_late_changes_nothing() -> None:
+    stage = Stage()
+    gateway, _, _ = stage.usual()
+    request = stage.submit("r")
+    gateway.list(whole=False, closed=(request.request_id,), version=1)
+    assert stage.leader.kept == 1
+
+
+def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    gateway, worker, _ = stage.usual()
+    for number in range(4):
+        stage.submit(f"r{number}")
+    worker.runs(*map(running, stage.admits()))
+    gateway.silent = True
+    stage.pass_s(3.0)
+    assert stage.leader.kept == 0
+    assert {abort.request_id for abort in stage.aborts()} == {"r0", "r1", "r2"}
+
+
+def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
+    stage = Stage()
+    gateway, _, _ = stage.usual()
+    stage.submit("r")
+    stage.pass_s(2.0)
+    stage.actors.remove(gateway)
+    stage.enter(Role.GATEWAY, "gateway-0", life=2)
+    stage.pass_s(0.1)
+    assert stage.leader.kept == 0
+
+
+def test_what_nobody_has_read_of_a_dead_worker_begins_again_before_all_others() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    _, first, _ = stage.usual()
+    for number in range(4):
+        stage.submit(f"r{number}")
+    stage.heard.clear()
+    stage.actors.remove(first)
+    stage.enter(Role.WORKER, "worker-0", life=2)
+    stage.listen()
+    again = stage.admits()
+    assert {admit.request_id for admit in again} == {"r0", "r1", "r2"}
+    assert {admit.attempt.n for admit in again} == {4, 5, 6}
+    assert not stage.lost()
+
+
+def test_what_was_read_of_a_dead_worker_is_lost_and_its_owner_told_until_it_has_closed_it() -> None:
+    stage = Stage()
+    gateway, worker, _ = stage.usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    gateway.follows(request.request_id, admit.attempt)
+    worker.silent = True
+    stage.pass_s(4.5)
+    notices = stage.lost()
+    assert len(notices) >= 3
+    assert {(lost.attempt, lost.error.code) for lost in notices} == {(admit.attempt, "worker_lost")}
+    with pytest.raises(WorkerLost):
+        stage.leader.submit(request)
+    gateway.closes(request.request_id)
+    stage.heard.clear()
+    stage.pass_s(2.0)
+    assert not stage.lost()
+
+
+def test_a_request_under_which_two_workers_have_died_is_not_given_to_a_third() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r")
+    for life in (2, 3):
+        stage.actors.remove(worker)
+        worker = stage.enter(Role.WORKER, "worker-0", life)
+        stage.listen()
+    assert len(stage.admits()) == 2
+    assert [lost.request_id for lost in stage.lost()] == ["r"]
+
+
+def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
+    stage = Stage()
+    gateway, _, _ = stage.usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    old = other_attempt(0)
+    second = stage.enter(Role.WORKER, "worker-1")
+    gateway.follows(request.request_id, old)
+    second.runs(held(request.request_id, old))
+    stage.pass_s(0.6)
+    assert [abort.attempt for abort in stage.aborts()][:1] == [admit.attempt]
+    stage.pass_s(12.0)
+    assert stage.leader.kept == 1
+    assert not stage.aborts(second)
+
+
+def test_an_earlier_attempt_that_nobody_follows_is_aborted() -> None:
+    stage = Stage()
+    stage.usual()
+    request = stage.submit("r")
+    second = stage.enter(Role.WORKER, "worker-1")
+    second.runs(held(request.request_id, other_attempt(0)))
+    stage.pass_s(0.6)
+    assert [abort.attempt for abort in stage.aborts(second)][:1] == [other_attempt(0)]
+
+
+def test_text_of_an_attempt_that_nobody_runs_any_more_ends_as_lost() -> None:
+    stage = Stage()
+    stage.usual()
+    request = stage.submit("r", attempt_floor=other_attempt(0))
+    stage.pass_s(9.0)
+    assert stage.leader.kept == 1
+    stage.pass_s(2.0)
+    assert {lost.request_id for lost in stage.lost()} == {request.request_id}
+    assert not stage.admits()
+
+
+def test_a_request_whose_detokenizer_stays_dead_begins_again_with_another() -> None:
+    stage = Stage()
+    _, worker, detokenizer = stage.usual()
+    stage.submit("r")
+    worker.runs(running(stage.admits()[0]))
+    detokenizer.silent = True
+    stage.enter(Role.DETOKENIZER, "detokenizer-1")
+    stage.pass_s(11.0)
+    assert [admit.detokenizer for admit in stage.admits()] == ["detokenizer-0"]
+    stage.pass_s(2.5)
+    assert [admit.detokenizer for admit in stage.admits()][1:] == ["detokenizer-1"]
+
+
+def test_nothing_dies_while_the_link_is_down() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r")
+    worker.runs(running(stage.admits()[0]))
+    stage.pass_s(0.6)
+    stage.link_up = False
+    stage.pass_s(20.0)
+    stage.link_up = True
+    stage.pass_s(3.0)
+    assert stage.leader.kept == 1
+    assert not stage.aborts()
+    assert len(stage.admits()) == 1
+
+
+def line(request, attempt):
+    return OpenRequest(
+        request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms, attempt=attempt
+    )
+
+
+def held(request_id, attempt):
+    return RunningRequest(request_id=request_id, attempt=attempt, tokens=1)

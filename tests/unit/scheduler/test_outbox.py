@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.unit.scheduler.stage import GATEWAY, other_attempt
+
+from antiphon.scheduler.outbox import ENVELOPE_BYTES, command_bytes
+from antiphon.scheduler.tombstones import TOMBSTONES_MAX, Tombstones
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import Abort, Admit, ChoiceOutput
+from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.parts import parts
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Attempt
+
+
+def admit(name: str, prompt_tokens: int) -> Admit:
+    return Admit(
+        request_id=RequestId(name),
+        owner=GATEWAY,
+        attempt=other_attempt(1),
+        detokenizer=InstanceId("detokenizer-0"),
+        prompt_ids=pack_ids(range(prompt_tokens)),
+        choices=(ChoiceOutput(choice=0),),
+        sampling=SamplingParams(max_new_tokens=1),
+        deadline_unix_ms=0,
+    )
+
+
+def test_commands_are_cut_into_messages_that_fit_and_keep_their_order() -> None:
+    commands = [admit(str(number), 1000) for number in range(5)]
+    cut = parts(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4000))
+    assert [[command.request_id for command in part] for part in cut] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4"],
+    ]
+
+
+def test_a_command_is_never_left_out_however_large() -> None:
+    large, abort = admit("r", 1000), Abort(request_id=RequestId("s"), attempt=attempt())
+    assert [*parts([large, abort], command_bytes, bytes_max=1)] == [[large], [abort]]
+
+
+def test_an_id_stays_dead_until_the_last_time_that_was_said() -> None:
+    tombstones = Tombstones()
+    tombstones.bury(RequestId("r"), GATEWAY, 2000)
+    tombstones.bury(RequestId("r"), GATEWAY, 1000)
+    tombstones.bury(RequestId("r"), GATEWAY, 3000)
+    tombstones.expire(2999)
+    assert tombstones.killed_by(RequestId("r"), GATEWAY)
+    tombstones.expire(3000)
+    assert len(tombstones) == 0
+
+
+def test_there_are_never_more_tombstones_than_the_bound() -> None:
+    tombstones = Tombstones()
+    for number in range(TOMBSTONES_MAX + 10):
+        tombstones.bury(RequestId(str(number)), GATEWAY, number + 1)
+    assert len(tombstones) == TOMBSTONES_MAX
+    assert RequestId("0") not in tombstones
+
+
+def attempt() -> Attempt:
+    return other_attempt(2)

@@ -1,0 +1,270 @@
+"""The scheduler as a service on a bus in memory, among peers that only beat and listen."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.scheduler.service import SchedulerService
+from antiphon.service.endpoint import Endpoint, Follow
+from antiphon.service.service import Report, Runtime
+from antiphon.testing.services import QUICK, Running, running
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process, Role
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import Abort, Admit, Command, CommandBatch
+from antiphon.wire.errors import Cancelled, Unavailable
+from antiphon.wire.heartbeat import WorkerLoad
+from antiphon.wire.ids import ModelName, RequestId, TenantId
+from antiphon.wire.routes import CANCEL, COMMAND, OPEN, SUBMIT
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import (
+    CancelAccepted,
+    CancelRequest,
+    OpenList,
+    OpenRequest,
+    SubmitAccepted,
+    SubmitRequest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+MODEL = ModelName("antiphon-small")
+TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+
+class Peer:
+    """A service that does nothing but live."""
+
+    role = Role.DETOKENIZER
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        self.runtime = runtime
+        yield
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return []
+
+    def model(self) -> ModelName | None:
+        return MODEL
+
+    def report(self) -> Report:
+        return Report(load=0)
+
+    async def drain(self) -> None:
+        pass
+
+
+class FakeWorker(Peer):
+    """Has room for one request, and keeps what it is told."""
+
+    role = Role.WORKER
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        here = {"worker": self.runtime.process.instance}
+        return [Follow(route=COMMAND, apply=self._obey, address=here)]
+
+    def report(self) -> Report:
+        load = WorkerLoad(
+            pages_free=8,
+            pages_total=8,
+            page_tokens=16,
+            running_max=1,
+            step=0,
+            step_age_s=0.0,
+            context_tokens=128,
+        )
+        return Report(load=0, worker=load)
+
+    async def _obey(self, batch: CommandBatch) -> None:
+        self.commands += batch.commands
+
+
+class FakeGateway(Peer):
+    """Submits, and lists what it has submitted."""
+
+    role = Role.GATEWAY
+
+    def __init__(self) -> None:
+        self.open: dict[RequestId, OpenRequest] = {}
+        self._version = 0
+
+    @asynccontextmanager
+    async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
+        self.runtime = runtime
+        runtime.group.create_task(self._list())
+        yield
+
+    def model(self) -> ModelName | None:
+        return None
+
+    def request(self, name: str) -> SubmitRequest:
+        request = SubmitRequest(
+            request_id=RequestId(name),
+            owner=self.process,
+            tenant=TenantId("default"),
+            model=MODEL,
+            digest=name.encode(),
+            prompt_ids=pack_ids([1, 2, 3]),
+            sampling=SamplingParams(max_new_tokens=4),
+            deadline_unix_ms=self.runtime.clock.unix_ms() + 60_000,
+            traceparent=TRACE,
+        )
+        self.open[request.request_id] = OpenRequest(
+            request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms
+        )
+        return request
+
+    async def submit(self, request: SubmitRequest) -> SubmitAccepted:
+        return await self.runtime.bus.call(SUBMIT, request, timeout_s=2, model=MODEL)
+
+    async def submit_when_heard(self, request: SubmitRequest) -> SubmitAccepted:
+        """Submit again, as an owner does, until the leader has heard a heartbeat of ours."""
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    return await self.submit(request)
+                except Unavailable:
+                    await asyncio.sleep(0.01)
+
+    async def cancel(self, request: SubmitRequest) -> CancelAccepted:
+        cancel = CancelRequest(
+            request_id=request.request_id,
+            owner=request.owner,
+            deadline_unix_ms=request.deadline_unix_ms,
+        )
+        return await self.runtime.bus.call(CANCEL, cancel, timeout_s=2, model=MODEL)
+
+    @property
+    def process(self) -> Process:
+        return self.runtime.process
+
+    async def _list(self) -> None:
+        while True:
+            self._version += 1
+            change = OpenList(
+                model=MODEL,
+                owner=self.process,
+                version=self._version,
+                whole=True,
+                opened=tuple(self.open.values()),
+                not_after_unix_ms=self.runtime.clock.unix_ms() + 1000,
+            )
+            await self.runtime.bus.publish(OPEN, change, model=MODEL)
+            await asyncio.sleep(0.02)
+
+
+class Cluster:
+    """One of each, and as many schedulers as a test starts."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._broker = MemoryBroker()
+        self.worker = FakeWorker()
+        self.gateway = FakeGateway()
+        self.schedulers: list[Running] = []
+
+    async def start(self) -> None:
+        for service in (self.worker, self.gateway, Peer()):
+            await self._stack.enter_async_context(running(service, MemoryTransport(self._broker)))
+
+    async def scheduler(self) -> SchedulerService:
+        service = SchedulerService(QUICK)
+        name = f"scheduler-{len(self.schedulers)}"
+        up = running(service, MemoryTransport(self._broker), instance=name)
+        self.schedulers.append(await self._stack.enter_async_context(up))
+        return service
+
+    @property
+    def admits(self) -> list[Admit]:
+        return [command for command in self.worker.commands if isinstance(command, Admit)]
+
+    @property
+    def aborts(self) -> list[Abort]:
+        return [command for command in self.worker.commands if isinstance(command, Abort)]
+
+
+@pytest.fixture
+async def cluster() -> AsyncGenerator[Cluster]:
+    async with AsyncExitStack() as stack:
+        cluster = Cluster(stack)
+        await cluster.start()
+        yield cluster
+
+
+def leads(scheduler: SchedulerService) -> bool:
+    return scheduler.report().leads is not None
+
+
+async def test_a_submitted_request_reaches_the_worker_in_the_same_trace(cluster: Cluster) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    accepted = await cluster.gateway.submit(cluster.gateway.request("r"))
+    assert accepted.term == scheduler.report().leads
+    await until(lambda: bool(cluster.admits))
+    assert cluster.admits[0].traceparent is not None
+    assert cluster.admits[0].traceparent[3:35] == TRACE[3:35]
+    text = cluster.schedulers[0].metrics.text().decode()
+    assert 'antiphon_scheduler_bound_total{worker="worker-0"} 1.0' in text
+    assert "antiphon_scheduler_wait_seconds_count 1.0" in text
+
+
+async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Cluster) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    for number in range(5):
+        await cluster.gateway.submit(cluster.gateway.request(f"r{number}"))
+    metrics = cluster.schedulers[0].metrics
+    await until(lambda: b"antiphon_scheduler_waiting 2.0" in metrics.text())
+    assert b'antiphon_scheduler_credit{worker="worker-0"} 0.0' in metrics.text()
+    request = cluster.gateway.request("gone")
+    await cluster.gateway.cancel(request)
+    with pytest.raises(Cancelled):
+        await cluster.gateway.submit(request)
+    assert b'antiphon_scheduler_refused_total{reason="cancelled"} 1.0' in metrics.text()
+
+
+async def test_a_cancelled_request_is_aborted_at_its_worker(cluster: Cluster) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    request = cluster.gateway.request("r")
+    await cluster.gateway.submit(request)
+    await until(lambda: bool(cluster.admits))
+    await cluster.gateway.cancel(request)
+    await until(lambda: bool(cluster.aborts))
+    assert cluster.aborts[0].attempt == cluster.admits[0].attempt
+
+
+async def test_a_standby_takes_submits_once_the_leader_has_left(cluster: Cluster) -> None:
+    leader = await cluster.scheduler()
+    await until(lambda: leads(leader))
+    standby = await cluster.scheduler()
+    first = await cluster.gateway.submit(cluster.gateway.request("r0"))
+    assert not leads(standby)
+    await cluster.schedulers[0].ended()
+    await until(lambda: leads(standby))
+    second = await cluster.gateway.submit_when_heard(cluster.gateway.request("r1"))
+    assert second.term > first.term
+
+
+async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Cluster) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    for number in range(4):
+        await cluster.gateway.submit(cluster.gateway.request(f"r{number}"))
+    await until(lambda: len(cluster.admits) == 3)
+    async with asyncio.TaskGroup() as group:
+        ended = group.create_task(cluster.schedulers[0].ended())
+        await asyncio.sleep(0)
+        assert not ended.done()
+        cluster.gateway.open.pop(RequestId("r0"))
+        await until(lambda: any(admit.request_id == "r3" for admit in cluster.admits))
