@@ -1,0 +1,157 @@
+"""Make a checkout ready to run: `.venv`, the packages with a CPU torch, and nats-server.
+
+Run by `make setup` with the system's own Python, before anything is installed; so it uses the
+standard library only, and only syntax that Python 3.6 can read, to be able to refuse it. Run
+again, it does only what is missing.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+VENV = ROOT / ".venv"
+STAMP = VENV / "ready"
+PIP = VENV / "bin" / "pip"
+PYTHON_MIN = (3, 11)
+TORCH = "torch==2.13.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+NATS_PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin")
+NATS_DOWNLOADS = "https://github.com/nats-io/nats-server/releases"
+
+
+class CannotSetUp(Exception):
+    """Something that this script cannot mend. The message says who can, and how."""
+
+
+def main() -> int:
+    """Set up what is missing. Returns the exit status."""
+    try:
+        check_platform()
+        if not is_ready():
+            make_venv()
+            install_packages()
+            STAMP.write_text(wanted(), encoding="utf-8")
+        find_nats()
+    except CannotSetUp as error:
+        print(f"antiphon setup: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_platform() -> None:
+    """Refuse what was never tried, in words."""
+    if sys.version_info < PYTHON_MIN:
+        needed = ".".join(map(str, PYTHON_MIN))
+        raise CannotSetUp(
+            f"Python {needed} or newer is needed; this is {platform.python_version()}. "
+            f"Try: make setup PYTHON=python{needed}"
+        )
+    if platform.system() != "Linux":
+        raise CannotSetUp(
+            f"set up by hand on {platform.system()}: this script knows Debian and Ubuntu. "
+            "Create .venv, then pip install -e '.[dev]' in it, and put nats-server "
+            f"({NATS_DOWNLOADS}) on the PATH."
+        )
+
+
+def wanted() -> str:
+    """Name what must be installed, so that a change of it is noticed."""
+    files = ("pyproject.toml", "constraints.txt", "shared/antiphon/cli/bootstrap.py")
+    content = b"".join((ROOT / name).read_bytes() for name in files)
+    return hashlib.sha256(content + sys.version.encode()).hexdigest()
+
+
+def is_ready() -> bool:
+    """Whether `.venv` holds what this checkout wants."""
+    return STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted()
+
+
+def make_venv() -> None:
+    """Make `.venv`, or say which package brings the module for it."""
+    if PIP.exists():
+        return
+    if not succeeds([sys.executable, "-m", "venv", str(VENV)]):
+        shutil.rmtree(str(VENV), ignore_errors=True)
+        raise CannotSetUp(
+            "this Python cannot make a virtual environment. On Debian and Ubuntu: "
+            "apt install python3-venv"
+        )
+
+
+def install_packages() -> None:
+    """Install torch first, as a CPU build, then everything else around it.
+
+    The CPU index does not hold our pins of what torch needs, so torch comes alone.
+    """
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    pip_install([*torch_source(), *constraints, "--no-deps", TORCH])
+    pip_install([*constraints, "-e", f"{ROOT}[dev]"])
+
+
+def torch_source() -> "list[str]":
+    """Choose where pip gets torch. PIP_ARGS decides; else a plain pin where that is a CPU build.
+
+    A CUDA build of torch declares the nvidia packages it needs; gigabytes that no CPU uses.
+    """
+    if os.environ.get("PIP_ARGS"):
+        return []
+    ask = [str(PIP), "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    report = subprocess.run(
+        [*ask, "--report", "-", TORCH],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    if report.returncode == 0:
+        needs = json.loads(report.stdout)["install"][0]["metadata"].get("requires_dist", [])
+        if not any("nvidia" in need or "cuda" in need for need in needs):
+            return []
+    return ["--index-url", TORCH_CPU_INDEX]
+
+
+def pip_install(arguments: "list[str]") -> None:
+    """Run pip in `.venv`, with the caller's PIP_ARGS."""
+    extra = shlex.split(os.environ.get("PIP_ARGS", ""))
+    pip = [str(PIP), "install", "--quiet", "--disable-pip-version-check"]
+    if not succeeds([*pip, *extra, *arguments]):
+        raise CannotSetUp("pip failed, see above. PIP_ARGS passes it other options.")
+
+
+def find_nats() -> None:
+    """Find nats-server, or install Debian's package, or say where it is to be had."""
+    if shutil.which("nats-server") or any(Path(p, "nats-server").exists() for p in NATS_PLACES):
+        return
+    if os.environ.get("ANTIPHON_NATS_SERVER") or apt_installs("nats-server"):
+        return
+    raise CannotSetUp(
+        "nats-server is missing and could not be installed. On Debian and Ubuntu: "
+        f"apt install nats-server. Elsewhere: {NATS_DOWNLOADS}, then put it on the PATH or name it "
+        "in ANTIPHON_NATS_SERVER."
+    )
+
+
+def apt_installs(package: str) -> bool:
+    """Whether apt is here, may be used without a password, and has installed it."""
+    admin = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    if not shutil.which("apt-get") or (admin and not shutil.which("sudo")):
+        return False
+    apt = [*admin, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
+    succeeds([*apt, "update"], quiet=True)
+    return succeeds([*apt, "install", "-y", package], quiet=True)
+
+
+def succeeds(command: "list[str]", quiet: bool = False) -> bool:
+    """Run a command to its end; `quiet` shows its errors only."""
+    output = subprocess.DEVNULL if quiet else None
+    return subprocess.run(command, stdout=output, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

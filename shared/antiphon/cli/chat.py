@@ -1,0 +1,161 @@
+"""`antiphon chat`: a conversation in the terminal, streamed from a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import readline
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+from rich.console import Console
+
+from antiphon.cli.completion import Ask, ChatFailed, Turn, complete, first_model
+from antiphon.config.errors import ConfigError
+from antiphon.config.flags import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+HELP = "Enter sends, /reset starts anew, /exit leaves, Ctrl-C stops an answer."
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What the command line says."""
+
+    url: Annotated[str, Meta(pattern="^https?://")] = "http://127.0.0.1:30000"
+    model: str | None = None
+    message: str | None = None
+    system: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+
+
+class Conversation:
+    """The turns so far, and the server that they are with."""
+
+    def __init__(self, options: Options, model: str) -> None:
+        self._options = options
+        self._model = model
+        self._turns: tuple[Turn, ...] = ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every turn but the system prompt."""
+        system = self._options.system
+        self._turns = (Turn("system", system),) if system else ()
+
+    async def say(self, text: str, console: Console) -> None:
+        """Send one turn and print the answer as it comes.
+
+        A cancelled or broken answer stays in the conversation as far as it was read; without any
+        of it the turn is dropped.
+
+        Raises:
+            ChatFailed: There was no answer, or not all of it.
+        """
+        asked = (*self._turns, Turn("user", text))
+        heard: list[str] = []
+
+        def hear(piece: str) -> None:
+            heard.append(piece)
+            # Whatever a model says, it does not steer the terminal.
+            console.out(CONTROL.sub("", piece), end="", highlight=False)
+
+        try:
+            await complete(self._options.url, self._ask(asked), hear)
+        finally:
+            answer = "".join(heard)
+            if answer:
+                self._turns = (*asked, Turn("assistant", answer))
+                console.out("")
+
+    def _ask(self, turns: tuple[Turn, ...]) -> Ask:
+        return Ask(
+            model=self._model,
+            messages=turns,
+            stream=True,
+            max_tokens=self._options.max_tokens,
+            temperature=self._options.temperature,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Talk until the user leaves, or answer one `--message`.
+
+    Returns:
+        0, or 1 if there is no server or it failed the one message.
+    """
+    options = _options(argv)
+    console = Console()
+    try:
+        with asyncio.Runner() as runner:
+            model = options.model or runner.run(first_model(options.url))
+            conversation = Conversation(options, model)
+            if options.message is not None:
+                runner.run(conversation.say(options.message, console))
+            else:
+                tell(console, f"{model} at {options.url}. {HELP}", style="bold")
+                _talk(conversation, runner, console)
+    except ChatFailed as error:
+        print(f"antiphon chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def tell(console: Console, text: str, style: str = "dim") -> None:
+    """Say something that is not the model's; brackets in it are no markup."""
+    console.print(text, style=style, markup=False, highlight=False)
+
+
+def _talk(conversation: Conversation, runner: asyncio.Runner, console: Console) -> None:
+    readline.set_auto_history(True)  # with it, `input` edits lines and recalls them
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        match line:
+            case "":
+                continue
+            case "/exit":
+                return
+            case "/reset":
+                conversation.reset()
+                tell(console, "a new conversation")
+            case _ if line.startswith("/"):
+                tell(console, f"no such command. {HELP}")
+            case _:
+                _turn(conversation, line, runner, console)
+
+
+def _turn(conversation: Conversation, line: str, runner: asyncio.Runner, console: Console) -> None:
+    try:
+        runner.run(conversation.say(line, console))
+    except KeyboardInterrupt:  # the runner has cancelled the answer, and with it the request
+        tell(console, "stopped")
+    except ChatFailed as error:
+        tell(console, str(error), style="red")
+
+
+def _options(argv: Sequence[str]) -> Options:
+    parser = Parser("antiphon chat", f"Talk to a running server. {HELP}")
+    parser.add_argument("--url", help="the server [default http://127.0.0.1:30000]")
+    parser.add_argument("--model", metavar="NAME", help="unset: the first that the server names")
+    parser.add_argument("--message", metavar="TEXT", help="say this, print the answer and leave")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--max-tokens", metavar="N", help="longest answer")
+    parser.add_argument("--temperature", metavar="X", help="0 always takes the likeliest token")
+    plain = parser.parse(argv).plain
+    try:
+        options = msgspec.convert(plain, Options, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, name = str(error).partition(" - at `$.")
+        raise ConfigError(f"--{name.rstrip('`').replace('_', '-')}: {reason}") from error
+    return msgspec.structs.replace(options, url=options.url.rstrip("/"))

@@ -1,0 +1,145 @@
+"""One streamed chat completion over HTTP: the client side of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import aiohttp
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 120.0
+"""A long queue is silent too, so this is far above what an idle server needs."""
+JSON = {"Content-Type": "application/json"}
+
+
+class ChatFailed(Exception):
+    """There is no answer, or no more of it. The message is for a human."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The body of a request; what is unset is left to the server."""
+
+    model: str
+    messages: tuple[Turn, ...]
+    stream: bool = False
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+async def first_model(url: str) -> str:
+    """Ask a server what it serves.
+
+    Raises:
+        ChatFailed: Nobody answers there, or not as a server of ours does.
+    """
+    async with _session() as session:
+        try:
+            async with session.get(f"{url}/v1/models") as response:
+                await _check(response)
+                models = msgspec.json.decode(await response.read(), type=_Models)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _unreachable(url, error) from error
+        except msgspec.DecodeError as error:
+            raise ChatFailed(f"{url} is no server that we can talk to: {error}") from error
+    if not models.data:
+        raise ChatFailed(f"{url} serves no model")
+    return models.data[0].id
+
+
+async def complete(url: str, ask: Ask, say: Callable[[str], None]) -> None:
+    """Stream one answer into `say`. Cancelling it closes the connection, which ends the request.
+
+    Raises:
+        ChatFailed: The server refused, failed, or went away before the answer's end.
+    """
+    body = msgspec.json.encode(ask)
+    async with _session() as session:
+        try:
+            address = f"{url}/v1/chat/completions"
+            async with session.post(address, data=body, headers=JSON) as response:
+                await _check(response)
+                await _read_events(response, say)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _unreachable(url, error) from error
+        except msgspec.DecodeError as error:
+            raise ChatFailed(f"{url} sent what we cannot read: {error}") from error
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    error: _Error | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: tuple[_Model, ...]
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
+    )
+    return aiohttp.ClientSession(timeout=timeout)
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    body = await response.read()
+    try:
+        reason = msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.DecodeError:
+        reason = response.reason or "no reason given"
+    raise ChatFailed(f"the server refused ({response.status}): {reason}")
+
+
+async def _read_events(response: aiohttp.ClientResponse, say: Callable[[str], None]) -> None:
+    async for line in response.content:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not line.startswith(b"data:"):
+            continue
+        if data == b"[DONE]":
+            return
+        event = msgspec.json.decode(data, type=_Event)
+        if event.error is not None:
+            raise ChatFailed(f"the server failed: {event.error.message}")
+        for choice in event.choices:
+            say(choice.delta.content or "")
+    raise ChatFailed("the answer broke off: the server closed the connection")
+
+
+def _unreachable(url: str, error: Exception) -> ChatFailed:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return ChatFailed(f"no server answers at {url}; start one with: antiphon serve")
+    reason = str(error) or type(error).__name__
+    return ChatFailed(f"the connection to {url} broke: {reason}")

@@ -1,0 +1,71 @@
+"""The console script `antiphon`: a table of commands, and one place where mistakes are told."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.given import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A subcommand. `target` is imported only when it is called, so that each starts fast."""
+
+    target: str
+    summary: str
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """Import what takes the arguments behind the command's name."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+COMMANDS = {
+    "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
+    "chat": Command("antiphon.cli.chat:main", "talk to a running server in the terminal"),
+    "config": Command("antiphon.cli.settings:main", "print the settings and where each comes from"),
+    "version": Command("antiphon.cli.version:main", "print the version"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 2 for a mistake in the settings, told in one line on stderr.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in {"-h", "--help"}:
+        print(usage())
+        return 0
+    try:
+        return _command(name).load()(rest)
+    except ConfigError as error:
+        print(f"antiphon: {error}", file=sys.stderr)
+        return 2
+
+
+def usage() -> str:
+    """The commands, a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: antiphon COMMAND ...", "", *lines, "", "antiphon COMMAND --help says more"]
+    )
+
+
+def _command(name: str) -> Command:
+    if name not in COMMANDS:
+        raise ConfigError(f"{name}: no such command{nearest(name, COMMANDS)}")
+    return COMMANDS[name]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`antiphon serve`: NATS and every service as processes of one machine."""

@@ -1,0 +1,93 @@
+"""The supervisor's own nats-server, kept alive on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from antiphon.bus.server import RunningServer, ServerFailed, ServerSettings, find, start
+from antiphon.service.parent import die_with
+from antiphon.supervisor.ports import is_free
+from antiphon.supervisor.restarts import Restarts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PORT = 4222
+STOP_TIMEOUT_S = 5.0
+
+
+class Broker:
+    """Starts nats-server at 4222 if that is free, else anywhere, and starts it again there."""
+
+    def __init__(self, folder: Path, program: str, payload_bytes_max: int) -> None:
+        self._folder = folder
+        self._program = find(program)
+        self._settings = ServerSettings(
+            name=f"antiphon-{os.getpid()}",
+            port=PORT if is_free("127.0.0.1", PORT) else -1,
+            payload_bytes_max=payload_bytes_max,
+        )
+        self._restarts = Restarts()
+        self._running: RunningServer | None = None
+
+    @property
+    def running(self) -> RunningServer:
+        """The server; an assertion before `start`."""
+        assert self._running is not None, "the broker is not started"
+        return self._running
+
+    async def start(self) -> None:
+        """Start it, and return when it answers.
+
+        Raises:
+            ServerFailed: It does not come up.
+        """
+        self._running = await start(
+            self._settings,
+            self._folder,
+            program=self._program,
+            before_exec=partial(_in_child, os.getpid()),
+        )
+        port = urlsplit(self._running.url).port
+        assert port is not None, self._running.url
+        self._settings = replace(self._settings, port=port)
+
+    async def keep(self) -> None:
+        """Start it again whenever it dies, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            status = await self.running.process.wait()
+            pause_s = self._restarts.pause_s(loop.time())
+            log.warning("broker died", extra={"status": status, "pause_s": pause_s})
+            await asyncio.sleep(pause_s)
+            try:
+                await self.start()
+            except (ServerFailed, OSError) as error:
+                log.warning("broker did not start", extra={"reason": str(error)})
+
+    async def stop(self) -> None:
+        """End it: everybody who spoke over it has left."""
+        process = self.running.process
+        if process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _in_child(parent_pid: int) -> None:
+    """Leave the terminal's process group, so that Ctrl-C reaches the supervisor alone."""
+    os.setsid()
+    die_with(parent_pid)

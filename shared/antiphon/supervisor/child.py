@@ -1,0 +1,142 @@
+"""One service of the machine: started, watched, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from antiphon.config.yaml_file import write_yaml
+from antiphon.supervisor.restarts import Restarts
+from antiphon.wire.base import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from antiphon.config.settings import Settings
+    from antiphon.wire.ids import InstanceId
+
+log = logging.getLogger(__name__)
+
+LOG_TAIL_CHARS = 2000
+LOG_BYTES_MAX = 32 * 1024 * 1024
+"""Of a log and of the one before it: a process that runs for months must not fill the disk."""
+
+
+@dataclass(kw_only=True)
+class Child:
+    """A service process, whichever life it is in."""
+
+    role: Role
+    instance: InstanceId
+    settings: Settings
+    config: Path
+    log_folder: Path
+    environment: Mapping[str, str]
+    process: asyncio.subprocess.Process | None = None
+    restarts: Restarts = field(default_factory=Restarts)
+
+    @property
+    def log_path(self) -> Path:
+        """Where its lines go."""
+        return self.log_folder / f"{self.instance}.log"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Its command line; the same that a container runs."""
+        module = f"antiphon.{'model_worker' if self.role is Role.WORKER else self.role}"
+        config = ("--config", str(self.config))
+        parent = ("--parent-pid", str(os.getpid()))
+        return (sys.executable, "-m", module, *config, "--instance", self.instance, *parent)
+
+    async def start(self) -> None:
+        """Start a life of it.
+
+        In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops the
+        services in order.
+
+        Raises:
+            OSError: The machine has no room for one more process, or for its log.
+        """
+        # Written again for each life: a temporary folder may be cleaned under a long one.
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        write_yaml(self.settings, self.config)
+        with self.log_path.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(self.environment),
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether its current life goes on."""
+        return self.process is not None and self.process.returncode is None
+
+    async def died(self) -> None:
+        """Return when its current life has ended."""
+        assert self.process is not None, "watched before it was started"
+        await self.process.wait()
+
+    async def keep(self) -> None:
+        """Start it again whenever it dies, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            assert self.process is not None, "kept before it was started"
+            status = await self.process.wait()
+            pause_s = self.restarts.pause_s(loop.time())
+            fields = {"instance": self.instance, "status": status, "pause_s": pause_s}
+            log.warning("service died", extra=fields)
+            await asyncio.sleep(pause_s)
+            try:
+                await self.start()
+            except OSError as error:
+                # Tried again: the life before still counts as dead, so the next pause is longer.
+                reason = {"instance": self.instance, "reason": str(error)}
+                log.warning("service did not start", extra=reason)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask it to leave, and end it if it has not within `timeout_s`."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("service killed", extra={"instance": self.instance, "timeout_s": timeout_s})
+            process.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    def trim_log(self) -> None:
+        """Begin the log anew if it is too long; what it held replaces the one before.
+
+        The process is not asked: it appends, so its next line is the first of the new log.
+        """
+        try:
+            if self.log_path.stat().st_size > LOG_BYTES_MAX:
+                shutil.copyfile(self.log_path, self.log_path.with_suffix(".1.log"))
+                os.truncate(self.log_path, 0)
+        except OSError as error:
+            log.warning("log not trimmed", extra={"reason": str(error)})
+
+    def log_tail(self) -> str:
+        """Return the end of its log."""
+        if not self.log_path.exists():
+            return ""
+        return self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()

@@ -1,0 +1,78 @@
+"""`antiphon serve`: the supervisor as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from antiphon.bus.server import ServerFailed, ServerMissing
+from antiphon.config.errors import ConfigError
+from antiphon.supervisor.stack import CannotServe, Stack
+from antiphon.telemetry import log as logs
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from antiphon.config.settings import Settings
+
+log = logging.getLogger(__name__)
+
+FAILED = 1
+
+
+def serve(settings: Settings, console: Console | None = None) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the exit status."""
+    console = console or Console()
+    telemetry = settings.telemetry
+    logs.set_up(level="warning", form=telemetry.log_format, instance="supervisor")
+    try:
+        asyncio.run(_serve(settings, console))
+    except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
+        console.print(f"antiphon serve: {error}", style="red", highlight=False, markup=False)
+        return FAILED
+    return 0
+
+
+async def _serve(settings: Settings, console: Console) -> None:
+    stop, now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            now.set()
+        elif console.is_terminal:
+            console.print("\nstopping; once more to stop at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, on_signal)
+    with _run_folder(settings) as folder:
+        await Stack(settings, folder, console).run(stop, now)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks us to stop. Not SIGHUP under `nohup`, which has it ignored: we are to stay."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
+
+
+@contextmanager
+def _run_folder(settings: Settings) -> Generator[Path]:
+    """Yield the folder for merged settings and logs; a temporary one goes with the supervisor."""
+    if settings.supervisor.run_path:
+        folder = Path(settings.supervisor.run_path).expanduser()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"supervisor.run_path: {folder}: {error.strerror}") from error
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="antiphon-", ignore_cleanup_errors=True) as path:
+        yield Path(path)

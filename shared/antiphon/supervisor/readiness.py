@@ -1,0 +1,55 @@
+"""Listens to heartbeats until every service has said that it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.wire.base import State
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.routes import HEARTBEAT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from antiphon.bus.bus import Bus, Delivery
+    from antiphon.wire.heartbeat import Heartbeat
+    from antiphon.wire.ids import InstanceId
+
+
+class Readiness:
+    """Which services are ready, by their own word."""
+
+    def __init__(
+        self, instances: Iterable[InstanceId], on_ready: Callable[[Heartbeat], None]
+    ) -> None:
+        self._waiting = set(instances)
+        self._on_ready = on_ready
+        self._all = asyncio.Event()
+        self.heartbeats: dict[InstanceId, Heartbeat] = {}
+
+    async def listen(self, bus: Bus) -> None:
+        """Follow the heartbeats of all roles."""
+        await bus.listen(HEARTBEAT, self._deliver)
+
+    async def wait(self) -> None:
+        """Return once each has been ready; the caller bounds it."""
+        await self._all.wait()
+
+    @property
+    def waiting(self) -> frozenset[InstanceId]:
+        """Those that have not been ready yet."""
+        return frozenset(self._waiting)
+
+    async def _deliver(self, delivery: Delivery) -> None:
+        try:
+            heartbeat = delivery.read(HEARTBEAT)
+        except InvalidRequest:
+            return  # another version's; it says nothing about our processes
+        instance = heartbeat.process.instance
+        self.heartbeats[instance] = heartbeat
+        if heartbeat.state is State.READY and instance in self._waiting:
+            self._waiting.remove(instance)
+            self._on_ready(heartbeat)
+        if not self._waiting:
+            self._all.set()

@@ -1,0 +1,21 @@
+"""When a process that died may start again."""
+
+from __future__ import annotations
+
+WINDOW_S = 60.0
+FIRST_PAUSE_S = 0.5
+PAUSE_S_MAX = 15.0
+
+
+class Restarts:
+    """At once after the first death; from the second within a minute on, after a doubling pause."""
+
+    def __init__(self) -> None:
+        self._deaths: list[float] = []
+
+    def pause_s(self, now: float) -> float:
+        """Record a death at `now` and return how long to wait."""
+        self._deaths = [at for at in self._deaths if now - at < WINDOW_S]
+        self._deaths.append(now)
+        repeated = len(self._deaths) - 1
+        return min(FIRST_PAUSE_S * 2 ** (repeated - 1), PAUSE_S_MAX) if repeated else 0.0

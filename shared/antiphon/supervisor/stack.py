@@ -1,0 +1,277 @@
+"""The processes of one machine: started, announced, kept running, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.discovery import OPERATOR
+from antiphon.bus.errors import BusDown
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.errors import ConfigError
+from antiphon.config.load import child_environment, variable
+from antiphon.service.model import model_folder, tokenizer_folder
+from antiphon.supervisor.broker import Broker
+from antiphon.supervisor.child import Child
+from antiphon.supervisor.ports import free_port, is_free
+from antiphon.supervisor.progress import StartProgress
+from antiphon.supervisor.readiness import Readiness
+from antiphon.wire.base import Process, Role
+from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from antiphon.config.settings import Settings
+
+START_ORDER = (
+    Role.WORKER,  # takes longest to be ready
+    Role.SCHEDULER,
+    Role.TOKENIZER,
+    Role.DETOKENIZER,
+    Role.ENCODER,
+    Role.KV_STORAGE,
+    Role.GATEWAY,
+)
+STOP_ORDER = (frozenset({Role.GATEWAY}), frozenset(Role) - {Role.GATEWAY})
+"""First nothing comes in any more and what is open ends; the others have no more to do then."""
+
+
+LOG_CHECK_S = 60.0
+LOOK_BEATS = 2
+"""How long to look for others on a broker that is not ours: who lives says so each beat."""
+
+
+EXAMPLE = """try: curl -N http://{host}:{port}/v1/chat/completions \\
+  -H 'Content-Type: application/json' \\
+  -d '{{"stream": true, "messages": [{{"role": "user", "content": "What is 17 + 25?"}}]}}'"""
+
+
+class CannotServe(Exception):
+    """Something did not come up. The text says what, why, and where to look."""
+
+
+class Stack:
+    """One machine's NATS and services.
+
+    Args:
+        settings: As merged; without a `bus.url` a NATS server is started.
+        folder: For the merged settings, the logs and the NATS server's files.
+        console: Where the operator is told.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, console: Console) -> None:
+        self._settings = _with_port(settings)
+        self._folder = folder
+        self._console = console
+        self._broker: Broker | None = None
+        self._children: Sequence[Child] = ()
+
+    async def run(self, stop: asyncio.Event, now: asyncio.Event) -> None:
+        """Serve until `stop`; then let what runs finish, but no longer than until `now`.
+
+        Raises:
+            ConfigError: The settings cannot work; nothing was started.
+            CannotServe: A service did not come up; nothing is left running.
+            ServerMissing: There is no nats-server program.
+            ServerFailed: The nats-server did not come up.
+        """
+        self._check()
+        try:
+            url = await self._start_broker()
+            if self._broker is None:
+                await self._refuse_if_taken(url)
+            await self._start_children(url)
+            readiness = await self._wait_ready(url, stop)
+            if not stop.is_set():
+                self._announce(url, readiness)
+                await self._keep(stop)
+        finally:
+            await self._stop(now)
+
+    def _check(self) -> None:
+        """Find what would fail in a child anyway, where the operator reads it at once."""
+        gateway = self._settings.gateway
+        if gateway.port and not is_free(gateway.host, gateway.port):
+            raise CannotServe(
+                f"port {gateway.port} on {gateway.host} is taken; choose another with --port"
+            )
+        drain_s, stop_s = (
+            self._settings.service.drain_timeout_s,
+            self._settings.supervisor.stop_timeout_s,
+        )
+        if stop_s <= drain_s:
+            raise ConfigError(
+                f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
+                f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
+            )
+        model_folder(self._settings)
+        tokenizer_folder(self._settings)
+
+    async def _start_broker(self) -> str:
+        """Return the URL of the operator's NATS, or of one of our own."""
+        bus = self._settings.bus
+        if bus.url:
+            return bus.url
+        program = variable("ANTIPHON_NATS_SERVER") or ""
+        self._broker = Broker(self._folder, program, bus.payload_bytes_max)
+        await self._broker.start()
+        return self._broker.running.url
+
+    async def _refuse_if_taken(self, url: str) -> None:
+        """Look who is on the operator's NATS: of two processes of one name, only one is heard."""
+        names = [_instance(role) for role in START_ORDER]
+        present = Readiness(names, lambda _: None)
+        async with self._listening(url, present):
+            await asyncio.sleep(LOOK_BEATS * self._settings.service.heartbeat_s)
+        taken = [name for name in names if name in present.heartbeats]
+        if taken:
+            raise CannotServe(
+                f"{', '.join(taken)} of another `antiphon serve` at {url} would be shut out; "
+                "give this one another --cluster-name"
+            )
+
+    async def _start_children(self, url: str) -> None:
+        settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
+        config = self._folder / "settings.yaml"
+        environment = child_environment(settings)
+        self._children = tuple(
+            Child(
+                role=role,
+                instance=_instance(role),
+                settings=settings,
+                config=config,
+                log_folder=self._folder / "logs",
+                environment=environment,
+            )
+            for role in START_ORDER
+        )
+        for child in self._children:
+            await child.start()
+
+    async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
+        """Follow the heartbeats until all are ready, one has died, or it takes too long."""
+        names = [child.instance for child in self._children]
+        with StartProgress(self._console, names) as progress:
+            readiness = Readiness(names, lambda beat: progress.ready(beat.process.instance))
+            async with self._listening(url, readiness):
+                await self._settle(readiness, stop)
+        if not stop.is_set():
+            self._refuse_if_late(readiness)
+        return readiness
+
+    @asynccontextmanager
+    async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[None]:
+        """Let `readiness` hear the heartbeats on the bus at `url`."""
+        name = InstanceId(f"supervisor-{os.getpid()}")
+        bus = Bus(
+            NatsTransport(replace(self._settings.bus, url=url), name=name),
+            ClusterName(self._settings.cluster.name),
+            Process(instance=name, incarnation=new_incarnation()),
+            party=OPERATOR,
+        )
+        try:
+            async with bus:
+                await readiness.listen(bus)
+                yield
+        except BusDown as error:
+            raise CannotServe(f"no NATS server answers at {url}: {error}") from error
+
+    async def _settle(self, readiness: Readiness, stop: asyncio.Event) -> None:
+        """Return when all are ready, `stop` is set, one has died, or time is up."""
+        settled = asyncio.Event()
+        deaths = [child.died for child in self._children]
+        async with asyncio.TaskGroup() as group:
+            watches = [
+                group.create_task(_set_after(wait, settled))
+                for wait in (readiness.wait, stop.wait, *deaths)
+            ]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.supervisor.start_timeout_s):
+                    await settled.wait()
+            for watch in watches:
+                watch.cancel()
+
+    def _refuse_if_late(self, readiness: Readiness) -> None:
+        late = [child for child in self._children if child.instance in readiness.waiting]
+        dead = [child for child in late if not child.alive]
+        for child in dead or late:
+            became = "died while starting" if dead else "is not ready in time"
+            raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
+
+    def _announce(self, url: str, readiness: Readiness) -> None:
+        gateway = readiness.heartbeats[_instance(Role.GATEWAY)]
+        host, port = self._settings.gateway.host, self._settings.gateway.port
+        self._console.print(
+            f"[green]ready[/green] API http://{host}:{port}/v1 · model {gateway.model} · "
+            f"NATS {url} · logs {self._folder / 'logs'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._console.print(EXAMPLE.format(host=host, port=port), highlight=False, soft_wrap=True)
+
+    async def _keep(self, stop: asyncio.Event) -> None:
+        """Keep everything running until `stop`."""
+        keeps = [self._trim_logs, *(child.keep for child in self._children)]
+        if self._broker is not None:
+            keeps.append(self._broker.keep)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(keep()) for keep in keeps]
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
+
+    async def _trim_logs(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for child in self._children:
+                await asyncio.to_thread(child.trim_log)
+
+    async def _stop(self, now: asyncio.Event) -> None:
+        """Stop the door first, so that what runs can finish; then the rest, then NATS."""
+        async with asyncio.TaskGroup() as group:
+            impatience = group.create_task(self._kill_at(now))
+            for roles in STOP_ORDER:
+                await self._stop_roles(roles)
+            impatience.cancel()
+        if self._broker is not None:
+            await self._broker.stop()
+
+    async def _stop_roles(self, roles: Collection[Role]) -> None:
+        timeout_s = self._settings.supervisor.stop_timeout_s
+        async with asyncio.TaskGroup() as group:
+            for child in self._children:
+                if child.role in roles:
+                    group.create_task(child.stop(timeout_s))
+
+    async def _kill_at(self, now: asyncio.Event) -> None:
+        await now.wait()
+        for child in self._children:
+            child.kill()
+
+
+def _with_port(settings: Settings) -> Settings:
+    """Choose the gateway's port where any will do: the operator must be told it."""
+    gateway = settings.gateway
+    return (
+        settings
+        if gateway.port
+        else replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
+    )
+
+
+def _instance(role: Role) -> InstanceId:
+    return InstanceId(f"{role}-0")
+
+
+async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:
+    await wait()
+    event.set()

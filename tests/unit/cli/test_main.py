@@ -1,0 +1,73 @@
+"""The console script: commands, help and mistakes."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from antiphon.cli.main import COMMANDS, main
+from antiphon.config.fields import fields, groups
+
+
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert name in shown
+        assert command.summary in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_loaded(name: str) -> None:
+    assert callable(COMMANDS[name].load())
+
+
+def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.strip() == metadata.version("antiphon")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("srve", "antiphon: srve: no such command; did you mean serve?"),
+        ("serve --tp 2", "antiphon: --tp-size 2: refused: tensor parallelism is not built yet"),
+        ("serve --prot 1", "antiphon: --prot: no such argument; did you mean --port?"),
+        ("config --config /none.yaml", "antiphon: /none.yaml: No such file or directory"),
+        ("version now", "antiphon: now: version takes no arguments"),
+        ("chat --temperature=-1", "antiphon: --temperature: Expected `float` >= 0.0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_the_help_of_serve_is_grouped_and_names_the_aliases(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "--help"])
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for group in groups():
+        assert f"{group.name}: {group.title}" in shown
+    assert "default 30000; also --port]" in shown
+    assert "--enable-lora" not in shown  # refused flags are on the reference page
+
+
+def test_config_prints_every_setting_with_its_source(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTIPHON_BUS__PASSWORD", "swordfish")
+    assert main(["config", "--port", "31000"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in shown.splitlines()[1:]}
+    assert set(lines) == set(fields())
+    assert lines["gateway.port"] == ["gateway.port", "31000", "--port"]
+    assert lines["scheduler.queue_max"] == ["scheduler.queue_max", "1024", "default"]
+    assert lines["bus.password"] == ["bus.password", "***", "ANTIPHON_BUS__PASSWORD"]
+    assert "swordfish" not in shown

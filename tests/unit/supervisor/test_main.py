@@ -1,0 +1,82 @@
+"""What `antiphon serve` listens to, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.nats import NatsTransport
+from antiphon.config.errors import ConfigError
+from antiphon.config.settings import Settings
+from antiphon.supervisor.main import stop_signals
+from antiphon.supervisor.stack import CannotServe, Stack
+from antiphon.testing.nats import NatsServer
+from antiphon.wire.base import Process, Role, State
+from antiphon.wire.heartbeat import Heartbeat
+from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
+from antiphon.wire.routes import HEARTBEAT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_hangup_stops_it_unless_nohup_said_otherwise():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_process_is_given_the_time_that_it_was_told_to_drain(tmp_path: Path):
+    settings = Settings()
+    slow = replace(settings.service, drain_timeout_s=60.0)
+    gateway = replace(settings.gateway, port=0)
+    stack = Stack(replace(settings, service=slow, gateway=gateway), tmp_path, Console(quiet=True))
+    with pytest.raises(ConfigError, match=r"stop_timeout_s = 25: .*drain_timeout_s = 60"):
+        await stack.run(asyncio.Event(), asyncio.Event())
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_names_that_live_on_the_operators_broker_are_not_taken_from_them(tmp_path: Path):
+    settings = Settings()
+    async with NatsServer() as server, asyncio.TaskGroup() as group:
+        settings = replace(
+            settings,
+            bus=replace(settings.bus, url=server.url),
+            gateway=replace(settings.gateway, port=0),
+        )
+        heart = group.create_task(beat(settings))
+        stack = Stack(settings, tmp_path, Console(quiet=True))
+        with pytest.raises(CannotServe, match=r"^worker-0 of another .* --cluster-name"):
+            await stack.run(asyncio.Event(), asyncio.Event())
+        assert not heart.done()
+        heart.cancel()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def beat(settings: Settings) -> None:
+    """Be the worker of another stack, until cancelled."""
+    me = Process(instance=InstanceId("worker-0"), incarnation=Incarnation("1"))
+    transport = NatsTransport(settings.bus, name=me.instance)
+    async with Bus(transport, ClusterName(settings.cluster.name), me, party=Role.WORKER) as bus:
+        while True:
+            heartbeat = Heartbeat(
+                role=Role.WORKER,
+                process=me,
+                state=State.READY,
+                config_digest="",
+                health_port=0,
+                load=0,
+                not_after_unix_ms=0,
+            )
+            await bus.publish(HEARTBEAT, heartbeat, role=Role.WORKER, instance=me.instance)
+            await asyncio.sleep(0.1)
