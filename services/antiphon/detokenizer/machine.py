@@ -7,6 +7,7 @@ current attempt, whatever was lost, repeated or came late. What it lacks it asks
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ FORGET_MS = 10_000
 """How long past its deadline a request is kept for an owner that has gone silent."""
 UNLISTED_S = 2.0
 """How long a request may be missing from its owner's whole list before it is not open."""
+OWNERS_GONE_MAX = 256
+"""Dead gateways remembered."""
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest text batch: what a gateway missed in an outage is far more than a message."""
 
@@ -42,7 +45,7 @@ _ROW_BYTES = 512  # a row without its text, about
 
 
 @dataclass(slots=True)
-class Answer:
+class Reaction:
     """What one message leads to: text by gateway, other actions, and whether rows are missing."""
 
     rows: dict[Process, list[TextRow]] = field(default_factory=dict[Process, list[TextRow]])
@@ -68,6 +71,7 @@ class Detokenizer:
         self._owed: set[Process] = set()  # to be asked again, once that is not too soon
         self._refused_at: dict[tuple[RequestId, Attempt], float] = {}
         self._lists: dict[Process, int] = {}  # version of each owner's last list
+        self._gone: OrderedDict[Process, None] = OrderedDict()  # owners that have died
 
     @property
     def live(self) -> int:
@@ -83,14 +87,14 @@ class Detokenizer:
         """Apply what a step produced."""
         last = self._seen.get(batch.worker, 0)
         self._seen[batch.worker] = max(batch.seq, last)
-        answer = Answer(missing=batch.seq > last + 1)
+        reaction = Reaction(missing=batch.seq > last + 1)
         for row in batch.rows:
-            request = self._find(row, batch.worker, now, answer)
+            request = self._find(row, batch.worker, now, reaction)
             if request is not None:
-                self._accept(request, row, now, answer)
-        if answer.missing:
-            answer.actions += self._ask(batch.worker, now)
-        return [*self._batches(answer), *answer.actions]
+                self._accept(request, row, now, reaction)
+        if reaction.missing:
+            reaction.actions += self._ask(batch.worker, now)
+        return [*self._batches(reaction), *reaction.actions]
 
     def on_worker_seq(self, worker: Process, seq: int, now: float) -> list[Action]:
         """Compare with the seq that a worker's heartbeat names: shows a lost tail."""
@@ -98,7 +102,7 @@ class Detokenizer:
             return []
         asked = self._ask(worker, now)
         if asked:
-            # Reported once: a worker that has nothing to send again does not answer.
+            # Reported once: a worker that has nothing to send again does not reaction.
             self._seen[worker] = seq
         return asked
 
@@ -108,6 +112,7 @@ class Detokenizer:
         if open_list.version <= self._lists.get(owner, -1):
             return []
         self._lists[owner] = open_list.version
+        self._gone.pop(owner, None)
         for request_id in open_list.closed:
             self._forget(request_id, owner)
         if not open_list.whole:
@@ -124,14 +129,14 @@ class Detokenizer:
     def on_resume(self, resume: ResumeText) -> tuple[int, list[Action]]:
         """Send a gateway everything of its live requests beyond its places; count the rows."""
         places = {(p.request_id, p.choice): p.text_offset for p in resume.places}
-        answer = Answer()
+        reaction = Reaction()
         for request in self._owned(resume.gateway):
             for index, choice in request.choices.items():
                 start = places.get((request.id, index), 0)
                 # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
                 if choice.begins_at(start):
-                    answer.say(resume.gateway, request.rows(index, start))
-        return sum(map(len, answer.rows.values())), list(self._batches(answer))
+                    reaction.say(resume.gateway, request.rows(index, start))
+        return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
         """Ask what is owed, and forget what is long past its deadline: its owner is gone."""
@@ -150,20 +155,28 @@ class Detokenizer:
     def on_owner_gone(self, owner: Process) -> list[Action]:
         """Forget what nobody will read, and stop what still runs of it."""
         self._lists.pop(owner, None)
+        # Its rows may still be under way: they must not begin its requests anew.
+        self._gone[owner] = None
+        if len(self._gone) > OWNERS_GONE_MAX:
+            self._gone.popitem(last=False)
         return [action for request in self._owned(owner) for action in self._drop(request)]
 
-    def _find(self, row: TokenRow, worker: Process, now: float, answer: Answer) -> Request | None:
+    def _find(
+        self, row: TokenRow, worker: Process, now: float, reaction: Reaction
+    ) -> Request | None:
         """Return the request that a row belongs to; None where the row cannot be used."""
         request = self.requests.get(row.request_id)
         if request is not None and row.attempt <= request.attempt:
             if row.attempt == request.attempt:
                 return request
-            answer.actions += self._refuse(row, worker, now)
+            reaction.actions += self._refuse(row, worker, now)
         elif row.stream is None:
-            answer.missing = True  # the row that begins the attempt was lost
+            reaction.missing = True  # the row that begins the attempt was lost
+        elif row.stream.owner in self._gone:
+            pass  # its worker drops it too; should the owner only be late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
-            answer.actions += self._refuse(row, worker, now)
-            answer.say(row.stream.owner, [_overloaded(row)])
+            reaction.actions += self._refuse(row, worker, now)
+            reaction.say(row.stream.owner, [_overloaded(row)])
         else:
             return self._begin(row, row.stream, worker, now)
         return None
@@ -179,29 +192,29 @@ class Detokenizer:
         self.requests[row.request_id] = request
         return request
 
-    def _accept(self, request: Request, row: TokenRow, now: float, answer: Answer) -> None:
+    def _accept(self, request: Request, row: TokenRow, now: float, reaction: Reaction) -> None:
         """Take what is new of a row, and say its text."""
         choice = request.choices[row.choice]
         if choice.end is not None:
             if row.finish_reason is None:
-                answer.actions += self._stop(request, row.choice, now)
+                reaction.actions += self._stop(request, row.choice, now)
             return
         if row.offset > choice.offset:
-            answer.missing = True
+            reaction.missing = True
             return
         shown = choice.text_bytes
         for token_id in unpack_ids(row.token_ids)[choice.offset - row.offset :]:
             choice.push(token_id)
             if choice.end is not None:
-                answer.actions += self._stop(request, row.choice, now)
+                reaction.actions += self._stop(request, row.choice, now)
                 break
         if row.finish_reason is not None:
             choice.finish(End(row.finish_reason, row.matched_stop, row.error))
         if choice.text_bytes > shown or choice.end is not None:
-            answer.say(request.owner, request.rows(row.choice, shown))
+            reaction.say(request.owner, request.rows(row.choice, shown))
 
-    def _batches(self, answer: Answer) -> Iterator[SendText]:
-        for gateway, rows in answer.rows.items():
+    def _batches(self, reaction: Reaction) -> Iterator[SendText]:
+        for gateway, rows in reaction.rows.items():
             for part in parts(rows, _row_bytes, BATCH_BYTES_MAX):
                 yield SendText(
                     TextBatch(

@@ -105,7 +105,9 @@ class DetokenizerService:
         self._spans.end(self._machine.requests)
 
     async def _on_open(self, open_list: OpenList) -> None:
-        self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
+        clock = self._runtime.clock
+        if open_list.not_after_unix_ms >= clock.unix_ms():
+            self._do(self._machine.on_open_list(open_list, clock.now()))
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         """A worker's heartbeat shows a lost tail; what the dead leave behind is dropped."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from antiphon.bus.errors import BusDown
 from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Ended, Said, Submit
 from antiphon.service.peers import Change
 from antiphon.wire.base import Role
@@ -144,8 +145,10 @@ class Driver:
     async def _announce(self, message: OpenList) -> None:
         try:
             await self._runtime.bus.publish(OPEN, message, model=self._model)
+        except BusDown:
+            return  # told again, whole, when the link is back
         except EngineError as error:
-            log.debug("open list not sent", extra={"code": error.code})
+            log.warning("open list not sent", extra={"code": error.code, "reason": error.message})
 
     async def _submit(self, message: SubmitRequest) -> None:
         answer: SubmitAccepted | EngineError

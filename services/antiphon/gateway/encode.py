@@ -103,9 +103,11 @@ class Encoder:
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
         outcome = await self._ask(request, patience_s)
-        if isinstance(outcome, EngineError):
-            raise _plain(outcome)
-        return outcome
+        if not isinstance(outcome, EngineError):
+            return outcome
+        if remaining_s(request.deadline_unix_ms, self._runtime.clock) <= 0:
+            raise DeadlineExceeded("the request's deadline has passed")
+        raise _plain(outcome)
 
     async def _ask(self, request: EncodeRequest, patience_s: float) -> EncodeReply | EngineError:
         """Ask again beside a call that is slow, and after one that failed; ever more slowly.

@@ -28,7 +28,9 @@ def answer_tokens(ask: Ask, *, prompt_tokens: int, context_tokens: int) -> int:
     if prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens", param=_prompt_field(ask))
     if prompt_tokens >= context_tokens:
-        raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=context_tokens)
+        raise PromptTooLong.of(
+            prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(ask)
+        )
     room = context_tokens - prompt_tokens
     if ask.tokens_max is None:
         return room if ask.tokens_default is None else min(ask.tokens_default, room)

@@ -17,6 +17,7 @@ from antiphon.model_worker.batching.request import (
     RequestState,
 )
 from antiphon.model_worker.held import HeldChoice, HeldRequest
+from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Overloaded, decode_error
 from antiphon.wire.heartbeat import RunningRequest
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.service.sequence import SeqSender
-    from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
 
 FREED_AFTER_MS = 2_000
 """Past its deadline a request has had its end from its owner; then it is freed here."""
 FORGOTTEN_AFTER_MS = 10_000
-"""Past its deadline nobody can ask for a request's ids any more, nor admit it again."""
+"""Past its deadline nobody can ask for a request's ids any more."""
+TOMBSTONE_MS = 10_000
+"""Far longer than an admit can be under way: a command says until when it counts."""
 OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
 BATCH_BYTES_MAX = 128 * 1024
@@ -85,7 +88,7 @@ class Output:
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
         self._unsent: dict[RequestId, HeldRequest] = {}
-        self._tombstones: dict[RequestId, tuple[Attempt, int]] = {}
+        self._tombstones = Tombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
         self._keys = 0
         self._step = 0
@@ -131,7 +134,7 @@ class Output:
             if isinstance(command, Admit):
                 actions += self._admit(command, now_ms)
             else:
-                actions += self._abort(command, now_ms)
+                actions += self._abort(command)
         return actions
 
     def stop(self, message: StopChoice) -> list[Action]:
@@ -209,11 +212,7 @@ class Output:
                 actions += self._forget(held)
             elif now_ms >= held.deadline_unix_ms + FREED_AFTER_MS:
                 actions += self._stop(held, [choice for choice in held.choices if choice.live])
-        self._tombstones = {
-            request_id: (attempt, until_ms)
-            for request_id, (attempt, until_ms) in self._tombstones.items()
-            if until_ms > now_ms
-        }
+        self._tombstones.age(now_ms)
         self._lists = {
             owner: (version, heard_ms)
             for owner, (version, heard_ms) in self._lists.items()
@@ -244,8 +243,7 @@ class Output:
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
         if self.draining or now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
             return []
-        tombstone = self._tombstones.get(admit.request_id)
-        if tombstone is not None and admit.attempt <= tombstone[0]:
+        if self._tombstones.covers(admit.request_id, admit.attempt):
             return []
         known = self._held.get(admit.request_id)
         if known is not None and admit.attempt <= known.attempt:
@@ -261,16 +259,15 @@ class Output:
             return actions
         return actions + _runs(admit, held)
 
-    def _abort(self, abort: Abort, now_ms: int) -> list[Action]:
+    def _abort(self, abort: Abort) -> list[Action]:
         held = self._held.get(abort.request_id)
         if held is None:
-            # The admit may still be under way, though no longer than this.
-            self._bury(abort.request_id, abort.attempt, now_ms + FORGOTTEN_AFTER_MS)
+            self._tombstones.bury(abort.request_id, abort.attempt)  # the admit may come yet
             return []
         if abort.attempt < held.attempt:
             return []
         if abort.error is None:
-            self._bury(abort.request_id, abort.attempt, _tombstone_until(held))
+            self._tombstones.bury(abort.request_id, abort.attempt)
             return self._forget(held)
         keys = [choice.key for choice in held.choices if choice.live]
         for key in keys:
@@ -319,14 +316,8 @@ class Output:
         drops = self._stop(held, held.choices)
         del self._held[held.request_id]
         self._unsent.pop(held.request_id, None)
-        self._bury(held.request_id, held.attempt, _tombstone_until(held))
+        self._tombstones.bury(held.request_id, held.attempt)
         return drops
-
-    def _bury(self, request_id: RequestId, attempt: Attempt, until_ms: int) -> None:
-        known = self._tombstones.get(request_id)
-        if known is not None:
-            attempt, until_ms = max(known[0], attempt), max(known[1], until_ms)
-        self._tombstones[request_id] = (attempt, until_ms)
 
     def _new_key(self) -> ChoiceKey:
         self._keys += 1
@@ -350,10 +341,6 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
         )
         for choice, output in zip(held.choices, admit.choices, strict=True)
     ]
-
-
-def _tombstone_until(held: HeldRequest) -> int:
-    return held.deadline_unix_ms + FORGOTTEN_AFTER_MS
 
 
 def _row_bytes(row: TokenRow) -> int:

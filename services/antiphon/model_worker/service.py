@@ -160,6 +160,9 @@ class ModelWorker:
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
 
     async def _on_command(self, batch: CommandBatch) -> None:
+        if not self._output.live_count:
+            # The age of a step tells of a stall: a rest before it must not pass for one.
+            self._stepped_at = self._runtime.clock.now()
         self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
 
     async def _on_stop(self, message: StopChoice | ResendTokens) -> None:

@@ -1,4 +1,4 @@
-"""One short name for everything that a cluster must agree on."""
+"""A short name for everything that a cluster must agree on, field by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,31 @@ import msgspec
 if TYPE_CHECKING:
     from antiphon.config.cluster import ClusterConfig
 
+_FIELD_DIGITS = 12
+
 
 def digest(cluster: ClusterConfig) -> str:
-    """Equal for equal settings, on every machine and in every release: SHA-256 in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(cluster, order="sorted")).hexdigest()
+    """Equal for equal settings, on every machine: `name:3fa2...,model:9b1c...`.
+
+    Each field is the beginning of its value's SHA-256, so that who differs can be told in what,
+    and no value (the salt) is told to anybody.
+    """
+    return ",".join(
+        f"{field.encode_name}:{_digest(getattr(cluster, field.name))}"
+        for field in msgspec.structs.fields(cluster)
+    )
+
+
+def differing(ours: str, theirs: str) -> tuple[str, ...]:
+    """Name the fields in which two digests differ, those that only one of them has included."""
+    mine, others = _parse(ours), _parse(theirs)
+    return tuple(sorted(n for n in mine | others if mine.get(n) != others.get(n)))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:_FIELD_DIGITS]
+
+
+def _parse(text: str) -> dict[str, str]:
+    pairs = (part.partition(":") for part in text.split(","))
+    return {name: value for name, _, value in pairs}

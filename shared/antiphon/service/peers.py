@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
+from antiphon.config.digest import differing
 from antiphon.wire.base import WIRE_VERSION, Process, Role, State
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Peers:
         if beat.process == self._process:
             self._hear_echo()
         elif (fault := self._fault(beat)) is not None:
-            self._refuse(beat, *fault)
+            self._refuse(beat, fault)
         elif beat.process not in self._replaced:
             self._accept(beat)
 
@@ -163,17 +164,18 @@ class Peers:
                 self._peers[peer.process.instance] = replace(peer, heard_at=now)
         self._echo_at = self._clock.now()
 
-    def _fault(self, beat: Heartbeat) -> tuple[str, str] | None:
-        """Why a heartbeat does not count: the field, and what we have in its place."""
+    def _fault(self, beat: Heartbeat) -> str | None:
+        """Why a heartbeat does not count: the fields that should be other than they are."""
         if beat.wire_version != WIRE_VERSION:
-            return "wire_version", str(WIRE_VERSION)
+            return "wire_version"
         if beat.config_digest != self._config_digest:
-            return "config_digest", self._config_digest
-        if beat.not_after_unix_ms < (now := self._clock.unix_ms()):
-            return "not_after_unix_ms", str(now)
+            fields = differing(self._config_digest, beat.config_digest)
+            return ", ".join(f"cluster.{field}" for field in fields)
+        if beat.not_after_unix_ms < self._clock.unix_ms():
+            return "not_after_unix_ms"
         return None
 
-    def _refuse(self, beat: Heartbeat, field: str, ours: str) -> None:
+    def _refuse(self, beat: Heartbeat, field: str) -> None:
         if (beat.process, field) in self._refused:
             return
         _remember(self._refused, (beat.process, field))
@@ -183,8 +185,6 @@ class Peers:
                 "role": beat.role,
                 "peer": beat.process.instance,
                 "field": field,
-                "theirs": getattr(beat, field),
-                "ours": ours,
             },
         )
 

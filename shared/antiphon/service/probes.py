@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from antiphon.service.sockets import bind
+from antiphon.service.web import web_server
 from antiphon.wire.base import State
 
 if TYPE_CHECKING:
@@ -48,12 +48,5 @@ async def probe_server(
     app = web.Application()
     app.add_routes(probe_routes(health, metrics))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_LEAVE_S)
-    listening = bind(host, port)
-    bound: int = listening.getsockname()[1]
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listening).start()
+    async with web_server(runner, host, port) as bound:
         yield bound
-    finally:
-        await runner.cleanup()
-        listening.close()

@@ -37,7 +37,6 @@ class Metrics:
         self.messages = self._counter("messages", "Feed messages applied.", "route")
         self.malformed = self._counter("malformed", "Messages that none could read.", "route")
         self.gaps = self._counter("gaps", "Losses seen in a sequence.", "route")
-        self.duplicates = self._counter("duplicates", "Messages that came again.", "route")
         self.bus_errors = self._counter("bus_errors", "Messages that were not sent.", "kind")
         self.peer_age = self._gauge(
             "peer_heartbeat_age_seconds", "Time since a peer's heartbeat.", "role", "instance"

@@ -68,7 +68,8 @@ def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Write token ids as little-endian int32: 2000 of them in 0.3 us, against 7 us as a list."""
-    packed = array("i", ids)
+    # bytes would be taken for packed integers, not for integers.
+    packed = array("i", list(ids) if isinstance(ids, bytes | bytearray) else ids)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -72,11 +72,12 @@ class PromptTooLong(InvalidRequest):
     code = "prompt_too_long"
 
     @classmethod
-    def of(cls, *, prompt_tokens: int, tokens_max: int) -> PromptTooLong:
+    def of(cls, *, prompt_tokens: int, tokens_max: int, param: str | None = None) -> PromptTooLong:
         """Say both numbers."""
         return cls(
             f"The input ({prompt_tokens} tokens) is longer than the model's context length "
             f"({tokens_max} tokens).",
+            param=param,
             details={"prompt_tokens": str(prompt_tokens), "tokens_max": str(tokens_max)},
         )
 

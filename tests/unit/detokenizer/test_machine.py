@@ -218,6 +218,7 @@ def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
     m.on_owner_gone(GATEWAY)
+    m.on_open_list(open_list(1, REQUEST), 8.0)
     (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, SendText)]
     assert said.batch.seq == 2
 
@@ -311,3 +312,13 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
                 assert heard.decode() == truth, f"seed {seed}"
                 return
     pytest.fail(f"seed {seed}: never ended; heard {len(heard)} of {len(ids)} bytes")
+
+
+def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
+    m = machine()
+    m.on_tokens(batch(1, row("abc")), 0.0)
+    m.on_owner_gone(GATEWAY)
+    assert m.on_tokens(batch(2, row("abcd")), 1.0) == []
+    assert m.requests == {}
+    m.on_open_list(open_list(1, REQUEST), 2.0)  # it was only frozen
+    assert [r.text for r in texts(m.on_tokens(batch(3, row("abcde")), 2.0))] == ["abcde"]

@@ -178,6 +178,12 @@ async def test_bad_request_is_refused_in_place_of_accepting(
     assert client.all(GenerateAccepted) == []
 
 
+async def test_deadline_that_passes_while_encoding_is_a_deadline(at: House, client: Client) -> None:
+    at.cluster.mute_tokenizers = 100
+    await client.ask(request(timeout_s=0.05))
+    assert (await client.first(ErrorReply)).code == "deadline"
+
+
 async def test_refusal_of_the_leader_comes_in_place_of_accepting(at: House, client: Client) -> None:
     at.cluster.submit_error = Overloaded("full", retry_after_s=2.0)
     await client.ask(request())

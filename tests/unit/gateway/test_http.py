@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from typing import TYPE_CHECKING, cast
 
@@ -224,6 +225,8 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
         (CHAT, {"messages": HI, "stop_token_ids": [256]}, "stop_token_ids"),
         (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {"messages": HI, "n": 2}, "n"),
+        (CHAT, {"messages": HI, "n": True}, "n"),
+        (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
         (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
@@ -260,7 +263,7 @@ async def at() -> AsyncIterator[House]:
 async def test_prompt_over_the_context_names_both_numbers(at: House) -> None:
     status, reply, _ = await post(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
     error = cast("dict[str, str]", reply["error"])
-    assert (status, error["code"]) == (400, "prompt_too_long")
+    assert (status, error["code"], error["param"]) == (400, "prompt_too_long", "prompt")
     assert error["message"].count(str(CONTEXT_TOKENS)) == 2
 
 
@@ -291,6 +294,44 @@ async def test_what_is_not_json_is_400(at: House, content_type: str, data: bytes
     ):
         assert reply.status == 400
         assert (await reply.json())["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        (b"1e999", "regex"),
+        (b"9" * 5000, "regex"),
+        (b'"\xff"', "regex"),
+        (b"[" * 20_000 + b"]" * 20_000, None),
+    ],
+    ids=["huge float", "huge integer", "not utf-8", "deep"],
+)
+async def test_value_that_cannot_be_read_is_400(at: House, value: bytes, param: str | None) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "regex": %b}' % value
+    headers = {"Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(at.url + CHAT, data=body, headers=headers) as reply,
+    ):
+        error = (await reply.json())["error"]
+        assert (reply.status, error["code"]) == (400, "invalid_request")
+        assert error["param"] == param
+
+
+async def test_what_is_not_http_is_one_line_in_the_log_without_traceback(
+    at: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = at.url.removeprefix("http://").split(":")
+    with caplog.at_level(logging.INFO):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nContent-Length: many\r\n\r\n")
+        async with asyncio.timeout(5):
+            status = await reader.readline()
+        writer.close()
+    assert b" 400 " in status
+    (record,) = [record for record in caplog.records if record.getMessage() == "not http"]
+    assert (record.levelno, record.exc_info) == (logging.INFO, None)
+    assert "Content-Length" in vars(record)["reason"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

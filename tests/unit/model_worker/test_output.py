@@ -13,11 +13,13 @@ from antiphon.model_worker.output import (
     FORGOTTEN_AFTER_MS,
     FREED_AFTER_MS,
     OPEN_GRACE_MS,
+    TOMBSTONE_MS,
     Action,
     Drop,
     Output,
     Run,
 )
+from antiphon.model_worker.tombstones import Tombstones
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids, unpack_ids
@@ -418,12 +420,18 @@ def test_a_request_is_freed_soon_after_its_deadline_and_forgotten_later() -> Non
     assert bench.output.held_count == 0
 
 
-def test_tombstones_do_not_outlive_the_deadline_for_long() -> None:
-    bench = Bench()
-    bench.command(admit())
-    bench.command(Abort(request_id=R, attempt=attempt()))
-    bench.output.tick(DEADLINE + FORGOTTEN_AFTER_MS)
-    assert bench.output._tombstones == {}
+def test_a_tombstone_outlives_an_admit_that_is_under_way_and_not_much_more() -> None:
+    tombstones = Tombstones(kept_ms=TOMBSTONE_MS)
+    now_ms = 10 * TOMBSTONE_MS
+    tombstones.age(now_ms)
+    tombstones.bury(R, attempt(n=2))
+    tombstones.bury(R, attempt(n=1))
+    for _ in range(4):
+        assert tombstones.covers(R, attempt(n=2))
+        assert not tombstones.covers(R, attempt(n=3))
+        now_ms += TOMBSTONE_MS // 2
+        tombstones.age(now_ms)
+    assert len(tombstones) == 0
 
 
 def test_an_admit_past_its_deadline_does_not_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -314,6 +315,55 @@ async def test_a_bug_in_the_batching_loop_ends_the_process_and_not_in_silence() 
         ):
             await Stage(broker, worker, bus).command(admit("a"))
             await worker.gone.wait()
+
+
+async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
+    held = HeldRunner()
+
+    def open_held(settings: Settings) -> Engine:
+        engine = open_hash_engine(settings)
+        held.runner = engine.runner
+        return Engine(engine.batching, held)
+
+    broker, clock = MemoryBroker(), ShiftedClock()
+    async with (
+        client_bus(MemoryTransport(broker), party="client") as bus,
+        running(ModelWorker(QUICK, open_held), MemoryTransport(broker), clock=clock) as worker,
+    ):
+        stage = Stage(broker, worker, bus)
+        await stage.listen()
+        clock.shift_s = 600.0
+        held.go.clear()
+        await stage.command(admit("a"))
+        await stage.load_is(1)
+        assert stage.load is not None
+        assert 0 < stage.load.step_age_s < 60
+        held.go.set()
+        await until(lambda: stage.ended("a"))
+        await stage.close("a")
+
+
+class ShiftedClock(SystemClock):
+    """The system's clock, moved on while nobody looked."""
+
+    shift_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.shift_s
+
+
+class HeldRunner:
+    """A runner whose steps begin when the test says so."""
+
+    runner: Runner
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+
+    def run(self, plan: Plan) -> Outcome:
+        assert self.go.wait(10)
+        return self.runner.run(plan)
 
 
 class WrongStep:

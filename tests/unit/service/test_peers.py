@@ -13,7 +13,7 @@ from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import Incarnation, InstanceId
 
 BEAT_S = 0.5
-DIGEST = "d" * 64
+DIGEST = "name:1,model:2"
 PATIENCE = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
 US = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("us"))
 
@@ -141,14 +141,14 @@ def test_a_late_heartbeat_of_a_replaced_life_does_not_bring_it_back(world: World
     assert world.news() == []
 
 
-@pytest.mark.parametrize("field", ["config_digest", "wire_version", "not_after_unix_ms"])
+@pytest.mark.parametrize("field", ["cluster.model", "wire_version", "not_after_unix_ms"])
 def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
     world: World, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         match field:
-            case "config_digest":
-                world.beat(digest="other")
+            case "cluster.model":
+                world.beat(digest="name:1,model:3")
             case "wire_version":
                 world.beat(wire_version=2)
             case _:

@@ -130,13 +130,16 @@ def read(body: bytes, kind: type[B], unbuilt: Mapping[str, Values]) -> tuple[B, 
     return _decode(body, kind), unknown
 
 
-def _decode(body: bytes, kind: type[T]) -> T:
+def _decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
+    """Decode a body, or the value of one field of it."""
     try:
-        return _decoder(kind).decode(body)
+        return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise _invalid(str(error), field) from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        # Bytes that are not UTF-8 and numbers of thousands of digits are a ValueError.
+        text = f"{field or 'the body'} is not valid JSON: {error}"
+        raise InvalidRequest(text, param=field or None) from error
 
 
 @cache
@@ -144,10 +147,10 @@ def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     return msgspec.json.Decoder(kind)
 
 
-def _invalid(text: str) -> InvalidRequest:
+def _invalid(text: str, field: str) -> InvalidRequest:
     """Name the field: msgspec puts its path at the end of the text."""
     at = _AT.search(text)
-    path = at[1] if at else ""
+    path = field or (at[1] if at else "")
     missing = _MISSING.search(text)
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
@@ -156,6 +159,11 @@ def _invalid(text: str) -> InvalidRequest:
 
 
 def _check_unbuilt(name: str, raw: msgspec.Raw, allowed: Values) -> None:
-    value: object = msgspec.json.decode(raw)
-    if value is not None and value not in allowed:
+    value: object = _decode(raw, object, name)
+    if value is not None and not any(_same(value, each) for each in allowed):
         raise Unsupported(f"{name} is not supported with this value", param=name)
+
+
+def _same(value: object, allowed: object) -> bool:
+    """Whether they are equal as JSON: there, true is not 1."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

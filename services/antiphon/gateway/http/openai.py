@@ -15,7 +15,7 @@ from antiphon.wire.sampling import MinP, Seed, StopString, StopStrings, Temperat
 from antiphon.wire.tokenize import ChatMessage
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokensMax = Annotated[int, Meta(ge=0)]
+TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopK = Annotated[int, Meta(ge=-1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 

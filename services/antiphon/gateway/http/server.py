@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from antiphon.gateway.http.errors import ErrorBody, ErrorEnvelope, envelope, retry_after
-from antiphon.service.sockets import bind
+from antiphon.service.web import web_server
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 log = logging.getLogger(__name__)
+
+_protocol_log = logging.getLogger(f"{__name__}.protocol")
 
 BEGUN = web.RequestKey("begun", bool)
 """Set on a request whose reply has begun: nothing but its connection can fail now."""
@@ -42,21 +45,15 @@ async def http_server(
     app.add_routes(routes)
     runner = web.AppRunner(
         app,
+        logger=_protocol_log,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=_LEAVE_S,
         max_line_size=_HEADER_BYTES_MAX,
         max_field_size=_HEADER_BYTES_MAX,
     )
-    listening = bind(host, port)
-    bound: int = listening.getsockname()[1]
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listening).start()
+    async with web_server(runner, host, port) as bound:
         yield bound
-    finally:
-        await runner.cleanup()
-        listening.close()
 
 
 async def read_json(request: web.Request, bytes_max: int) -> bytes:
@@ -124,6 +121,20 @@ def _unrouted(request: web.Request, error: web.HTTPException) -> web.Response:
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Write what is not HTTP as one line: aiohttp shows a client's nonsense like a bug of ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        record.msg, record.args = "not http", None
+        record.reason = " ".join(error.message.split())
+        record.exc_info = None
+    return True
+
+
+_protocol_log.addFilter(_without_traceback)
 
 
 def _reply(status: int, body: ErrorEnvelope) -> web.Response:

@@ -174,8 +174,8 @@ class Generations:
     async def _tell(
         self, generation: Generation, events: Iterable[StreamEvent], *, probe: str | None
     ) -> None:
-        for event in events:
-            message = generation.hear(event)
+        # All is kept before any is sent: if this task ends halfway, `again` still knows the rest.
+        for event, message in [(event, generation.hear(event)) for event in events]:
             if message is not None:
                 await self._send(generation, (message,), probe=probe)
             if isinstance(event, Said):

@@ -49,6 +49,7 @@ class Generation:
         self._stream: Stream | None = None
         self._texts: list[bytearray] = []
         self._finished: dict[int, Finished] = {}
+        self._ended: Ended | None = None
 
     @property
     def stream(self) -> Stream:
@@ -80,6 +81,7 @@ class Generation:
             case Finished():
                 self._finished[event.choice] = event
             case Ended():
+                self._ended = event
                 return self._end(event)
             case _:
                 pass
@@ -91,7 +93,7 @@ class Generation:
             self.hear(event)
 
     def again(self, places: Iterable[TextPlace]) -> Iterator[GenerateText | GenerateEnd]:
-        """Write what lies beyond some places, and the terminal if there is one.
+        """Write what lies beyond some places, and the terminal once it was heard.
 
         Raises:
             InvalidRequest: A place is not between two characters of the text.
@@ -100,8 +102,9 @@ class Generation:
         if self.request.stream:
             for choice, text in enumerate(self._texts):
                 yield from self._pieces(choice, text, starts.get(choice, 0))
-        if self.stream.ended is not None:
-            yield self._end(self.stream.ended)
+        # A terminal that waits in the stream still has text before it, which it would leave out.
+        if self._ended is not None:
+            yield self._end(self._ended)
 
     def ping(self) -> GenerateText:
         """Something to say that changes nothing, to see whether anybody listens."""
