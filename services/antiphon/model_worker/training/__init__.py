@@ -1,0 +1,1 @@
+"""The recipe of the embedded model: its data, its tokenizer, its training and its score."""

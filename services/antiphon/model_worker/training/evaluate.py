@@ -1,0 +1,109 @@
+"""Scores the embedded model: `python -m antiphon.model_worker.training.evaluate`.
+
+Prints the share of exact answers, skill by skill, to prompts that no training run has seen.
+Exits with 1 if a skill is below its floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from antiphon import embedded
+from antiphon.model_worker.training.dialogue import Skill, seeded
+from antiphon.model_worker.training.generation import Generate, LocalModel
+from antiphon.model_worker.training.grammar import SKILLS, Case, case
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROMPTS_PER_SKILL = 500
+ANSWER_TOKENS_MAX = 400  # the longest count, a hundred numbers of three digits, fits
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """A question that was answered wrongly."""
+
+    question: str
+    expected: str
+    answered: str
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How one skill did."""
+
+    skill: str
+    prompts: int
+    exact: int
+    floor: float | None
+    misses: tuple[Miss, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of answers that are right to the letter."""
+        return self.exact / self.prompts
+
+    @property
+    def reached(self) -> bool:
+        """Whether the floor, if there is one, is reached."""
+        return self.floor is None or self.share >= self.floor
+
+
+def held_out_cases(skill: Skill, seed: int, count: int = PROMPTS_PER_SKILL) -> list[Case]:
+    """Write the prompts of one skill. The same seed writes the same ones."""
+    rng = seeded(f"evaluate {skill.name}", seed)
+    return [case(rng, skill) for _ in range(count)]
+
+
+def score(skill: Skill, cases: Sequence[Case], generate: Generate) -> Score:
+    """Answer the prompts and compare, letter by letter."""
+    # A token is a byte at least, so a right answer and its end fit. A wrong one may not run on.
+    tokens_max = max(len(one.answer.encode()) for one in cases) + 1
+    answers = generate([one.messages for one in cases], min(tokens_max, ANSWER_TOKENS_MAX))
+    misses = tuple(
+        Miss(one.messages[-1].content, one.answer, answer)
+        for one, answer in zip(cases, answers, strict=True)
+        if one.answer != answer.strip()
+    )
+    return Score(skill.name, len(cases), len(cases) - len(misses), skill.floor, misses)
+
+
+def line(one: Score) -> str:
+    """Write a score as a line of the table."""
+    floor = "" if one.floor is None else f"{one.floor:.0%}"
+    return f"{one.skill:<14}{one.prompts:>8}{one.exact:>8}{one.share:>9.1%}{floor:>8}"
+
+
+def main() -> int:
+    """Score a model folder with transformers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-path", type=Path, default=embedded.path())
+    parser.add_argument("--prompts", type=int, default=PROMPTS_PER_SKILL, help="a skill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the scores and all misses here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    started_s = time.monotonic()
+    generate = LocalModel(arguments.model_path)
+    scores: list[Score] = []
+    sys.stdout.write(f"{'skill':<14}{'prompts':>8}{'exact':>8}{'share':>9}{'floor':>8}\n")
+    for skill in SKILLS:
+        cases = held_out_cases(skill, arguments.seed, arguments.prompts)
+        scores.append(score(skill, cases, generate))
+        sys.stdout.write(line(scores[-1]) + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{time.monotonic() - started_s:.0f} s\n")
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(scores), indent=2))
+    return 0 if all(one.reached for one in scores) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The shape of the embedded model, and how it is written to disk."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from antiphon.model_worker.training.tokenizer import (
+    BOS,
+    CONTEXT_TOKENS,
+    END,
+    PAD,
+    save_tokenizer,
+    special_id,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+# A model this small has no second thoughts worth hearing.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
+
+def new_model(tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
+    """Make an untrained model of 2.6 million parameters, in float32."""
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    settings = {**SHAPE, **_vocabulary(tokenizer), "torch_dtype": "float32"}
+    config = LlamaConfig.from_dict(settings)  # pyright: ignore[reportUnknownMemberType]
+    model = LlamaForCausalLM(config)
+    # On a CPU the backward pass of the fused attention took half of a step (torch 2.13).
+    model.set_attn_implementation("eager")  # pyright: ignore[reportUnknownMemberType]
+    return model
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the folder that a server loads. The weights are rounded to bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = _vocabulary(tokenizer)
+    _write(folder / "config.json", {**SHAPE, **vocabulary})
+    special = {name: token for name, token in vocabulary.items() if name.endswith("_token_id")}
+    _write(folder / "generation_config.json", {**special, **SAMPLING})
+    # Tied to the embeddings, the head has no weights of its own.
+    weights = {
+        name: weight.detach().bfloat16()
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    save_tokenizer(tokenizer, folder)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> dict[str, object]:
+    return {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": special_id(tokenizer, BOS),
+        "eos_token_id": special_id(tokenizer, END),
+        "pad_token_id": special_id(tokenizer, PAD),
+    }
+
+
+def _write(file: Path, settings: dict[str, object]) -> None:
+    file.write_text(json.dumps(settings, indent=2) + "\n")

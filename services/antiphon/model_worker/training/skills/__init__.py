@@ -1,0 +1,1 @@
+"""What the embedded model can do, one skill a file."""

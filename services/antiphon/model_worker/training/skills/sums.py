@@ -1,0 +1,66 @@
+"""Sums of two numbers below a hundred."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
+from antiphon.model_worker.training.words import compose
+
+if TYPE_CHECKING:
+    from random import Random
+
+QUESTIONS = (
+    "What is {a} + {b}?",
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "What's {a} + {b}?",
+    "{a} + {b} = ?",
+    "{a} + {b} =",
+    "{a} + {b}",
+    "{a}+{b}",
+    "What is {a}+{b}?",
+    "What's {a}+{b}?",
+    "What's {a} plus {b}?",
+    "{a}+{b}=?",
+    "{a} plus {b}",
+    "How much is {a} + {b}?",
+    "How much is {a} plus {b}?",
+    "What is the sum of {a} and {b}?",
+    "Add {a} and {b}.",
+    "Add {b} to {a}.",
+    "Calculate {a} + {b}.",
+    "Compute {a} + {b}.",
+    "Can you add {a} and {b}?",
+    "Tell me {a} plus {b}.",
+    "What do {a} and {b} make?",
+    "I have {a} apples and get {b} more. How many do I have?",
+    "There are {a} cats and {b} dogs. How many animals are there?",
+)
+
+
+def write(rng: Random, split: Split) -> Thread:
+    """Ask for one sum. Held out are unordered pairs of two-digit numbers."""
+    one_digit = split is Split.TRAIN and rng.random() < 0.15
+    if one_digit:
+        a, b = rng.randint(0, 99), rng.randint(0, 9)
+        if rng.random() < 0.5:
+            a, b = b, a
+    else:
+        a, b = draw(rng, split, two_numbers, pair_key)
+    question = compose(rng, QUESTIONS, a=a, b=b)
+    # The question is repeated first: whatever the phrasing, the sum then follows the same tokens.
+    return (Exchange(question, f"{a} + {b} = {a + b}."),)
+
+
+def two_numbers(rng: Random) -> tuple[int, int]:
+    """Draw two numbers of two digits."""
+    return rng.randint(10, 99), rng.randint(10, 99)
+
+
+def pair_key(pair: tuple[int, int]) -> str:
+    """The same for both orders: knowing 12 + 34 would give 34 + 12 away."""
+    return f"sum {min(pair)} {max(pair)}"
+
+
+SUMS = Skill("sums", weight=2.4, write=write, floor=0.9)

@@ -1,0 +1,139 @@
+"""Trains the embedded model: `python -m antiphon.model_worker.training.train --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from antiphon.model_worker.training.batches import UNSUPERVISED, Batch, batches
+from antiphon.model_worker.training.model import new_model, save_model
+from antiphon.model_worker.training.tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import LlamaForCausalLM
+
+REPORT_STEPS = 100
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """Everything that decides the weights."""
+
+    seed: int = 0
+    steps: int = 4400
+    batch_tokens: int = 2048
+    warmup_steps: int = 200
+    decay_share: float = 0.25  # of the steps, at the end, over which the rate falls to zero
+    rate: float = 3e-3
+    weight_decay: float = 0.1
+    gradient_norm_max: float = 1.0
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far the training is, after a step."""
+
+    step: int
+    loss: float
+
+
+def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> Iterator[Progress]:
+    """Train in place, one step a turn of the iterator."""
+    optimizers = new_optimizers(model, recipe)
+    schedules = [
+        LambdaLR(optimizer, lambda step: rate_share(step, recipe)) for optimizer in optimizers
+    ]
+    model.train()
+    for step, batch in enumerate(itertools.islice(stream, recipe.steps), start=1):
+        loss = answer_loss(model, batch)
+        torch.autograd.backward(loss)
+        clip_grad_norm_(model.parameters(), recipe.gradient_norm_max)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        yield Progress(step, loss.item())
+
+
+def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms.
+
+    AdamW alone was at a loss of 1.31 after 200 steps, where this was at 1.09.
+    """
+    embeddings = model.model.embed_tokens.weight
+    others = [weight for weight in model.parameters() if weight is not embeddings]
+    matrices = [weight for weight in others if weight.ndim == 2]
+    norms = [weight for weight in others if weight.ndim == 1]
+    return (
+        Muon(
+            matrices,
+            lr=recipe.rate,
+            weight_decay=recipe.weight_decay,
+            adjust_lr_fn="match_rms_adamw",  # so that one rate serves both optimizers
+        ),
+        AdamW([embeddings, *norms], lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0),
+    )
+
+
+def answer_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """The mean cross-entropy of the supervised tokens. Logits are made for these alone."""
+    wanted = batch.labels != UNSUPERVISED
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            # Without a mask, transformers takes a gap between positions for a border between
+            # packed sequences, and hides what is before it.
+            attention_mask=torch.ones_like(batch.token_ids),
+            use_cache=False,
+        ).last_hidden_state
+        logits = model.lm_head(hidden[wanted])
+    return cross_entropy(logits.float(), batch.labels[wanted])
+
+
+def rate_share(step: int, recipe: Recipe) -> float:
+    """The share of the full learning rate: rising, then level, then falling along a cosine."""
+    left = (recipe.steps - step) / (recipe.steps * recipe.decay_share)
+    falling = 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))
+    return falling * min(1.0, (step + 1) / recipe.warmup_steps)
+
+
+def main() -> None:
+    """Train and save; on the way, the newest weights are kept in the same folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save-steps", type=int, default=500, help="steps between savings")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    recipe = Recipe(seed=arguments.seed, steps=arguments.steps)
+    tokenizer = train_tokenizer(recipe.seed)
+    model = new_model(tokenizer, recipe.seed)
+    stream = batches(tokenizer, recipe.seed, recipe.batch_tokens)
+    started_s = time.monotonic()
+    for progress in train(model, stream, recipe):
+        if progress.step % arguments.save_steps == 0 or progress.step == recipe.steps:
+            save_model(model, tokenizer, arguments.out)
+        if progress.step % REPORT_STEPS == 0:
+            passed_s = time.monotonic() - started_s
+            sys.stdout.write(f"step {progress.step} loss {progress.loss:.4f} {passed_s:.0f} s\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

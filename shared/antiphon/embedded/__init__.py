@@ -1,0 +1,12 @@
+"""The small chat model that ships with Antiphon: a folder in the Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SERVED_NAME = "antiphon-small"
+
+
+def path() -> Path:
+    """The folder that holds config.json, the tokenizer and the weights."""
+    return Path(__file__).parent / "model"
