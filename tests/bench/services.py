@@ -1,0 +1,86 @@
+"""The services as processes, with the echo worker in the worker's place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from tests.system.stack import Stack, wait_until
+
+from antiphon.config.load import child_environment
+from antiphon.config.settings import Settings
+from antiphon.config.yaml_file import write_yaml
+from antiphon.supervisor.ports import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODULES = {
+    "worker-0": "antiphon.testing.echo_worker",
+    "scheduler-0": "antiphon.scheduler",
+    "tokenizer-0": "antiphon.tokenizer",
+    "detokenizer-0": "antiphon.detokenizer",
+    "gateway-0": "antiphon.gateway",
+}
+STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class EchoStack:
+    """Where a running stack answers, and what it logs."""
+
+    url: str
+    logs: Path
+
+
+@contextmanager
+def echo_stack(nats_url: str) -> Iterator[EchoStack]:
+    """Run five services on a broker until left; logs are JSON, for the breakdown."""
+    port = free_port("127.0.0.1")
+    settings = msgspec.convert(
+        {
+            "bus": {"url": nats_url},
+            "gateway": {"port": port},
+            "telemetry": {"log_format": "json"},
+        },
+        Settings,
+    )
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        logs = Path(folder)
+        config = logs / "settings.yaml"
+        write_yaml(settings, config)
+        environment = child_environment(settings)
+        for instance, module in MODULES.items():
+            stack.enter_context(_process(module, instance, config, logs, environment))
+        url = f"http://127.0.0.1:{port}"
+        probe = Stack(None, url, "", nats_url, logs, 0.0)  # pyright: ignore[reportArgumentType]
+        wait_until(probe.healthy, 30, "the echo stack")
+        yield EchoStack(url, logs)
+
+
+@contextmanager
+def _process(
+    module: str, instance: str, config: Path, logs: Path, environment: dict[str, str]
+) -> Iterator[None]:
+    command = ("-m", module, "--config", str(config), "--instance", instance)
+    parent = ("--parent-pid", str(os.getpid()))
+    with (logs / f"{instance}.log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, *parent],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(STOP_TIMEOUT_S)
