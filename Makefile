@@ -1,0 +1,78 @@
+# Every verb of the project; `make` alone prints them. The logic is in the programs it calls.
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+SERVICE ?= gateway
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
+  bench docs up down image
+
+help:  ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Make .venv, install everything, find or install nats-server
+	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py
+
+run: setup  ## Serve the embedded model; ARGS='--port 31000' are passed to `antiphon serve`
+	@$(BIN)/antiphon serve $(ARGS)
+
+chat: setup  ## Talk to a running server in the terminal
+	@$(BIN)/antiphon chat $(ARGS)
+
+fmt: setup  ## Format, and fix what the linter can fix
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format --quiet .
+
+lint: setup  ## Style and form
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+
+types: setup  ## Types, strict
+	$(BIN)/pyright
+
+arch: setup  ## Who may import whom
+	$(BIN)/lint-imports --no-logo --no-cache
+
+tidy: setup  ## Registries, generated pages, folders
+	$(BIN)/pytest -q tests/tidy
+
+check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests: two minutes
+	$(BIN)/pytest -q -m "not system and not gpu and not long"
+
+test: check  ## Everything that CI runs
+	$(BIN)/pytest -q -m "system and not gpu and not long"
+
+test-kernels: setup  ## Operations against their references
+	$(BIN)/pytest -q tests/kernels tests/models
+
+test-faults: setup  ## Killed services, lost messages, simulated worlds
+	$(BIN)/pytest -q tests/simulation tests/system -m "not gpu"
+
+test-long: setup  ## Tests that take minutes
+	$(BIN)/pytest -q -m "long and not gpu"
+
+eval: setup  ## Score the embedded model, skill by skill
+	$(BIN)/python -m antiphon.model_worker.training.evaluate $(ARGS)
+
+train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
+	$(BIN)/python -m antiphon.model_worker.training.train $(ARGS)
+
+bench: setup  ## Added latency of the services, hop by hop
+	$(BIN)/python -m tests.bench $(ARGS)
+
+docs: setup  ## Write the generated pages again
+	$(BIN)/python -m antiphon.config.reference
+	$(BIN)/python -m antiphon.bus.reference
+	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
+
+up:  ## Build and start the compose stack; its passwords are made the first time
+	@compose/secrets.sh
+	docker compose -f compose/compose.yaml up --build --wait
+
+down:  ## Stop the compose stack
+	docker compose -f compose/compose.yaml down
+
+image:  ## Build the image of one service: SERVICE=gateway
+	docker build -f compose/Dockerfile --build-arg SERVICE=$(SERVICE) -t antiphon-$(SERVICE) .

@@ -1,0 +1,277 @@
+"""compose/ says what it means, and what it starts works: with the users of nats.conf, for real."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import subprocess
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+from openai import AsyncOpenAI
+from tests.system.composed import COMPOSE, NATS_CONF, ROOT, composed, read_compose
+
+from antiphon.bus.permissions import users
+from antiphon.client import Client
+from antiphon.config.gateway import GatewayConfig
+from antiphon.config.load import child_environment, load
+from antiphon.config.settings import Settings
+from antiphon.wire.ids import ClusterName
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
+OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml")
+LEAVE_S = 4.0
+"""What a process may take after its drain, before it ends itself."""
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables of a fresh .env."""
+    folder = tmp_path_factory.mktemp("secrets")
+    return make_env(folder)
+
+
+def make_env(folder: Path) -> dict[str, str]:
+    for name in ("secrets.sh", ".env.example"):
+        shutil.copy(COMPOSE / name, folder)
+    subprocess.run([folder / "secrets.sh"], check=True, timeout=20)
+    lines = (folder / ".env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+@pytest.fixture(scope="module")
+def services(secrets: dict[str, str]) -> dict[str, dict]:
+    return read_compose("compose.yaml", secrets)["services"]
+
+
+def seconds(text: str) -> float:
+    number, unit = text[:-1], text[-1]
+    return float(number) * {"s": 1, "m": 60}[unit]
+
+
+def test_secrets_are_random_private_and_made_once(tmp_path: Path):
+    made = make_env(tmp_path)
+    assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
+    assert len(set(made.values())) == len(made)
+    assert all(re.fullmatch("[a-z][a-z0-9]{16,}", secret) for secret in made.values())
+    assert make_env(tmp_path) == made
+
+
+def test_a_password_that_is_missing_is_asked_for(secrets: dict[str, str]):
+    for name in secrets:
+        rest = {key: text for key, text in secrets.items() if key != name}
+        file = "compose.yaml" if name.startswith("NATS_") else "compose.observability.yaml"
+        with pytest.raises(KeyError, match=name):
+            read_compose(file, rest)
+
+
+def test_the_stack_is_nats_and_every_service_of_the_repository(services: dict[str, dict]):
+    assert sorted(services) == sorted([*SERVICES, "nats"])
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "nats"])
+def test_a_container_has_no_more_rights_than_it_needs(name: str, services: dict[str, dict]):
+    service = services[name]
+    user, group = service["user"].split(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "nats"])
+def test_a_container_is_watched_and_waits_for_what_it_needs(name: str, services: dict[str, dict]):
+    service = services[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["healthcheck"]["test"][0] == "CMD"
+    waits = service.get("depends_on", {})
+    assert ("nats" in waits) == (name != "nats")
+    for needed, how in waits.items():
+        assert needed in services
+        assert how["condition"] in {"service_healthy", "service_started"}
+    if name == "gateway":  # so that it stops first
+        assert set(waits) == set(services) - {"gateway"}
+    else:
+        assert set(waits) <= {"nats"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_built_for_its_name_and_configured_as_it_understands(
+    name: str, services: dict[str, dict]
+):
+    service = services[name]
+    build = service["build"]
+    assert build["args"] == {"SERVICE": name}
+    assert (COMPOSE / build["context"]).resolve() == ROOT
+    dockerfile = (ROOT / build["dockerfile"]).read_text()
+    assert re.search(rf"^FROM \w+ AS {name}$", dockerfile, re.MULTILINE)
+    settings = load(environ=service["environment"]).settings
+    assert settings.bus.url == "nats://nats:4222"
+    assert settings.health.port == 8081
+    assert f":{settings.health.port}/readyz" in service["healthcheck"]["test"][-1]
+    listening = {
+        "gateway": settings.gateway.host,
+        "encoder": settings.encoder.host,
+        "kv_storage": settings.kv_storage.host,
+    }
+    assert {settings.health.host, listening.get(name, "0.0.0.0")} == {"0.0.0.0"}
+    drain_s = settings.service.drain_timeout_s
+    assert seconds(service["stop_grace_period"]) > drain_s + LEAVE_S
+
+
+def test_each_service_is_given_its_own_password_and_nats_all(
+    services: dict[str, dict], secrets: dict[str, str]
+):
+    variables = {user.name: user.password.removeprefix("$") for user in users(ClusterName("a"))}
+    assert services["nats"]["environment"] == {name: secrets[name] for name in variables.values()}
+    roles = {}
+    for name in SERVICES:
+        environment = services[name]["environment"]
+        roles[name] = environment["ANTIPHON_BUS__USER"]
+        assert environment["ANTIPHON_BUS__PASSWORD"] == secrets[variables[roles[name]]]
+        assert [text for text in environment.values() if text in secrets.values()] == [
+            environment["ANTIPHON_BUS__PASSWORD"]
+        ]
+    assert roles == {name: name for name in SERVICES} | {"model_worker": "worker"}
+
+
+def test_published_ports_are_those_that_the_processes_listen_on(services: dict[str, dict]):
+    published = {name: s["ports"] for name, s in services.items() if "ports" in s}
+    assert published == {
+        "nats": ["127.0.0.1:4222:4222"],
+        "gateway": [f"127.0.0.1:30000:{GatewayConfig().port}"],
+    }
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", *OVERLAYS])
+def test_a_file_names_what_is_there(file: str, secrets: dict[str, str]):
+    content = read_compose(file, secrets)
+    assert "name" not in content  # docker-compose 1.29 refuses it
+    for service in content["services"].values():
+        for mount in service.get("volumes", []):
+            source = mount.partition(":")[0]
+            if source.startswith("."):
+                assert (COMPOSE / source).exists()
+            elif not source.startswith("/"):
+                assert source in content["volumes"]
+        if "build" in service:
+            assert (ROOT / service["build"]["dockerfile"]).exists()
+
+
+def test_nats_reads_the_file_that_is_mounted(services: dict[str, dict]):
+    assert services["nats"]["volumes"] == [f"./nats.conf:{NATS_CONF}:ro"]
+    assert services["nats"]["command"][-1] == NATS_CONF
+
+
+def test_the_gpu_overlay_changes_what_computes_and_nothing_else(
+    services: dict[str, dict], secrets: dict[str, str]
+):
+    overlay = read_compose("compose.gpu.yaml", secrets)["services"]
+    assert set(overlay) == {"model_worker", "encoder"}
+    for name, service in overlay.items():
+        assert service["image"] != services[name]["image"]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.gpu"])
+def test_an_image_copies_what_docker_is_given_and_ends_unprivileged(dockerfile: str):
+    text = (COMPOSE / dockerfile).read_text()
+    ignore = (ROOT / ".dockerignore").read_text().split()
+    copied = " ".join(re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)).split()
+    assert "services" in copied
+    for source in copied:
+        assert f"!{source}" in ignore
+        assert (ROOT / source).exists()
+    assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["10001:10001"]
+    assert text.rstrip().endswith('ENTRYPOINT ["service"]')
+    assert 'exec python -m antiphon.%s "$@"' in text
+
+
+def test_prometheus_asks_every_service_where_it_answers(services: dict[str, dict]):
+    content = yaml.safe_load((COMPOSE / "prometheus/prometheus.yaml").read_text())
+    (found,) = content["scrape_configs"][0]["dns_sd_configs"]
+    assert sorted(found["names"]) == SERVICES
+    for name in SERVICES:
+        assert services[name]["environment"]["ANTIPHON_HEALTH__PORT"] == str(found["port"])
+
+
+@pytest.mark.parametrize("overlay", [None, *OVERLAYS])
+def test_docker_compose_accepts_it(overlay: str | None, secrets: dict[str, str]):
+    program = shutil.which("docker-compose")
+    if program is None:
+        pytest.skip("no docker-compose on this machine; the tests above need none")
+    files = ["compose.yaml", *([overlay] if overlay else [])]
+    result = subprocess.run(
+        [program, *(part for file in files for part in ("-f", file)), "config", "--quiet"],
+        cwd=COMPOSE,
+        env=child_environment(Settings()) | secrets,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.system
+@pytest.mark.timeout(240)
+async def test_the_same_commands_without_containers_hold_a_conversation(
+    secrets: dict[str, str], tmp_path: Path
+):
+    async with composed(secrets, tmp_path) as stack:
+        for name in SERVICES:
+            assert await stack.probe(name) == 0, name
+        over_http = await ask_over_http(stack.url)
+        over_nats = await ask_over_nats(stack.nats_url, secrets["NATS_CLIENT_DEFAULT_PASSWORD"])
+        assert over_http == over_nats
+        assert "42" in over_http
+        await leave_early(stack.nats_url, secrets["NATS_CLIENT_DEFAULT_PASSWORD"])
+        for metric in dashboard_metrics():
+            assert any(metric in stack.metrics(name) for name in SERVICES), metric
+        for name in sorted(SERVICES, key=lambda name: name != "gateway"):
+            assert await stack.stop(name) == 0, stack.log(name)
+        assert await stack.probe("gateway") != 0
+        for name in SERVICES:
+            assert "broker refused" not in stack.log(name)
+    assert "Violation" not in (tmp_path / "nats.log").read_text()
+
+
+async def ask_over_http(url: str) -> str:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model="antiphon-small",
+            messages=[{"role": "user", "content": "What is 17 + 25?"}],
+            temperature=0,
+        )
+    return answer.choices[0].message.content or ""
+
+
+async def ask_over_nats(url: str, password: str) -> str:
+    async with Client(url, user="client-default", password=password) as client:
+        pieces = client.generate("antiphon-small", "What is 17 + 25?", temperature=0.0)
+        return "".join([piece.text async for piece in pieces])
+
+
+async def leave_early(url: str, password: str) -> None:
+    """Cancel, all the way down to the worker."""
+    async with Client(url, user="client-default", password=password) as client:
+        pieces = client.generate("antiphon-small", "Count from 1 to 20.", ignore_eos=True)
+        async with aclosing(pieces):
+            assert (await anext(pieces)).text
+
+
+def dashboard_metrics() -> set[str]:
+    """Return every metric that the dashboard draws."""
+    content = json.loads((COMPOSE / "grafana/dashboards/antiphon.json").read_text())
+    drawn = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+    return set(re.findall(r"antiphon_\w+", " ".join(drawn)))

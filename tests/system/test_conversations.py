@@ -1,0 +1,159 @@
+"""Real clients hold conversations with the whole stack."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+
+from antiphon.client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.system.stack import Stack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+AT_ONCE = 16
+REQUESTS = 200
+TURNS = (
+    "Hello, my name is Anna.",
+    "What is 12 + 30?",
+    "What is my name?",
+)
+
+
+async def sixteen_at_a_time(hold: Callable[[int], Awaitable[list[str]]]) -> list[list[str]]:
+    """Hold conversations, at most sixteen at once, until `REQUESTS` requests were made."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(n: int) -> list[str]:
+        async with slots:
+            return await hold(n)
+
+    return await asyncio.gather(*(one(n) for n in range(-(-REQUESTS // len(TURNS)))))
+
+
+async def test_the_openai_client_holds_streamed_conversations(stack: Stack):
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def hold(_: int) -> list[str]:
+            messages, said = [], []
+            for turn in TURNS:
+                messages.append({"role": "user", "content": turn})
+                text = ""
+                stream = await client.chat.completions.create(
+                    model=stack.model,
+                    messages=messages,
+                    stream=True,
+                    temperature=0,
+                    stream_options={"include_usage": True},
+                )
+                usage = None
+                async for chunk in stream:
+                    usage = chunk.usage or usage
+                    text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                assert text
+                assert usage is not None
+                assert usage.completion_tokens > 0
+                messages.append({"role": "assistant", "content": text})
+                said.append(text)
+            return said
+
+        answers = await sixteen_at_a_time(hold)
+    assert all(said == answers[0] for said in answers)
+    assert "42" in answers[0][1]
+    assert "Anna" in answers[0][2]
+
+
+async def test_a_nats_client_holds_streamed_conversations(stack: Stack):
+    async with Client(stack.nats_url) as client:
+
+        async def hold(_: int) -> list[str]:
+            turns: list[tuple[str, str]] = []
+            said: list[str] = []
+            for turn in TURNS:
+                turns.append(("user", turn))
+                pieces = client.generate(stack.model, turns, temperature=0.0, timeout_s=60)
+                said.append("".join([piece.text async for piece in pieces]))
+                turns.append(("assistant", said[-1]))
+            return said
+
+        answers = await sixteen_at_a_time(hold)
+    assert all(said == answers[0] for said in answers)
+    assert "42" in answers[0][1]
+
+
+async def test_greedy_text_is_the_same_by_every_door_streamed_or_not(stack: Stack):
+    question = "Count from 3 to 9."
+    async with (
+        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai,
+        Client(stack.nats_url) as client,
+    ):
+        whole = await openai.chat.completions.create(
+            model=stack.model, messages=[{"role": "user", "content": question}], temperature=0
+        )
+        stream = await openai.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            stream=True,
+        )
+        streamed = "".join([c.choices[0].delta.content or "" async for c in stream])
+        asked = await client.ask(stack.model, question, temperature=0.0)
+        pieces = client.generate(stack.model, question, temperature=0.0)
+        heard = "".join([piece.text async for piece in pieces])
+    assert whole.choices[0].message.content == streamed == asked.text == heard
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == asked.usage.completion_tokens
+
+
+async def test_a_seed_draws_the_same_text_again(stack: Stack):
+    async with Client(stack.nats_url) as client:
+        texts = [
+            (
+                await client.ask(
+                    stack.model,
+                    "Hello",
+                    temperature=20.0,
+                    seed=seed,
+                    max_tokens=20,
+                    ignore_eos=True,
+                )
+            ).text
+            for seed in (1, 1, 2, 3, 4)
+        ]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+
+
+def test_an_unknown_model_is_not_found(stack: Stack):
+    with (
+        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(NotFoundError) as caught,
+    ):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+
+
+def test_a_field_that_is_not_built_is_named(stack: Stack):
+    with (
+        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(BadRequestError) as caught,
+    ):
+        client.chat.completions.create(
+            model=stack.model, messages=[{"role": "user", "content": "x"}], n=2
+        )
+    assert caught.value.param == "n"
+
+
+def test_a_prompt_over_the_context_says_both_numbers(stack: Stack):
+    with (
+        OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(BadRequestError, match=r"\d+ tokens.*2048"),
+    ):
+        client.completions.create(model=stack.model, prompt="1 " * 4000)

@@ -1,0 +1,134 @@
+"""Processes die; the stack does not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+from openai import APIError, OpenAI
+from tests.system.pages import pages_in_use
+from tests.system.stack import SERVICES, Stack, processes, serving, stop, wait_until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+
+RESTARTED_WITHIN_S = 3.0
+DEADLINE_S = 60.0
+
+
+def test_seven_services_and_a_broker_are_ready_in_time(stack: Stack):
+    assert set(stack.pids()) == set(SERVICES)
+    brokers = [c for _, c in processes() if "nats-server" in c and str(stack.logs.parent) in c]
+    assert len(brokers) == 1
+    assert stack.healthy()
+
+
+def ask(client: OpenAI, model: str) -> str:
+    """Ask a streamed question; return how it ended."""
+    try:
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "Count from 1 to 20."}],
+            stream=True,
+        )
+        return "ended" if [chunk.choices[0].finish_reason for chunk in stream][-1] else "cut"
+    except APIError as error:
+        return type(error).__name__
+    except Exception as error:  # noqa: BLE001  # a connection that the gateway's death closed
+        return type(error).__name__
+
+
+class Load:
+    """Clients that ask all the time, and what became of each request."""
+
+    def __init__(self, stack: Stack, clients: int) -> None:
+        self.outcomes: list[tuple[str, float]] = []
+        self._stack = stack
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), "a request hangs"
+
+    def _run(self) -> None:
+        with OpenAI(
+            base_url=f"{self._stack.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        ) as client:
+            while not self._stop.is_set():
+                began = time.monotonic()
+                outcome = ask(client, self._stack.model)
+                self.outcomes.append((outcome, time.monotonic() - began))
+                if outcome != "ended":
+                    self._stop.wait(0.05)
+
+    def count(self, outcome: str) -> int:
+        return sum(o == outcome for o, _ in self.outcomes)
+
+
+@pytest.mark.parametrize("victim", SERVICES)
+def test_a_killed_service_is_started_again_and_everything_ends(stack: Stack, victim: str):
+    wait_until(stack.healthy, 30, "healthy before the kill")
+    with Load(stack, clients=4) as load:
+        wait_until(lambda: load.count("ended") >= 4, 30, "requests before the kill")
+        pid = stack.pid(victim)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(
+            lambda: stack.pid(victim) not in {None, pid}, RESTARTED_WITHIN_S, f"{victim} again"
+        )
+        wait_until(stack.healthy, 30, f"healthy after {victim}")
+        done = load.count("ended")
+        wait_until(lambda: load.count("ended") >= done + 4, 60, "requests after the kill")
+    outcomes = {o for o, _ in load.outcomes}
+    typed = {"ended", "InternalServerError", "APIError", "APIStatusError"}
+    closed = {"APIConnectionError", "RemoteProtocolError", "ReadError", "cut"}
+    assert outcomes <= (typed | closed if victim == "gateway-0" else typed), load.outcomes
+    assert max(took for _, took in load.outcomes) < DEADLINE_S
+    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+
+
+def test_ctrl_c_leaves_no_process_behind():
+    with serving() as running:
+        supervisor, folder = running.process.pid, str(running.logs.parent)
+        pids = set(running.pids().values())
+        assert stop(running.process) == 0
+    alive = {pid for pid, command in processes() if pid in pids or folder in command}
+    assert alive == set()
+    assert not Path(folder).exists()
+    assert supervisor not in {pid for pid, _ in processes()}
+
+
+def test_a_killed_supervisor_leaves_no_process_behind():
+    with serving() as running:
+        folder = str(running.logs.parent)
+        running.process.kill()
+        running.process.wait()
+        wait_until(lambda: not [c for _, c in processes() if folder in c], 10, "everything gone")
+
+
+def test_a_taken_port_is_named_at_once(stack: Stack):
+    port = stack.url.rpartition(":")[2]
+    result = subprocess.run(
+        [sys.executable, "-m", "antiphon.cli.main", "serve", "--port", port],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=20,
+    )
+    assert result.returncode == 1
+    assert f"port {port}" in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr

@@ -1,0 +1,53 @@
+"""Routes, settings, services and generated pages agree with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.bus import reference as bus_reference
+from antiphon.config import reference as config_reference
+from antiphon.config.fields import groups
+from antiphon.wire.base import Role
+from antiphon.wire.routes import CLIENT, ROUTES, Spread
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {role: "model_worker" if role is Role.WORKER else str(role) for role in Role}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_services_readme_names_what_it_answers_and_says_how_it_fails(role: Role):
+    text = (ROOT / "services/antiphon" / FOLDERS[role] / "README.md").read_text()
+    for route in ROUTES:
+        if route.listeners == (role,):
+            subject = route.subject.replace("{", "<").replace("}", ">")
+            words = [subject, subject.replace(f"<{role}>", "<instance>")]
+            assert any(word in text for word in words), route.name
+    assert "**When it dies**" in text
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_service_is_a_process(role: Role):
+    folder = ROOT / "services/antiphon" / FOLDERS[role]
+    assert (folder / "__main__.py").exists()
+    assert (folder / "service.py").exists()
+
+
+def test_a_call_has_one_kind_of_callee():
+    for route in ROUTES:
+        assert route.carries, route.name
+        if route.spread is not Spread.ALL:
+            assert len(route.listeners) == 1 or CLIENT in route.listeners, route.name
+
+
+def test_every_setting_has_help_and_a_default():
+    for group in groups():
+        for field in group.fields:
+            assert field.help, field.path
+            assert hasattr(field, "default"), field.path
+
+
+def test_generated_pages_are_current():
+    assert (ROOT / config_reference.PAGE).read_text() == config_reference.page()
+    assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
