@@ -61,6 +61,8 @@ def test_an_unknown_architecture_names_those_that_are_known(folder: Path) -> Non
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "4 attention heads.*3 key-value heads"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": -64}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"dtype": "float8"}, "float8"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -85,6 +87,14 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     with pytest.raises(ModelLoadError, match=r"no \.safetensors file"):
+        load(folder)
+
+
+def test_files_without_a_tensor_are_refused(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="no tensors"):
         load(folder)
 
 

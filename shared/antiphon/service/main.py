@@ -131,7 +131,9 @@ async def _until_signal(service: Service, around: Surroundings) -> int:
 def _failed(error: Exception, *, starting: bool) -> int:
     """Say it: an operating condition at the start in a line, anything else with its traceback."""
     causes = list(_leaves(error))
-    if starting and all(isinstance(cause, CannotStart | EngineError) for cause in causes):
+    if starting and all(
+        isinstance(cause, CannotStart | ConfigError | EngineError) for cause in causes
+    ):
         for cause in causes:
             log.error("cannot start", extra={"reason": str(cause)})
         return CANNOT_START

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.kernels.rotary import LinearScaling, Llama3Scaling, Rotary, RotaryScaling
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class RopeField(msgspec.Struct, frozen=True):
@@ -34,15 +37,15 @@ class RopeField(msgspec.Struct, frozen=True):
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     """The fields we read; unknown ones are the business of other programs."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    max_position_embeddings: Size
     architectures: tuple[str, ...] = ()
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False

@@ -70,6 +70,8 @@ class Checkpoint:
         tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):
             tensors.update(_read_header(file))
+        if not tensors:
+            raise ModelLoadError(f"{folder}: the .safetensors files hold no tensors")
         return cls(tensors)
 
     def compare(self, sources: Iterable[WeightSource], ignored: tuple[str, ...]) -> None:
