@@ -25,7 +25,7 @@ from antiphon.wire.ids import (
     RequestId,
     new_incarnation,
 )
-from antiphon.wire.routes import CANCEL, DISCOVER, GENERATE
+from antiphon.wire.routes import CANCEL, CLIENT_TEXT, COMMAND, DISCOVER, GENERATE
 from antiphon.wire.submit import CancelAccepted, CancelRequest
 
 if TYPE_CHECKING:
@@ -259,3 +259,21 @@ async def test_clusters_on_one_broker_do_not_meet(world: World) -> None:
     await elsewhere.listen(CANCEL, answer_cancel, model=MODEL)
     with pytest.raises(NobodyListens):
         await here.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL)
+
+
+async def test_an_answer_never_goes_to_a_route(world: World) -> None:
+    """Or whoever may call us could have us speak to whom they may not."""
+    caller, callee = await join(world), await join(world, "scheduler-0")
+    heard: list[str | None] = []
+
+    async def deliver(delivery: Delivery) -> None:
+        heard.append(delivery.reply)
+
+    await callee.listen(CANCEL, deliver, model=MODEL)
+    subject = caller.subject(CANCEL, model=MODEL)
+    forbidden = caller.subject(COMMAND, worker="worker-0")
+    allowed = caller.subject(CLIENT_TEXT, tenant="default", inbox="1")
+    for reply in (forbidden, allowed, "_INBOX.x"):
+        await caller.transport.publish(subject, b"", reply)
+    await until(lambda: len(heard) == 3)
+    assert heard == [None, allowed, "_INBOX.x"]

@@ -164,3 +164,21 @@ def test_ids_are_packed_without_loss(ids: list[int]) -> None:
 def test_half_an_id_is_refused(size: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{size} bytes"):
         unpack_ids(bytes(size))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"type":"GenerateRequest","key":' + b"[" * 50_000,
+        b'{"type":"GenerateRequest","seed":' + b"9" * 5000 + b"}",
+        b"\x91" * 50_000,
+    ],
+    ids=["nested json", "long number", "nested msgpack"],
+)
+def test_bytes_that_no_parser_likes_are_the_senders_mistake(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(payload, (GenerateRequest,))
+
+
+def test_bytes_are_packed_as_integers_and_not_as_packed_ones() -> None:
+    assert list(unpack_ids(pack_ids(b"abcd"))) == list(b"abcd")

@@ -30,7 +30,7 @@ _WAIT_MAX_S = 30.0
 _CARD_WAIT_S = 5.0
 
 
-class Encoder:
+class TokenizerCalls:
     """Calls tokenizers. They hold nothing, so asking twice is harmless."""
 
     def __init__(self, runtime: Runtime, model: ModelName) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.limits import answer_tokens, sampling_params
+from antiphon.gateway.sampling import answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
 from antiphon.telemetry.context import working_on
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.driver import Driver
-    from antiphon.gateway.encode import Encoder
+    from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
@@ -44,13 +44,13 @@ class Entrance:
         runtime: Runtime,
         model: ModelName,
         driver: Driver,
-        encoder: Encoder,
+        tokenizers: TokenizerCalls,
         metrics: GatewayMetrics,
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._driver = driver
-        self._encoder = encoder
+        self._tokenizers = tokenizers
         self._metrics = metrics
         self._entering = 0
         self._names: set[tuple[TenantId, ClientKey]] = set()
@@ -113,7 +113,7 @@ class Entrance:
         whole = span(f"gateway.{ask.door}", ask.traceparent, request_id=request_id).start()
         try:
             with working_on(request_id), span("gateway.encode", whole.traceparent) as here:
-                encoded = await self._encoder.encode(
+                encoded = await self._tokenizers.encode(
                     ask, request_id, deadline_unix_ms, here.traceparent
                 )
             submit = self._submission(ask, encoded, request_id, deadline_unix_ms, whole.traceparent)

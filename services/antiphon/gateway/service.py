@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.driver import Driver
-from antiphon.gateway.encode import Encoder
+from antiphon.gateway.encode import TokenizerCalls
 from antiphon.gateway.entrance import Entrance
 from antiphon.gateway.http.completions import Completions
 from antiphon.gateway.http.models import Models
@@ -51,14 +51,14 @@ class GatewayService:
         limits = Limits(unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s)
         owner = Owner(runtime.process, self._model, runtime.clock, limits)
         self._driver = driver = Driver(owner, runtime, self._model, metrics)
-        encoder = Encoder(runtime, self._model)
-        entrance = Entrance(runtime, self._model, driver, encoder, metrics)
+        tokenizers = TokenizerCalls(runtime, self._model)
+        entrance = Entrance(runtime, self._model, driver, tokenizers, metrics)
         self._generations = Generations(runtime, self._model, entrance, driver, metrics)
         completions = Completions(entrance, driver, metrics, self._model, gateway.body_bytes_max)
         metrics.watch_open(lambda: driver.open_count)
         routes = (
             *completions.routes(),
-            *Models(runtime, self._model, encoder).routes(),
+            *Models(runtime, self._model, tokenizers).routes(),
             *probe_routes(runtime.health, runtime.metrics),
         )
         async with http_server(gateway.host, gateway.port, routes) as self.port:

@@ -17,7 +17,9 @@ from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.batcher import Batcher
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.wire.base import Role
+from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace
+from antiphon.wire.errors import PromptTooLong
 from antiphon.wire.routes import TOKENIZE
 from antiphon.wire.tokenize import EncodeReply, EncodeRequest, SamplingDefaults
 
@@ -82,12 +84,21 @@ class TokenizerService:
         finally:
             self._in_flight -= 1
         card = self._card
+        context_tokens = self._settings.model.context_tokens or card.context_tokens
+        prompt_tokens = id_count(encoded.token_ids)
+        if prompt_tokens > context_tokens:
+            # Said here, since as many ids might not fit into a message.
+            raise PromptTooLong.of(
+                prompt_tokens=prompt_tokens,
+                tokens_max=context_tokens,
+                param="prompt" if request.messages is None else "messages",
+            )
         return EncodeReply(
             request_id=request.request_id,
             token_ids=encoded.token_ids,
             block_digests=encoded.block_digests,
             vocabulary_size=card.vocabulary_size,
-            context_tokens=self._settings.model.context_tokens or card.context_tokens,
+            context_tokens=context_tokens,
             defaults=_defaults(card),
         )
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ClusterName, TenantId
     from antiphon.wire.routes import Party
 
+_ANSWERABLE = ("inbox", "client")
+"""First tokens of the subjects of ours that take answers."""
+
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
@@ -193,9 +196,16 @@ class Bus:
             if not answer.done():
                 answer.set_result(None)
 
+    def _answerable(self, reply: str | None) -> bool:
+        """Whether an answer may go there: to inboxes, never to a route that we are named to."""
+        if reply is None or not reply.startswith(self._prefix):
+            return True
+        return reply.removeprefix(self._prefix).partition(".")[0] in _ANSWERABLE
+
     def _opener(self, deliver: Deliver) -> Callable[[Packet], Awaitable[None]]:
         async def receive(packet: Packet) -> None:
             if not packet.nobody:
-                await deliver(Delivery(packet.subject, packet.data, packet.reply, self))
+                reply = packet.reply if self._answerable(packet.reply) else None
+                await deliver(Delivery(packet.subject, packet.data, reply, self))
 
         return receive

@@ -84,6 +84,8 @@ def read_card(folder: Path) -> ModelCard:
     generation = (
         _decode(generation_file, _Generation) if generation_file.exists() else _Generation()
     )
+    if not config.architectures:
+        raise ConfigError(f"{folder / 'config.json'}: architectures names none")
     weights = read_weights(folder)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelCard(

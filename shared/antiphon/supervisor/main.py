@@ -35,7 +35,9 @@ def serve(settings: Settings, console: Console | None = None) -> int:
     try:
         asyncio.run(_serve(settings, console))
     except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
-        console.print(f"antiphon serve: {error}", style="red", highlight=False, markup=False)
+        console.print(
+            f"antiphon serve: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         return FAILED
     return 0
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Message)
 
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
+"""What decoding raises on bytes that are no message: nesting and long numbers included."""
+
 _ENCODER = msgspec.msgpack.Encoder()
 _JSON_ENCODER = msgspec.json.Encoder()
 
@@ -46,7 +49,7 @@ def decode(payload: bytes, types: tuple[type[M], ...]) -> M:
         if speaks_json(payload):
             return _json_decoder(types).decode(payload)
         return _decoder(types).decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _MALFORMED as error:
         raise InvalidRequest(f"malformed message: {error}") from error
 
 

@@ -88,6 +88,7 @@ def test_newer_names_are_read_too(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_size": "64"}, "Expected `int`, got `str` - at `$.hidden_size`"),
+        ({"architectures": []}, "architectures names none"),
         ({"torch_dtype": "float8"}, "dtype = 'float8': must be one of bfloat16, float16, float32"),
     ],
 )

@@ -141,9 +141,7 @@ async def test_answer_comes_in_kind_streamed_or_whole(
     assert end.error is None
 
 
-@pytest.mark.parametrize(
-    "inbox", [f"{PREFIX}scheduler.toy.submit", f"{PREFIX}client.default", "client.default.x"]
-)
+@pytest.mark.parametrize("inbox", [f"{PREFIX}client.default", "client.default.x"])
 async def test_foreign_inbox_gets_a_refusal_and_no_text(
     at: House, client: Client, inbox: str
 ) -> None:
@@ -156,6 +154,21 @@ async def test_foreign_inbox_gets_a_refusal_and_no_text(
     await client.ask(request(), inbox=inbox)
     await until(lambda: len(refusals) == 1)
     assert decode(refusals[0], (ErrorReply,)).code == "invalid_request"
+    assert at.cluster.submits == []
+
+
+async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) -> None:
+    heard: list[str] = []
+
+    async def hear(packet: object) -> None:
+        heard.append(packet.subject)  # type: ignore[attr-defined]
+
+    route, foreign = f"{PREFIX}worker.worker-0.command", "client.default.x"
+    for inbox in (route, foreign):
+        await client.bus.transport.subscribe(inbox, hear)
+        await client.ask(request(), inbox=inbox)
+    await until(lambda: foreign in heard)
+    assert heard == [foreign]
     assert at.cluster.submits == []
 
 

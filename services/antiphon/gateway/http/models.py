@@ -11,7 +11,7 @@ from antiphon.wire.base import Role, State
 from antiphon.wire.errors import EngineError, Unavailable, UnknownModel
 
 if TYPE_CHECKING:
-    from antiphon.gateway.encode import Encoder
+    from antiphon.gateway.encode import TokenizerCalls
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
@@ -38,10 +38,10 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 class Models:
     """Answers from what is known already; only the context length may cost a call, once."""
 
-    def __init__(self, runtime: Runtime, model: ModelName, encoder: Encoder) -> None:
+    def __init__(self, runtime: Runtime, model: ModelName, tokenizers: TokenizerCalls) -> None:
         self._runtime = runtime
         self._model = model
-        self._encoder = encoder
+        self._tokenizers = tokenizers
         self._created = runtime.clock.unix_ms() // 1000
 
     def routes(self) -> list[web.RouteDef]:
@@ -73,7 +73,7 @@ class Models:
 
     async def _entry(self) -> ModelEntry:
         try:
-            context_tokens = (await self._encoder.card()).context_tokens
+            context_tokens = (await self._tokenizers.card()).context_tokens
         except EngineError:
             context_tokens = None
         return ModelEntry(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -32,10 +32,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+Offset = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[Offset, Offset]
 
 
 @dataclass(frozen=True, slots=True)

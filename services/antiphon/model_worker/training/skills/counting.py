@@ -10,6 +10,7 @@ from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thre
 from antiphon.model_worker.training.words import NOUNS, compose
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from random import Random
 
 UP = (
@@ -55,9 +56,9 @@ class Range(msgspec.Struct, frozen=True):
 def write(rng: Random, split: Split) -> Thread:
     """Ask for one count. Held out are ranges above one, by direction, and lists of items."""
     if rng.random() < 0.2:
-        items = draw(rng, split, _items, lambda text: f"items {text}")
-        length = len(items.replace(",", " ").split())
-        return (Exchange(compose(rng, ITEMS, items=items), f"I count {length}."),)
+        items = draw(rng, split, _items, lambda words: f"items {' '.join(words)}")
+        question = compose(rng, ITEMS, items=rng.choice((" ", ", ")).join(items))
+        return (Exchange(question, _counted(items)),)
     numbers = draw(rng, split, _range, _range_key)
     if numbers.first > numbers.last:
         templates = DOWN
@@ -85,12 +86,14 @@ def _range_key(numbers: Range) -> str | None:
     return f"count {numbers.first} {numbers.last}"
 
 
-def _items(rng: Random) -> str:
-    length = rng.randint(1, 10)
-    same = rng.random() < 0.5
-    noun = rng.choice(NOUNS)
-    words = [noun if same else rng.choice(NOUNS) for _ in range(length)]
-    return rng.choice((" ", ", ")).join(words)
+def _items(rng: Random) -> tuple[str, ...]:
+    return tuple(rng.sample(NOUNS, rng.randint(1, 10)))
+
+
+def _counted(items: Sequence[str]) -> str:
+    """Count aloud: a model this small cannot tell how long a list is at a glance."""
+    numbered = ", ".join(f"{number} {item}" for number, item in enumerate(items, start=1))
+    return f"{numbered}. I count {len(items)}."
 
 
 COUNTING = Skill("counting", weight=2.0, write=write, floor=0.9)
