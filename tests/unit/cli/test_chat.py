@@ -123,13 +123,18 @@ async def test_a_cancelled_answer_closes_the_connection(server: Server) -> None:
         await server.left.wait()
 
 
+def in_foreground() -> None:
+    """Ctrl-C is ignored by what a shell runs in the background, as it may run these tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @asynccontextmanager
 async def chat(*arguments: str) -> AsyncGenerator[Process]:
     """Run the command as a user does; it is killed if the test leaves it running."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "antiphon.cli.main", "chat", *arguments,
-        stdin=pipe, stdout=pipe, stderr=pipe,
+        stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=in_foreground,
     )  # fmt: skip
     try:
         async with asyncio.timeout(DEADLINE_S):
