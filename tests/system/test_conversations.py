@@ -9,6 +9,9 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from antiphon.client import Client
+from antiphon.model_worker.training.evaluate import held_out_cases, score
+from antiphon.model_worker.training.grammar import SKILLS
+from antiphon.model_worker.training.served import ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -128,6 +131,13 @@ async def test_a_seed_draws_the_same_text_again(stack: Stack):
         ]
     assert texts[0] == texts[1]
     assert len(set(texts)) > 1
+
+
+def test_the_served_model_adds_what_it_never_saw_added(stack: Stack):
+    sums = next(skill for skill in SKILLS if skill.name == "sums")
+    cases = held_out_cases(sums, seed=1, count=60)
+    result = score(sums, cases, ServedModel(stack.nats_url, stack.model))
+    assert result.share >= 0.9, result.misses
 
 
 def test_an_unknown_model_is_not_found(stack: Stack):

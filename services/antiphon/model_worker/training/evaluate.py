@@ -19,6 +19,7 @@ from antiphon import embedded
 from antiphon.model_worker.training.dialogue import Skill, seeded
 from antiphon.model_worker.training.generation import Generate, LocalModel
 from antiphon.model_worker.training.grammar import SKILLS, Case, case
+from antiphon.model_worker.training.served import ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,9 +82,11 @@ def line(one: Score) -> str:
 
 
 def main() -> int:
-    """Score a model folder with transformers."""
+    """Score a model folder with transformers, or what a running stack serves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", type=Path, default=embedded.path())
+    parser.add_argument("--nats-url", help="score the stack that is served there instead")
+    parser.add_argument("--served-model", default=embedded.SERVED_NAME, help="its name there")
     parser.add_argument("--prompts", type=int, default=PROMPTS_PER_SKILL, help="a skill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -91,7 +94,11 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     started_s = time.monotonic()
-    generate = LocalModel(arguments.model_path)
+    generate: Generate = (
+        ServedModel(arguments.nats_url, arguments.served_model)
+        if arguments.nats_url
+        else LocalModel(arguments.model_path)
+    )
     scores: list[Score] = []
     sys.stdout.write(f"{'skill':<14}{'prompts':>8}{'exact':>8}{'share':>9}{'floor':>8}\n")
     for skill in SKILLS:
