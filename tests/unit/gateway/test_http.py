@@ -375,6 +375,7 @@ async def test_refusal_of_the_leader_has_its_status(
         assert (found, cast("dict[str, str]", reply["error"])["code"]) == (status, code)
         retry = cast("dict[str, str]", headers).get("Retry-After")
         assert retry == (None if error.retry_after_s is None else "3")
+        assert len(cast("dict[str, str]", headers)["X-Request-Id"]) == 32
 
 
 async def test_error_after_the_first_text_is_an_event_and_then_done(at: House) -> None:

@@ -14,7 +14,7 @@ from antiphon.gateway.http import sse
 from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.openai import read_chat, read_completion
 from antiphon.gateway.http.replies import ChatVoice, CompletionVoice, Spoken
-from antiphon.gateway.http.server import BEGUN, read_json
+from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
 from antiphon.gateway.owner.actions import Ended, Finished, Said
 from antiphon.gateway.stream import check
 
@@ -72,6 +72,7 @@ class Completions:
         self._metrics.unknown_fields.inc(posted.fields_unknown)
         ask = msgspec.structs.replace(posted.ask, traceparent=request.headers.get("traceparent"))
         stream = await self._entrance.enter(ask)
+        request[REQUEST_ID] = stream.submit.request_id
         try:
             voice = kind(
                 ask.key or stream.submit.request_id,

@@ -27,6 +27,9 @@ _protocol_log = logging.getLogger(f"{__name__}.protocol")
 BEGUN = web.RequestKey("begun", bool)
 """Set on a request whose reply has begun: nothing but its connection can fail now."""
 
+REQUEST_ID = web.RequestKey("request_id", str)
+"""Set on a request that is owned, so that its error names it too."""
+
 _BODY_S = 60.0
 _LEAVE_S = 5.0
 _HEADER_BYTES_MAX = 16 * 1024
@@ -101,7 +104,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineError as error:
-        return failure(error)
+        response = failure(error)
+        if (request_id := request.get(REQUEST_ID)) is not None:
+            response.headers["X-Request-Id"] = request_id
+        return response
     except web.HTTPException as error:
         return _unrouted(request, error)
     except Exception:
