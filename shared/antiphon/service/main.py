@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import uvloop
 
 from antiphon.bus.bus import Bus
-from antiphon.bus.nats import NatsTransport
+from antiphon.bus.nats import LinkErrors, NatsTransport
 from antiphon.config.digest import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.service.service import Service
+    from antiphon.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +98,19 @@ def _surroundings(role: Role, arguments: ProcessArguments) -> Surroundings:
         raise CannotStart("no NATS server is named; say --bus-url nats://host:port")
     process = Process(instance=InstanceId(arguments.instance), incarnation=new_incarnation())
     transport = NatsTransport(settings.bus, name=arguments.instance)
-    return Surroundings(
+    around = Surroundings(
         settings=settings,
         bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
     )
+    _count(around.metrics, transport.errors)
+    return around
+
+
+def _count(metrics: Metrics, errors: LinkErrors) -> None:
+    """Show what goes wrong out of anybody's sight: above all what a slow receiver lost."""
+    metrics.link_errors.labels("dropped").set_function(lambda: errors.dropped)
+    metrics.link_errors.labels("forbidden").set_function(lambda: errors.forbidden)
+    metrics.link_errors.labels("failed").set_function(lambda: errors.failed)
 
 
 async def _until_signal(service: Service, around: Surroundings) -> int:

@@ -38,6 +38,9 @@ class Metrics:
         self.malformed = self._counter("malformed", "Messages that none could read.", "route")
         self.gaps = self._counter("gaps", "Losses seen in a sequence.", "route")
         self.bus_errors = self._counter("bus_errors", "Messages that were not sent.", "kind")
+        self.link_errors = self._gauge(
+            "link_errors", "What went wrong on the link since start.", "kind"
+        )
         self.peer_age = self._gauge(
             "peer_heartbeat_age_seconds", "Time since a peer's heartbeat.", "role", "instance"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -75,11 +76,15 @@ class Echo:
     async def open_calls(self, count: int) -> None:
         """Wait until so many calls are taken."""
         line = f'antiphon_calls_open{{route="tokenizer.encode"}} {float(count)}\n'
-        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
-            while True:
-                async with session.get(f"http://127.0.0.1:{self.health_port}/metrics") as response:
-                    if line in await response.text():
-                        return
+        async with asyncio.timeout(5):
+            while line not in await self.metrics():
+                pass
+
+    async def metrics(self) -> str:
+        """What it counts."""
+        url = f"http://127.0.0.1:{self.health_port}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return await response.text()
 
     async def ended(self, timeout_s: float = 10) -> int:
         """Wait until it has left; gives the exit code."""
@@ -149,6 +154,9 @@ async def test_a_restarted_broker_finds_the_service_again(server: NatsServer, bu
         await server.start()
         await service.ready(bus)
         assert await outcome(bus, 0) == "ok"
+        counted = re.search(r'antiphon_link_errors{kind="failed"} (\S+)', await service.metrics())
+        assert counted is not None
+        assert float(counted[1]) > 0
 
 
 async def test_a_second_signal_ends_it_at_once(server: NatsServer, bus: Bus) -> None:
