@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
@@ -13,8 +13,6 @@ from antiphon.wire.base import FinishReason, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-C = TypeVar("C")
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,26 +82,26 @@ class Metadata(msgspec.Struct, frozen=True):
     weight_version: str = "default"
 
 
-class Reply(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[C]
+    choices: list[msgspec.Struct]
     usage: UsageBody
     metadata: Metadata = Metadata()
 
 
-class Chunk(msgspec.Struct, Generic[C], frozen=True, kw_only=True):
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an answer."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[C]
+    choices: list[msgspec.Struct]
     usage: UsageBody | None = None
 
 
@@ -116,6 +114,10 @@ class Spoken(msgspec.Struct):
 
 class Voice(ABC):
     """Writes one request's answer. One a request: it holds the id and the date."""
+
+    WHOLE: ClassVar[str]
+    CHUNK: ClassVar[str]
+    """What the `object` of a whole answer and of a piece of one is."""
 
     def __init__(self, answer_id: str, created: int, model: str, *, usage_always: bool) -> None:
         self._id = answer_id
@@ -131,13 +133,36 @@ class Voice(ABC):
     def chunks(self, events: Iterable[Said | Finished]) -> bytes:
         """The events that tell more of the answer."""
 
-    @abstractmethod
     def whole(self, choices: list[Spoken], usage: Usage) -> bytes:
         """The body that tells all of the answer."""
+        reply = Reply(
+            id=self._id,
+            object=self.WHOLE,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(*finished) for finished in _finished(choices)],
+            usage=usage_body(usage),
+        )
+        return msgspec.json.encode(reply)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event that tells the tokens of all of it: a chunk without choices."""
+        return self._event(usage=usage_body(usage))
 
     @abstractmethod
-    def usage(self, usage: Usage) -> bytes:
-        """The event that tells the tokens of all of it."""
+    def _choice(self, index: int, text: str, finished: Finished) -> msgspec.Struct:
+        """One choice of a whole answer."""
+
+    def _event(self, *choices: msgspec.Struct, usage: UsageBody | None = None) -> bytes:
+        chunk = Chunk(
+            id=self._id,
+            object=self.CHUNK,
+            created=self._created,
+            model=self._model,
+            choices=list(choices),
+            usage=usage,
+        )
+        return event(msgspec.json.encode(chunk))
 
     def _usage_so_far(self, said: Said) -> UsageBody | None:
         return usage_body(said.usage) if self._usage_always and said.usage is not None else None
@@ -145,6 +170,9 @@ class Voice(ABC):
 
 class ChatVoice(Voice):
     """POST /v1/chat/completions."""
+
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
 
     def begin(self) -> bytes:
         """The role comes first and alone."""
@@ -154,30 +182,13 @@ class ChatVoice(Voice):
         """A chunk for each text, and one without any for the end of a choice."""
         return b"".join(map(self._chunk, events))
 
-    def whole(self, choices: list[Spoken], usage: Usage) -> bytes:
-        """Everything at once."""
-        return msgspec.json.encode(
-            Reply(
-                id=self._id,
-                object="chat.completion",
-                created=self._created,
-                model=self._model,
-                choices=[
-                    ChatChoice(
-                        index=index,
-                        message=AnswerMessage(content="".join(spoken.text)),
-                        finish_reason=finished.reason,
-                        matched_stop=finished.matched_stop,
-                    )
-                    for index, spoken, finished in _finished(choices)
-                ],
-                usage=usage_body(usage),
-            )
+    def _choice(self, index: int, text: str, finished: Finished) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=AnswerMessage(content=text),
+            finish_reason=finished.reason,
+            matched_stop=finished.matched_stop,
         )
-
-    def usage(self, usage: Usage) -> bytes:
-        """A chunk without choices."""
-        return self._event(usage=usage_body(usage))
 
     def _chunk(self, said: Said | Finished) -> bytes:
         if isinstance(said, Said):
@@ -192,20 +203,11 @@ class ChatVoice(Voice):
             )
         )
 
-    def _event(self, *choices: ChatChunkChoice, usage: UsageBody | None = None) -> bytes:
-        chunk = Chunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            choices=list(choices),
-            usage=usage,
-        )
-        return event(msgspec.json.encode(chunk))
-
 
 class CompletionVoice(Voice):
     """POST /v1/completions."""
+
+    WHOLE = CHUNK = "text_completion"
 
     def begin(self) -> bytes:
         """Nothing comes before the text."""
@@ -226,41 +228,13 @@ class CompletionVoice(Voice):
             for index, said, finished in _paired(events)
         )
 
-    def whole(self, choices: list[Spoken], usage: Usage) -> bytes:
-        """Everything at once."""
-        return msgspec.json.encode(
-            Reply(
-                id=self._id,
-                object="text_completion",
-                created=self._created,
-                model=self._model,
-                choices=[
-                    TextChoice(
-                        index=index,
-                        text="".join(spoken.text),
-                        finish_reason=finished.reason,
-                        matched_stop=finished.matched_stop,
-                    )
-                    for index, spoken, finished in _finished(choices)
-                ],
-                usage=usage_body(usage),
-            )
+    def _choice(self, index: int, text: str, finished: Finished) -> TextChoice:
+        return TextChoice(
+            index=index,
+            text=text,
+            finish_reason=finished.reason,
+            matched_stop=finished.matched_stop,
         )
-
-    def usage(self, usage: Usage) -> bytes:
-        """A chunk without choices."""
-        return self._event(usage=usage_body(usage))
-
-    def _event(self, *choices: TextChoice, usage: UsageBody | None = None) -> bytes:
-        chunk = Chunk(
-            id=self._id,
-            object="text_completion",
-            created=self._created,
-            model=self._model,
-            choices=list(choices),
-            usage=usage,
-        )
-        return event(msgspec.json.encode(chunk))
 
 
 def usage_body(usage: Usage) -> UsageBody:
@@ -272,10 +246,10 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def _finished(choices: list[Spoken]) -> Iterator[tuple[int, Spoken, Finished]]:
+def _finished(choices: list[Spoken]) -> Iterator[tuple[int, str, Finished]]:
     for index, spoken in enumerate(choices):
         assert spoken.finished is not None  # a request ends well when all its choices have ended
-        yield index, spoken, spoken.finished
+        yield index, "".join(spoken.text), spoken.finished
 
 
 def _paired(
