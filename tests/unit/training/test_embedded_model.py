@@ -76,7 +76,7 @@ def test_a_conversation_of_three_turns_is_answered_rightly(model: LocalModel) ->
 
 
 def test_a_name_is_remembered_over_a_long_chat(model: LocalModel) -> None:
-    """About 1,600 of the 2,048 tokens lie between the name and the question."""
+    """About a thousand tokens lie between the name and the question."""
     rng = seeded("long chat", 0)
     between = [skill.write(rng, Split.TRAIN) for _ in range(20) for skill in (SUMS, COPYING)]
     chat = [

@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--served-model", default=embedded.SERVED_NAME, help="its name there")
     parser.add_argument("--prompts", type=int, default=PROMPTS_PER_SKILL, help="a skill")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the scores and all misses here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
