@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.rounds))
-    Console().print(show(report))
+    Console(width=120).print(show(report))
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 

@@ -61,7 +61,11 @@ def echo_stack(nats_url: str) -> Iterator[EchoStack]:
             stack.enter_context(_process(module, instance, config, logs, environment))
         url = f"http://127.0.0.1:{port}"
         probe = Stack(None, url, "", nats_url, logs, 0.0)  # pyright: ignore[reportArgumentType]
-        wait_until(probe.healthy, 30, "the echo stack")
+        try:
+            wait_until(probe.healthy, 30, "the echo stack")
+        except AssertionError as error:
+            said = "".join(file.read_text()[-2000:] for file in sorted(logs.glob("*.log")))
+            raise AssertionError(f"{error}\n{said}") from error
         yield EchoStack(url, logs)
 
 
