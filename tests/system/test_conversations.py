@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
+import nats
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
@@ -86,6 +89,44 @@ async def test_a_nats_client_holds_streamed_conversations(stack: Stack):
             return said
 
         answers = await sixteen_at_a_time(hold)
+    assert all(said == answers[0] for said in answers)
+    assert "42" in answers[0][1]
+
+
+async def test_a_plain_nats_client_speaks_json_and_needs_nothing_of_ours(stack: Stack):
+    """Subscribe to an inbox, publish JSON with it as the reply, read until the terminal."""
+    connection = await nats.connect(stack.nats_url)
+
+    async def ask(turns: list[dict[str, str]]) -> str:
+        key = uuid4().hex
+        inbox = f"antiphon.v1.client.default.{key}"
+        subscription = await connection.subscribe(inbox)
+        body = {"type": "GenerateRequest", "key": key, "model": stack.model, "temperature": 0}
+        subject = f"antiphon.v1.generate.{stack.model}"
+        await connection.publish(subject, json.dumps(body | {"messages": turns}).encode(), inbox)
+        text, end = b"", None
+        while end is None:
+            heard = json.loads((await subscription.next_msg(timeout=60)).data)
+            assert heard["type"] != "ErrorReply", heard
+            if heard["type"] == "GenerateText":
+                assert heard["text_offset"] == len(text)
+                text += heard["text"].encode()
+            elif heard["type"] == "GenerateEnd":
+                end = heard
+        await subscription.unsubscribe()
+        assert "error" not in end, end
+        assert end["choices"][0]["text_bytes"] == len(text)
+        return text.decode()
+
+    async def hold(_: int) -> list[str]:
+        turns: list[dict[str, str]] = []
+        for turn in TURNS:
+            turns.append({"role": "user", "content": turn})
+            turns.append({"role": "assistant", "content": await ask(turns)})
+        return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+
+    answers = await sixteen_at_a_time(hold)
+    await connection.close()
     assert all(said == answers[0] for said in answers)
     assert "42" in answers[0][1]
 
