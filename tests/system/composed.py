@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import sys
 import urllib.error
 import urllib.request
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import yaml
 from antiphon.bus.server import find, log_path, wait_ready
 from antiphon.config.load import child_environment
 from antiphon.config.settings import Settings
+from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -60,11 +60,10 @@ def read_compose(name: str, environment: Mapping[str, str]) -> dict:
 
 def free_ports(count: int) -> list[int]:
     """Name ports that nobody has now, each once."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port("127.0.0.1"))
+    return list(ports)
 
 
 @dataclass

@@ -1,0 +1,21 @@
+"""Ports that are named before they are bound."""
+
+import socket
+from pathlib import Path
+
+from antiphon.supervisor.ports import free_port, is_free
+
+
+def test_a_named_port_is_free_and_not_one_that_connections_are_given():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for _ in range(50):
+        port = free_port("127.0.0.1")
+        assert is_free("127.0.0.1", port)
+        assert not low <= port <= high
+
+
+def test_a_port_with_a_server_on_it_is_not_free():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        assert not is_free("127.0.0.1", server.getsockname()[1])
