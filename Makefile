@@ -59,7 +59,7 @@ eval: setup  ## Score the embedded model, skill by skill
 train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
 	$(BIN)/python -m antiphon.model_worker.training.train $(ARGS)
 
-bench: setup  ## Added latency of the services, hop by hop
+bench: setup  ## What the services add: latency hop by hop, and processor time
 	$(BIN)/python -m tests.bench $(ARGS)
 
 docs: setup  ## Write the generated pages again

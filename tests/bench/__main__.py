@@ -1,4 +1,4 @@
-"""`make bench`: added latency of the services, hop by hop. Writes JSON where `--json` says."""
+"""`make bench`: what the services add, in time and in processor; as JSON where `--json` says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from tests.bench import services_cpu
 from tests.bench.figures import Machine, machine
 from tests.bench.latency import HOPS, Latency, measure
 from tests.bench.services import echo_stack
+from tests.bench.services_cpu import ServicesCpu
 
 from antiphon.testing.nats import NatsServer
 
@@ -21,20 +23,24 @@ class Report(msgspec.Struct, frozen=True):
 
     machine: Machine
     latency: list[Latency]
+    services_cpu: list[ServicesCpu]
 
 
 async def run(rounds: int) -> Report:
     """Measure on a broker and a stack of its own a round."""
-    results: list[Latency] = []
+    results: list[tuple[Latency, ServicesCpu]] = []
     for _ in range(rounds):
         async with NatsServer() as nats:
             results.append(await asyncio.to_thread(_round, nats.url))
-    return Report(machine(), results)
+    latency, cpu = zip(*results, strict=True)
+    return Report(machine(), list(latency), list(cpu))
 
 
-def _round(nats_url: str) -> Latency:
+def _round(nats_url: str) -> tuple[Latency, ServicesCpu]:
     with echo_stack(nats_url) as stack:
-        return measure(stack)
+        latency = measure(stack)
+    with echo_stack(nats_url, services_cpu.WORKER) as stack:
+        return latency, services_cpu.measure(stack)
 
 
 def show(report: Report) -> Table:
@@ -54,6 +60,20 @@ def show(report: Report) -> Table:
     return table
 
 
+def show_cpu(report: Report) -> Table:
+    """Lay out what each service used of a core."""
+    table = Table(title="percent of a core at 600 tokens/s to 16 clients, without the worker")
+    table.add_column("service")
+    for n in range(len(report.services_cpu)):
+        table.add_column(f"round {n + 1}", justify="right")
+    for name in report.services_cpu[0].services_percent:
+        shares = [result.services_percent[name] for result in report.services_cpu]
+        table.add_row(name, *(f"{share:.1f}" for share in shares))
+    totals = [result.total_percent for result in report.services_cpu]
+    table.add_row("all", *(f"{total:.1f}" for total in totals), style="bold")
+    return table
+
+
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(prog="make bench")
@@ -61,7 +81,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.rounds))
-    Console(width=120).print(show(report))
+    Console(width=120).print(show(report), show_cpu(report))
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 

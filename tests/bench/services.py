@@ -22,8 +22,8 @@ from antiphon.supervisor.ports import free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ECHO_WORKER = "antiphon.testing.echo_worker"
 MODULES = {
-    "worker-0": "antiphon.testing.echo_worker",
     "scheduler-0": "antiphon.scheduler",
     "tokenizer-0": "antiphon.tokenizer",
     "detokenizer-0": "antiphon.detokenizer",
@@ -38,10 +38,11 @@ class EchoStack:
 
     url: str
     logs: Path
+    pids: dict[str, int]
 
 
 @contextmanager
-def echo_stack(nats_url: str) -> Iterator[EchoStack]:
+def echo_stack(nats_url: str, worker: str = ECHO_WORKER) -> Iterator[EchoStack]:
     """Run five services on a broker until left; logs are JSON, for the breakdown."""
     port = free_port("127.0.0.1")
     settings = msgspec.convert(
@@ -57,8 +58,10 @@ def echo_stack(nats_url: str) -> Iterator[EchoStack]:
         config = logs / "settings.yaml"
         write_yaml(settings, config)
         environment = child_environment(settings)
-        for instance, module in MODULES.items():
-            stack.enter_context(_process(module, instance, config, logs, environment))
+        pids = {
+            instance: stack.enter_context(_process(module, instance, config, logs, environment))
+            for instance, module in {"worker-0": worker, **MODULES}.items()
+        }
         url = f"http://127.0.0.1:{port}"
         probe = Stack(None, url, "", nats_url, logs, 0.0)  # pyright: ignore[reportArgumentType]
         try:
@@ -66,13 +69,13 @@ def echo_stack(nats_url: str) -> Iterator[EchoStack]:
         except AssertionError as error:
             said = "".join(file.read_text()[-2000:] for file in sorted(logs.glob("*.log")))
             raise AssertionError(f"{error}\n{said}") from error
-        yield EchoStack(url, logs)
+        yield EchoStack(url, logs, pids)
 
 
 @contextmanager
 def _process(
     module: str, instance: str, config: Path, logs: Path, environment: dict[str, str]
-) -> Iterator[None]:
+) -> Iterator[int]:
     command = ("-m", module, "--config", str(config), "--instance", instance)
     parent = ("--parent-pid", str(os.getpid()))
     with (logs / f"{instance}.log").open("wb") as output:
@@ -84,7 +87,7 @@ def _process(
             env=environment,
         )
     try:
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)

@@ -6,7 +6,9 @@ process in the worker's place: `python -m antiphon.testing.echo_worker --config 
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.service.endpoint import Follow
@@ -33,13 +35,59 @@ CONTEXT_TOKENS = 2048
 RUNNING_MAX = 1024
 
 
+@dataclass
+class _Echo:
+    """One request under way: what is still to be said of it."""
+
+    admit: Admit
+    ids: Sequence[int]
+    stream: TokenStream | None = field(init=False)
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        self.stream = TokenStream(
+            owner=self.admit.owner,
+            prompt_tokens=id_count(self.admit.prompt_ids),
+            continues=self.admit.continues,
+            stop=self.admit.stop,
+            deadline_unix_ms=self.admit.deadline_unix_ms,
+            traceparent=self.admit.traceparent,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is said."""
+        return self.offset == len(self.ids)
+
+    def row(self) -> TokenRow:
+        """The next token; the first row introduces the stream, the last one ends it."""
+        offset, stream = self.offset, self.stream
+        self.offset, self.stream = offset + 1, None
+        return TokenRow(
+            request_id=self.admit.request_id,
+            choice=0,
+            attempt=self.admit.attempt,
+            offset=offset,
+            token_ids=pack_ids([self.ids[offset]]),
+            stream=stream,
+            finish_reason=FinishReason.LENGTH if self.ended else None,
+        )
+
+
 class EchoWorker:
-    """Answers each admit at once with one token a batch; knows no abort, for it is done by then."""
+    """Answers each admit with one token of each request a step; it obeys no abort.
+
+    Args:
+        settings: For the name of the model.
+        step_s: How long a step takes; 0 says everything at once.
+    """
 
     role = Role.WORKER
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, step_s: float = 0.0) -> None:
         self._model = served_name(settings)
+        self._step_s = step_s
+        self._live: list[_Echo] = []
         self._seqs: dict[InstanceId, int] = {}
         self._steps = 0
         self._leader: Term | None = None
@@ -49,6 +97,8 @@ class EchoWorker:
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Nothing to load."""
         self._runtime = runtime
+        if self._step_s:
+            runtime.group.create_task(self._pace(), name="pace")
         yield
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -85,37 +135,33 @@ class EchoWorker:
         self._leader, self._commands_seq = batch.leader, batch.seq
         for command in batch.commands:
             if isinstance(command, Admit):
-                await self._echo(command)
+                ids = unpack_ids(command.prompt_ids)[: max(1, command.sampling.max_new_tokens)]
+                self._live.append(_Echo(command, ids))
+        while self._live and not self._step_s:
+            await self._step()
 
-    async def _echo(self, admit: Admit) -> None:
-        ids = unpack_ids(admit.prompt_ids)[: admit.sampling.max_new_tokens]
-        stream = TokenStream(
-            owner=admit.owner,
-            prompt_tokens=id_count(admit.prompt_ids),
-            continues=admit.continues,
-            stop=admit.stop,
-            deadline_unix_ms=admit.deadline_unix_ms,
-            traceparent=admit.traceparent,
-        )
-        for offset, token_id in enumerate(ids):
-            last = offset == len(ids) - 1
-            row = TokenRow(
-                request_id=admit.request_id,
-                choice=0,
-                attempt=admit.attempt,
-                offset=offset,
-                token_ids=pack_ids([token_id]),
-                stream=stream if offset == 0 else None,
-                finish_reason=FinishReason.LENGTH if last else None,
-            )
-            await self._send(admit.detokenizer, row)
+    async def _pace(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self._step_s, loop.time())
+            await asyncio.sleep(due - loop.time())
+            if self._live:
+                await self._step()
 
-    async def _send(self, detokenizer: InstanceId, row: TokenRow) -> None:
+    async def _step(self) -> None:
+        """Say one token of each request, a batch a detokenizer."""
         self._steps += 1
-        seq = self._seqs.get(detokenizer, 0) + 1
-        self._seqs[detokenizer] = seq
-        batch = TokenBatch(worker=self._runtime.process, seq=seq, step=self._steps, rows=(row,))
-        await self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
+        rows: dict[InstanceId, list[TokenRow]] = {}
+        for echo in self._live:
+            rows.setdefault(echo.admit.detokenizer, []).append(echo.row())
+        self._live = [echo for echo in self._live if not echo.ended]
+        for detokenizer, said in rows.items():
+            seq = self._seqs[detokenizer] = self._seqs.get(detokenizer, 0) + 1
+            batch = TokenBatch(
+                worker=self._runtime.process, seq=seq, step=self._steps, rows=tuple(said)
+            )
+            await self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
 
 
 if __name__ == "__main__":

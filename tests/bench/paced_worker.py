@@ -1,0 +1,11 @@
+"""An echo worker with the pace of a model: 600 tokens a second when 16 requests run."""
+
+from antiphon.service.main import run
+from antiphon.testing.echo_worker import EchoWorker
+from antiphon.wire.base import Role
+
+RUNNING = 16
+TOKENS_PER_S = 600
+
+if __name__ == "__main__":
+    run(Role.WORKER, lambda settings: EchoWorker(settings, step_s=RUNNING / TOKENS_PER_S))
