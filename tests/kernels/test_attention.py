@@ -1,16 +1,43 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
+from tests.kernels.rows import Row, rows_of
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionRows, KvShape
-from antiphon.kernels.op import Device
-from antiphon.kernels.ops import select
+from antiphon.kernels.attention import AttentionRows, KvShape, paged_attention
 
-OPS = select(Device("cpu"))
-PAGES, PAGE_TOKENS, HEAD_SIZE = 300, 4, 8
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PAGES, PAGE_TOKENS = 300, 4
+BACKENDS = rows_of(paged_attention)
+INVARIANT = [row for row in BACKENDS if row.invariant]
+
+
+def named(row: object) -> str | None:
+    return row.name if isinstance(row, Row) else None
+
+
+every_backend = pytest.mark.parametrize("attention", BACKENDS, ids=named)
+every_invariant_backend = pytest.mark.parametrize("attention", INVARIANT, ids=named)
+
+
+def ints(values: Sequence[object] | np.ndarray) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def a_shape(
+    heads: int = 2,
+    group: int = 3,
+    head_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+) -> KvShape:
+    return KvShape(PAGE_TOKENS, heads, group, head_size, dtype, window)
 
 
 def one_by_one(
@@ -38,34 +65,51 @@ class Case:
     def __init__(self, seed: int, query_len: list[int], prefix: list[int], shape: KvShape) -> None:
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
-        query, kv = np.array(query_len), np.array(query_len) + np.array(prefix)
+        query, kv = ints(query_len), ints(query_len) + ints(prefix)
         needed = -(-kv // PAGE_TOKENS)
-        table = np.full((len(query), needed.max()), -1, np.int64)
-        free = random.permutation(PAGES)
+        table = np.full((len(query), needed.max()), -1, np.int32)
+        free = random.permutation(PAGES).astype(np.int32)
         for row, count in enumerate(needed):
             table[row, :count], free = free[:count], free[count:]
         self.rows = AttentionRows(shape, table, query, kv)
-        cache = (PAGES, PAGE_TOKENS, shape.heads, HEAD_SIZE)
+        cache = (PAGES, PAGE_TOKENS, shape.heads, shape.head_size)
         self.keys = torch.full(cache, torch.nan, dtype=shape.dtype)
         self.values = self.keys.clone()
         self._fill(generator, kv)
-        tokens = (int(query.sum()), shape.heads * shape.queries_per_head, HEAD_SIZE)
+        tokens = (int(query.sum()), shape.heads * shape.queries_per_head, shape.head_size)
         self.q = torch.randn(tokens, generator=generator).to(shape.dtype)
+        self.scale = shape.head_size**-0.5
 
     def _fill(self, generator: torch.Generator, kv: np.ndarray) -> None:
         """Write what the rows may read; all else stays NaN, and would show."""
+        shape = self.rows.shape
         for row, length in enumerate(kv):
             seen = np.arange(length)
-            if self.rows.shape.window is not None:
-                first = length - self.rows.query_len[row] - self.rows.shape.window + 1
+            if shape.window is not None:
+                first = length - self.rows.query_len[row] - shape.window + 1
                 seen = seen[max(0, first) :]
             pages, offsets = self.rows.page_table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS
-            size = (len(seen), self.rows.shape.heads, HEAD_SIZE)
+            size = (len(seen), shape.heads, shape.head_size)
             self.keys[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
             self.values[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, AttentionRows, float]:
-        return self.q, self.keys, self.values, self.rows, HEAD_SIZE**-0.5
+        return self.q, self.keys, self.values, self.rows, self.scale
+
+    def piece(self, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """The queries of a part of a row, and where they are among all."""
+        start = int(self.rows.query_len[:row].sum()) + first
+        return self.q[start : start + count], torch.arange(start, start + count)
+
+    def chunk(self, row: int, first: int, count: int) -> AttentionRows:
+        """A part of a row as the only row of a pass."""
+        left = int(self.rows.query_len[row]) - first - count
+        return AttentionRows(
+            self.rows.shape,
+            self.rows.page_table[row : row + 1],
+            ints([count]),
+            self.rows.kv_len[row : row + 1] - np.int32(left),
+        )
 
 
 ROWS = {
@@ -80,58 +124,122 @@ ROWS = {
 }
 
 
-def assert_equals_the_textbook(shape: KvShape, query_len: list[int], prefix: list[int]) -> None:
+def assert_equals_the_textbook(
+    attention: Row, shape: KvShape, query_len: list[int], prefix: list[int], tolerance: float = 1e-5
+) -> None:
     case = Case(3, query_len, prefix, shape)
     torch.testing.assert_close(
-        OPS.paged_attention(*case.arguments()), one_by_one(*case.arguments())
+        attention(*case.arguments()),
+        one_by_one(*case.arguments()),
+        atol=tolerance,
+        rtol=tolerance,
     )
 
 
-@pytest.mark.parametrize("window", [None, 1, 6, 50])
+@every_backend
+@pytest.mark.parametrize("window", [None, 1, 6, 50, 70])
 @pytest.mark.parametrize(("query_len", "prefix"), ROWS.values(), ids=ROWS.keys())
 def test_attention_equals_the_textbook_and_reads_nothing_else(
-    query_len: list[int], prefix: list[int], window: int | None
+    attention: Row, query_len: list[int], prefix: list[int], window: int | None
 ) -> None:
-    shape = KvShape(PAGE_TOKENS, 2, 3, HEAD_SIZE, torch.float32, window)
-    assert_equals_the_textbook(shape, query_len, prefix)
+    assert_equals_the_textbook(attention, a_shape(window=window), query_len, prefix)
 
 
+@every_backend
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize(("heads", "queries_per_head"), [(1, 1), (3, 1), (1, 4)])
-def test_heads_may_be_grouped_or_not(heads: int, queries_per_head: int, window: int | None) -> None:
-    shape = KvShape(PAGE_TOKENS, heads, queries_per_head, HEAD_SIZE, torch.float32, window)
-    assert_equals_the_textbook(shape, [1, 12, 1, 4], [40, 3, 100, 9])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (3, 1), (1, 4), (2, 7), (1, 13)])
+def test_heads_may_be_grouped_or_not(
+    attention: Row, heads: int, group: int, window: int | None
+) -> None:
+    shape = a_shape(heads, group, window=window)
+    assert_equals_the_textbook(attention, shape, [1, 12, 1, 4], [40, 3, 100, 9])
 
 
+@every_backend
+@pytest.mark.parametrize("head_size", [2, 6, 16, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_may_have_any_even_size(attention: Row, head_size: int, dtype: torch.dtype) -> None:
+    shape = a_shape(2, 3, head_size, dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    assert_equals_the_textbook(attention, shape, [1, 12, 1, 4], [40, 3, 100, 9], tolerance)
+
+
+@every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_in_half_precision_is_close_to_the_textbook(dtype: torch.dtype) -> None:
-    shape = KvShape(PAGE_TOKENS, 2, 3, HEAD_SIZE, dtype)
-    case = Case(4, *ROWS["decodes of many lengths"], shape)
-    torch.testing.assert_close(
-        OPS.paged_attention(*case.arguments()),
-        one_by_one(*case.arguments()),
-        atol=0.02,
-        rtol=0.02,
-    )
+def test_attention_in_half_precision_is_close_to_the_textbook(
+    attention: Row, dtype: torch.dtype
+) -> None:
+    if attention.isa and dtype is torch.float16:
+        with pytest.raises(RuntimeError, match="no kernel for Half"):
+            assert_equals_the_textbook(attention, a_shape(dtype=dtype), [1], [4])
+        return
+    shape = a_shape(dtype=dtype)
+    assert_equals_the_textbook(attention, shape, *ROWS["decodes of many lengths"], 0.02)
 
 
-def test_keys_and_values_are_stored_where_their_rows_say() -> None:
-    shape = KvShape(PAGE_TOKENS, 2, 3, HEAD_SIZE, torch.float32)
-    rows = AttentionRows(
-        shape, np.array([[7, 2, -1], [9, 1, 4]]), np.array([2, 3]), np.array([5, 11])
-    )
-    keys, values = torch.zeros(2, PAGES, PAGE_TOKENS, 2, HEAD_SIZE)
-    k = torch.arange(1.0, 6.0)[:, None, None].expand(5, 2, HEAD_SIZE)
-    OPS.kv_store(k, -k, keys, values, rows.write_places)
-    written = {(7, 3): 1, (2, 0): 2, (4, 0): 3, (4, 1): 4, (4, 2): 5}
-    for (page, offset), value in written.items():
-        assert (keys[page, offset] == value).all()
-        assert (values[page, offset] == -value).all()
-    assert int((keys != 0).sum()) == 5 * 2 * HEAD_SIZE
+@every_backend
+def test_scores_far_apart_leave_one_key(attention: Row) -> None:
+    """Weights that underflow, and maxima that come late."""
+    case = Case(3, *ROWS["all at once"], a_shape())
+    case.scale = 300.0
+    want = one_by_one(*case.arguments())
+    torch.testing.assert_close(attention(*case.arguments()), want, atol=1e-4, rtol=1e-4)
+
+
+@every_invariant_backend
+@pytest.mark.parametrize("window", [None, 1, 50, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
+    attention: Row, dtype: torch.dtype, window: int | None
+) -> None:
+    case = Case(5, *ROWS["all at once"], a_shape(2, 3, 16, dtype, window))
+    together = attention(*case.arguments())
+    for row, length in enumerate(case.rows.query_len):
+        for size in (1, 5, 64, 200):
+            for first in range(0, int(length), size):
+                count = min(size, int(length) - first)
+                q, where = case.piece(row, first, count)
+                chunk = case.chunk(row, first, count)
+                apart = attention(q, case.keys, case.values, chunk, case.scale)
+                assert torch.equal(apart, together[where]), (row, first, count)
+
+
+@every_invariant_backend
+def test_a_decode_row_has_the_same_bits_in_a_batch_of_64(attention: Row) -> None:
+    case = Case(6, [1] * 64, [3, 15, 16, 17] * 16, a_shape(dtype=torch.bfloat16, head_size=64))
+    together = attention(*case.arguments())
+    for row in range(64):
+        q, where = case.piece(row, 0, 1)
+        apart = attention(q, case.keys, case.values, case.chunk(row, 0, 1), case.scale)
+        assert torch.equal(apart, together[where])
+
+
+@every_invariant_backend
+def test_the_number_of_threads_changes_nothing(attention: Row) -> None:
+    threads = torch.get_num_threads()
+    results: list[Tensor] = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            case = Case(7, *ROWS["all at once"], a_shape())
+            results.append(attention(*case.arguments()))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_a_token_without_a_page_is_our_bug() -> None:
-    shape = KvShape(PAGE_TOKENS, 2, 3, HEAD_SIZE, torch.float32)
-    rows = AttentionRows(shape, np.array([[7, -1]]), np.array([1]), np.array([5]))
+    rows = AttentionRows(a_shape(), ints([[7, -1]]), ints([1]), ints([5]))
     with pytest.raises(AssertionError, match="no page"):
         _ = rows.write_places
+    if INVARIANT:
+        with pytest.raises(RuntimeError, match="no page"):
+            _ = rows.compiled
+
+
+@every_invariant_backend
+def test_a_page_that_the_cache_does_not_have_is_refused(attention: Row) -> None:
+    case = Case(1, [1], [4], a_shape())
+    case.rows.page_table[0, 1] = PAGES
+    with pytest.raises(RuntimeError, match="page 300 of 300"):
+        attention(*case.arguments())

@@ -1,51 +1,63 @@
-"""The small ops against float64, entry by entry."""
+"""The small ops against float64, entry by entry, and each row of them against its reference."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from tests.kernels.rows import Row, rows_of
 
-from antiphon.kernels.op import Device
-from antiphon.kernels.ops import select
-from antiphon.kernels.rotary import LinearScaling, Llama3Scaling, Rotary, angles
+from antiphon.kernels.activation import silu_mul
+from antiphon.kernels.heads import HeadNorms, ready_heads
+from antiphon.kernels.kv import kv_store
+from antiphon.kernels.norm import add_rmsnorm, rmsnorm
+from antiphon.kernels.rotary import AngleTable, LinearScaling, Llama3Scaling, Rotary, angles, rotary
 
-OPS = select(Device("cpu"))
 GENERATOR = torch.Generator().manual_seed(0)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def random(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=GENERATOR)
 
 
-def test_rmsnorm_scales_rows_to_unit_size() -> None:
+def each_row(op, *, invariant: bool = False) -> pytest.MarkDecorator:
+    rows = [row for row in rows_of(op) if row.invariant or not invariant]
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+@each_row(rmsnorm)
+def test_rmsnorm_scales_rows_to_unit_size(row: Row) -> None:
     x, weight, eps = random(3, 8), random(8), 0.1
-    got = OPS.rmsnorm(x, weight, eps)
-    for row in range(3):
-        size = math.sqrt(sum(value**2 for value in x[row].tolist()) / 8 + eps)
-        torch.testing.assert_close(got[row], x[row] * weight / size)
+    got = row(x, weight, eps)
+    for i in range(3):
+        size = math.sqrt(sum(value**2 for value in x[i].tolist()) / 8 + eps)
+        torch.testing.assert_close(got[i], x[i] * weight / size)
 
 
-def test_add_rmsnorm_returns_the_new_residual() -> None:
+@each_row(add_rmsnorm)
+def test_add_rmsnorm_returns_the_new_residual(row: Row) -> None:
     x, residual, weight = random(3, 8), random(3, 8), random(8)
-    normed, total = OPS.add_rmsnorm(x, residual, weight, 1e-3)
+    normed, total = row(x, residual, weight, 1e-3)
     assert torch.equal(total, x + residual)
-    assert torch.equal(normed, OPS.rmsnorm(total, weight, 1e-3))
+    torch.testing.assert_close(normed, rmsnorm.reference(total, weight, 1e-3))
 
 
-def test_silu_mul_gates_the_second_half() -> None:
+@each_row(silu_mul)
+def test_silu_mul_gates_the_second_half(row: Row) -> None:
     gate, up = random(3, 5), random(3, 5)
     want = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(OPS.silu_mul(torch.cat((gate, up), dim=-1)), want)
+    torch.testing.assert_close(row(torch.cat((gate, up), dim=-1)), want)
 
 
 def test_rotary_turns_pairs_by_position_times_frequency() -> None:
-    rotary = Rotary(head_size=6, base=50.0)
+    waves = Rotary(head_size=6, base=50.0)
     positions = torch.tensor([0, 3, 41])
     x = random(3, 2, 6)
-    cos, sin = angles(rotary.frequencies(), positions, torch.float32)
-    turned = OPS.rotary(x, cos, sin)
+    cos, sin = angles(waves.frequencies(), positions, torch.float32)
+    turned = rotary(x, cos, sin)
     for token, position in enumerate(positions.tolist()):
         for pair in range(3):
             turn = position * 50.0 ** (-2 * pair / 6)
@@ -56,6 +68,156 @@ def test_rotary_turns_pairs_by_position_times_frequency() -> None:
             torch.testing.assert_close(
                 turned[token, :, pair + 3], b * math.cos(turn) + a * math.sin(turn)
             )
+
+
+def test_keys_and_values_are_stored_at_their_places() -> None:
+    keys, values = torch.zeros(2, 12, 4, 2, 8)
+    k = torch.arange(1.0, 6.0)[:, None, None].expand(5, 2, 8)
+    kv_store(k, -k, keys, values, torch.tensor([31, 8, 16, 17, 18]))
+    written = {(7, 3): 1, (2, 0): 2, (4, 0): 3, (4, 1): 4, (4, 2): 5}
+    for (page, offset), value in written.items():
+        assert (keys[page, offset] == value).all()
+        assert (values[page, offset] == -value).all()
+    assert int((keys != 0).sum()) == 5 * 2 * 8
+
+
+class HeadsCase:
+    """Heads of some tokens, and a cache to keep them in."""
+
+    def __init__(self, tokens: int, size: int, dtype: torch.dtype, *, normed: bool = False) -> None:
+        waves = Rotary(size, 50.0).frequencies()
+        self.heads = random(tokens, 6 + 2 + 2, size).to(dtype)
+        self.cos, self.sin = angles(waves, torch.arange(3, 3 + tokens), dtype)
+        self.cache = torch.full((2, 40, 4, 2, size), 7.0, dtype=dtype)
+        self.places = torch.randperm(160, generator=GENERATOR)[:tokens]
+        self.norms = None
+        if normed:
+            self.norms = HeadNorms(random(size).to(dtype), random(size).to(dtype), 1e-3)
+
+    def run(self, row: Row, first: int = 0, last: int | None = None) -> torch.Tensor:
+        part = slice(first, last)
+        cos, sin, places = self.cos[part], self.sin[part], self.places[part]
+        keys, values = self.cache
+        return row(self.heads[part], cos, sin, keys, values, places, self.norms)
+
+
+@each_row(ready_heads)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("size", [6, 16, 32, 40, 64, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normed_rotated_and_kept(
+    row: Row, dtype: torch.dtype, size: int, normed: bool
+) -> None:
+    case = HeadsCase(5, size, dtype, normed=normed)
+    q, k, v = case.heads.split((6, 2, 2), dim=1)
+    if case.norms:
+        q = rmsnorm.reference(q, case.norms.query, 1e-3)
+        k = rmsnorm.reference(k, case.norms.key, 1e-3)
+    kept = case.cache.clone()
+    kv_store(rotary(k, case.cos, case.sin), v, kept[0], kept[1], case.places)
+    step = 0.02 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(case.run(row), rotary(q, case.cos, case.sin), atol=step, rtol=step)
+    torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
+
+
+@each_row(ready_heads)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_has_the_roundings_of_its_reference(row: Row, dtype: torch.dtype) -> None:
+    case, again = HeadsCase(9, 64, dtype), HeadsCase(9, 64, dtype)
+    again.heads, again.places = case.heads, case.places
+    reference = Row("torch", ready_heads.reference, None, invariant=False)
+    assert torch.equal(case.run(row), again.run(reference))
+    assert torch.equal(case.cache, again.cache)
+
+
+@each_row(ready_heads, invariant=True)
+def test_a_place_outside_the_cache_is_refused(row: Row) -> None:
+    case = HeadsCase(2, 16, torch.float32)
+    case.places[1] = 160
+    with pytest.raises(IndexError, match="no place 160"):
+        case.run(row)
+
+
+@each_row(add_rmsnorm)
+@pytest.mark.parametrize("size", [1, 8, 31, 576])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_agree_with_their_reference_to_one_rounding(
+    row: Row, dtype: torch.dtype, size: int
+) -> None:
+    x, residual, weight = (random(n, size).to(dtype) for n in (7, 7, 1))
+    normed, total = row(x, residual, weight[0], 1e-5)
+    want, want_total = add_rmsnorm.reference(x, residual, weight[0], 1e-5)
+    assert torch.equal(total, want_total)
+    step = 2.0**-7 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(normed, want, atol=0, rtol=step)
+    close = (normed == want).float().mean()
+    assert dtype is torch.float32 or close > 0.98, f"only {close:.1%} are equal"
+
+
+@each_row(silu_mul)
+@pytest.mark.parametrize("width", [1, 16, 40, 1536])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_agree_with_their_reference_to_one_rounding(
+    row: Row, dtype: torch.dtype, width: int
+) -> None:
+    gate_up = (4 * random(7, 2 * width)).to(dtype)
+    step = 2.0**-7 if dtype is torch.bfloat16 else 1e-6
+    want = silu_mul.reference(gate_up)
+    torch.testing.assert_close(row(gate_up), want, atol=1e-30, rtol=step)
+
+
+@each_row(silu_mul)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_gates_are_open_or_shut(row: Row, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-3e38, -200.0, -0.0, 200.0, 3e38, torch.inf, torch.nan])
+    up = torch.full_like(gate, 0.5)
+    got = row(torch.cat((gate, up)).to(dtype)[None])[0].float()
+    assert got[:3].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(got[3:6], gate[3:6] / 2, rtol=0.01, atol=0)
+    assert got[6].isnan()
+
+
+@each_row(rmsnorm)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_norm_shows_what_is_not_finite_in_its_own_row_only(row: Row, bad: float) -> None:
+    x = random(3, 40)
+    x[1, 17] = bad
+    shown = ~row(x, torch.ones(40), 1e-3).isfinite().all(dim=1)
+    assert shown.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_row(add_rmsnorm, invariant=True)
+def test_a_row_has_the_same_bits_alone_and_among_others(row: Row, dtype: torch.dtype) -> None:
+    x, residual, weight = random(64, 577).to(dtype), random(64, 577).to(dtype), random(577)
+    together = torch.stack(row(x, residual, weight.to(dtype), 1e-5))
+    for i in range(64):
+        alone = row(x[i : i + 1], residual[i : i + 1], weight.to(dtype), 1e-5)
+        assert torch.equal(torch.stack(alone)[:, 0], together[:, i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_row(ready_heads, invariant=True)
+def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
+    row: Row, dtype: torch.dtype
+) -> None:
+    case = HeadsCase(40, 64, dtype, normed=True)
+    together = case.run(row)
+    cache = case.cache.clone()
+    case.cache.fill_(7.0)
+    for i in range(40):
+        assert torch.equal(case.run(row, i, i + 1), together[i : i + 1])
+    assert torch.equal(case.cache, cache)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles_that_are_kept_have_the_bits_of_those_computed_alone(dtype: torch.dtype) -> None:
+    frequencies = Rotary(18, 10_000.0).frequencies()
+    kept = AngleTable(frequencies, dtype)
+    for positions in ([0], [5, 1023, 5], [1024], [70_000, 3], [1023]):
+        turns = kept.turns(np.array(positions, np.int32))
+        expected = angles(frequencies, torch.tensor(positions), dtype)
+        assert torch.equal(torch.stack(turns.by_token), torch.stack(expected))
 
 
 def test_linear_scaling_slows_every_frequency() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
+from antiphon.kernels.cpu.backend import cpu
 from antiphon.kernels.op import kernel
 
 
-@kernel("activation.silu_mul")
+@kernel("activation.silu_mul", cpu("antiphon.kernels.cpu.elementwise:silu_mul"))
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of both halves of the last dimension.
 

@@ -16,10 +16,14 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from numpy.typing import NDArray
 from torch import Tensor
 
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.backend import cpu
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from antiphon.kernels.cpu.attention import CompiledRows
 
 QUERIES_MAX = 256
 """Queries of one row in a block: a longer chunk is cut, and its early pieces gather fewer keys."""
@@ -28,6 +32,7 @@ BATCHED_QUERIES_MAX = 8
 KEYS_MIN = 64
 """Rows with fewer keys than this share a block; above it, rows within a factor of two do."""
 
+Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
 _SEEN, _UNSEEN = np.float32(0), np.float32(-np.inf)
@@ -87,22 +92,40 @@ class AttentionRows:
     """
 
     shape: KvShape
-    page_table: Longs
-    query_len: Longs
-    kv_len: Longs
+    page_table: Ints
+    query_len: Ints
+    kv_len: Ints
+
+    @cached_property
+    def compiled(self) -> CompiledRows:
+        """The rows as the C++ kernels hold them.
+
+        Raises:
+            RuntimeError: A row reads or writes a token that has no page.
+        """
+        return extension.load().Rows(
+            page_tokens=self.shape.page_tokens,
+            heads=self.shape.heads,
+            queries_per_head=self.shape.queries_per_head,
+            head_size=self.shape.head_size,
+            window=self.shape.window or 0,
+            tables=self.page_table,
+            query_len=self.query_len,
+            kv_len=self.kv_len,
+        )
 
     @cached_property
     def write_places(self) -> Tensor:
         """Where the pass's own keys go, (T,) int64."""
         row = np.repeat(np.arange(len(self.query_len)), self.query_len)
-        ends = np.cumsum(self.query_len)
+        ends = np.cumsum(self.query_len, dtype=np.int64)
         position = np.arange(len(row)) + (self.kv_len - ends)[row]
         return torch.as_tensor(self._places(row, position))
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The pass cut into batches that SDPA runs."""
-        pieces = _cut(self.query_len, self.kv_len)
+        pieces = _cut(self.query_len.astype(np.int64), self.kv_len.astype(np.int64))
         return tuple(self._block(pieces, chosen) for chosen in _batches(pieces))
 
     @cached_property
@@ -117,7 +140,7 @@ class AttentionRows:
         return torch.empty(size, dtype=self.shape.dtype)
 
     def _places(self, row: Longs, position: Longs) -> Longs:
-        page = self.page_table[row, position // self.shape.page_tokens]
+        page = self.page_table[row, position // self.shape.page_tokens].astype(np.int64)
         assert (page >= 0).all(), "a row reads or writes a token that has no page"
         return page * self.shape.page_tokens + position % self.shape.page_tokens
 
@@ -153,7 +176,7 @@ class AttentionRows:
         return mask.repeat(1, copies, 1).unsqueeze(1)  # (B, 1, G * Q, K)
 
 
-@kernel("attention.paged")
+@kernel("attention.paged", cpu("antiphon.kernels.cpu.attention:paged_attention"))
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float
 ) -> Tensor:

@@ -1,16 +1,27 @@
-"""Writing keys and values into the paged cache."""
+"""The paged cache of a layer, and writing into it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@kernel("kv.store")
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Where one layer keeps its keys and values, each (P, S, H, D).
+
+    Attributes:
+        group: Index of its cache group: which rows of a pass it sees.
+    """
+
+    group: int
+    keys: Tensor
+    values: Tensor
+
+
 def kv_store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
     """Write this pass's keys and values to their places in the cache, in place.
 

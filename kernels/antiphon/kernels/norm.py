@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from antiphon.kernels.cpu.backend import cpu
 from antiphon.kernels.op import kernel
 
 
@@ -14,7 +15,7 @@ def _scale_to_unit(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
 
 
-@kernel("norm.rmsnorm")
+@kernel("norm.rmsnorm", cpu("antiphon.kernels.cpu.elementwise:rmsnorm"))
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root-mean-square.
 
@@ -32,7 +33,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _scale_to_unit(x, weight, eps)
 
 
-@kernel("norm.add_rmsnorm")
+@kernel("norm.add_rmsnorm", cpu("antiphon.kernels.cpu.elementwise:add_rmsnorm"))
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add a block's output to the residual stream, and normalise the sum for the next block.
 

@@ -32,18 +32,20 @@ class Device:
     Attributes:
         kind: `cpu` or `cuda`.
         sm: Compute capability as major * 10 + minor; None without one.
+        dtype: Number format of the model that it is to run.
     """
 
     kind: str
     sm: int | None = None
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, device: torch.device) -> Device:
-        """The facts of a torch device."""
+    def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> Device:
+        """The facts of a torch device that runs a model of this number format."""
         if device.type != "cuda":
-            return cls(device.type)
+            return cls(device.type, dtype=dtype)
         major, minor = torch.cuda.get_device_capability(device)
-        return cls("cuda", major * 10 + minor)
+        return cls("cuda", major * 10 + minor, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,13 @@ class Backend:
         name: How `forced` and the printed table call it.
         target: `module:function`, imported only when chosen.
         needs: What a device lacks to run it, or None.
+        invariant: Whether a row's bits depend on that row alone, whatever else is in the pass.
     """
 
     name: str
     target: str
     needs: Callable[[Device], str | None]
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +73,24 @@ class Choice(Generic[P, R_co]):
     call: Callable[P, R_co]
     backend: str
     refused: tuple[tuple[str, str], ...]
+    invariant: bool
 
 
 class Op(Generic[P, R_co]):
     """An operation: the torch reference that defines its result, and faster ways to get it."""
 
     def __init__(
-        self, name: str, reference: Callable[P, R_co], backends: tuple[Backend, ...]
+        self,
+        name: str,
+        reference: Callable[P, R_co],
+        backends: tuple[Backend, ...],
+        *,
+        invariant: bool = False,
     ) -> None:
         self.name = name
         self.reference = reference
         self.backends = backends
+        self._invariant = invariant
 
     def select(self, device: Device, forced: str | None = None) -> Choice[P, R_co]:
         """The first row, in order, that this device can run; the reference is the last row.
@@ -94,22 +105,28 @@ class Op(Generic[P, R_co]):
             elif (lacks := backend.needs(device)) is not None:
                 refused.append((backend.name, lacks))
             else:
-                return Choice(self.name, self._load(backend.target), backend.name, tuple(refused))
+                call = self._load(backend.target)
+                return Choice(self.name, call, backend.name, tuple(refused), backend.invariant)
         if forced not in (None, REFERENCE):
             reason = dict(refused).get(forced, f"{self.name} has no such backend")
             raise KernelUnavailable(f"{self.name}: backend {forced!r} cannot run here: {reason}")
-        return Choice(self.name, self.reference, REFERENCE, tuple(refused))
+        return Choice(self.name, self.reference, REFERENCE, tuple(refused), self._invariant)
 
     def _load(self, target: str) -> Callable[P, R_co]:
         module, _, name = target.partition(":")
         return cast("Callable[P, R_co]", getattr(importlib.import_module(module), name))
 
 
-def kernel(name: str, *backends: Backend) -> Callable[[Callable[P, R_co]], Op[P, R_co]]:
-    """Make a torch function the reference of the op `name`."""
+def kernel(
+    name: str, *backends: Backend, invariant: bool = False
+) -> Callable[[Callable[P, R_co]], Op[P, R_co]]:
+    """Make a torch function the reference of the op `name`.
+
+    `invariant`: a row's bits depend on that row alone in the reference, too.
+    """
 
     def wrap(reference: Callable[P, R_co]) -> Op[P, R_co]:
-        return Op(name, reference, backends)
+        return Op(name, reference, backends, invariant=invariant)
 
     return wrap
 

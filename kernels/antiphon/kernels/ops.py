@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.attention import AttentionRows, paged_attention
-from antiphon.kernels.kv import kv_store
+from antiphon.kernels.finite import finite_rows
+from antiphon.kernels.heads import HeadNorms, ready_heads
 from antiphon.kernels.norm import add_rmsnorm, rmsnorm
 from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
-from antiphon.kernels.rotary import rotary
-from antiphon.kernels.sampling import draw, greedy
+from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +23,20 @@ R = TypeVar("R")
 
 REGISTRY: Mapping[str, Op[..., object]] = {
     op.name: op
-    for op in (rmsnorm, add_rmsnorm, rotary, silu_mul, paged_attention, kv_store, greedy, draw)
+    for op in (
+        rmsnorm,
+        add_rmsnorm,
+        silu_mul,
+        ready_heads,
+        paged_attention,
+        finite_rows,
+        penalize,
+        mask,
+        bias,
+        log_mass,
+        greedy,
+        draw,
+    )
 }
 
 
@@ -33,10 +46,16 @@ class Ops:
 
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
+    ready_heads: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None], Tensor
+    ]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionRows, float], Tensor]
-    kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    finite_rows: Callable[[Tensor], Tensor | None]
+    penalize: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    mask: Callable[[Tensor, Tensor, Tensor], None]
+    bias: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    log_mass: Callable[[Tensor, Tensor], Tensor]
     greedy: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     choices: tuple[Choice[..., object], ...]
@@ -61,10 +80,14 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
     return Ops(
         rmsnorm=choose(rmsnorm),
         add_rmsnorm=choose(add_rmsnorm),
-        rotary=choose(rotary),
         silu_mul=choose(silu_mul),
+        ready_heads=choose(ready_heads),
         paged_attention=choose(paged_attention),
-        kv_store=choose(kv_store),
+        finite_rows=choose(finite_rows),
+        penalize=choose(penalize),
+        mask=choose(mask),
+        bias=choose(bias),
+        log_mass=choose(log_mass),
         greedy=choose(greedy),
         draw=choose(draw),
         choices=tuple(choices),

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from antiphon.kernels.op import kernel
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Llama3Scaling:
     high_frequency_factor: float
     trained_tokens: int
 
+
+_POSITIONS_MIN = 1024
 
 RotaryScaling = LinearScaling | Llama3Scaling
 
@@ -63,7 +69,7 @@ def angles(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[
 
     Axes: T tokens, D head size. frequencies (D / 2,) float32, positions (T,)  ->  (T, 1, D) both.
     The sine of the first half is negative, so that the rotation is one product with the halves
-    swapped. Computed a pass and not looked up: a table of a long context would hold 100 MB.
+    swapped.
     """
     angle = torch.outer(positions.float(), frequencies)  # (T, D / 2)
     cos, sin = angle.cos(), angle.sin()
@@ -73,7 +79,50 @@ def angles(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[
     )
 
 
-@kernel("rotary.halves")
+@dataclass(frozen=True)
+class Turns:
+    """How each token of a pass is rotated.
+
+    Attributes:
+        cos: Of every position up to the last, (P, 1, D).
+        sin: Likewise, signed as in `angles`.
+        positions: (T,) int32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: NDArray[np.int32]
+
+    @cached_property
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of each token, (T, 1, D) both."""
+        positions = torch.as_tensor(self.positions)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+class AngleTable:
+    """What `angles` gives, kept by position as far as positions have been asked for.
+
+    Computed in every pass they would take longer than the rest of a small pass beside its layers.
+    """
+
+    def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
+        self._frequencies = frequencies
+        self._dtype = dtype
+        self._cos, self._sin = self._computed(_POSITIONS_MIN)
+
+    def turns(self, positions: NDArray[np.int32]) -> Turns:
+        """The rotation of tokens at these positions, (T,)."""
+        last = int(positions.max())
+        if last >= len(self._cos):
+            self._cos, self._sin = self._computed(1 << last.bit_length())
+        return Turns(self._cos, self._sin, positions)
+
+    def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
+        every = torch.arange(positions, device=self._frequencies.device)
+        return angles(self._frequencies, every, self._dtype)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its token's angles.
 

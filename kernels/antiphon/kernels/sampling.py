@@ -1,6 +1,9 @@
 """Drawing a token from logits: one uniform number a token, inverted through the distribution.
 
-Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary.
+Before that: what changes single logits by what was drawn before or what is allowed. After: what is
+told of the distribution.
+
+Axes: L rows of logits, V vocabulary, C candidates, N blocks of the vocabulary, E single logits.
 
 Gumbel noise would need a random number a vocabulary entry (17 times dearer, measured); here the
 noise is one number and the sum runs in the fixed order of the vocabulary. A row's result depends
@@ -9,10 +12,13 @@ on that row alone.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
+from antiphon.kernels.cpu.backend import cpu
 from antiphon.kernels.op import kernel
 
 BLOCK = 256
@@ -20,13 +26,78 @@ CANDIDATES = 256
 """Enough for almost every row's top-k and top-p; the others are sorted in full."""
 
 
-@kernel("sampling.greedy")
+@kernel("sampling.penalize", invariant=True)
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Lower tokens that were drawn before, in place: frequency and presence, then repetition.
+
+    Args:
+        logits: (L, V) float32.
+        rows: (E,) int64.
+        token_ids: (E,) int64; no pair of row and token comes twice.
+        counts: (E,) float32, how often each was drawn, at least once.
+        frequency: (E,) float32, subtracted for each time.
+        presence: (E,) float32, subtracted once.
+        repetition: (E,) float32, divides what is positive then, and multiplies what is not.
+
+    Source: the first two as the OpenAI API defines them; Keskar et al. 2019, arXiv:1909.05858,
+    section 4.1, in the form that treats negative logits, too.
+    """
+    seen = logits[rows, token_ids] - counts * frequency - presence
+    logits[rows, token_ids] = torch.where(seen > 0, seen / repetition, seen * repetition)
+
+
+@kernel("sampling.mask", invariant=True)
+def mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Forbid each token whose bit is not set, in place.
+
+    Args:
+        logits: (L, V) float32.
+        rows: (G,) int64, one at least, each once.
+        words: (G, ceil(V / 32)) int32; token i is bit i % 32 of word i // 32.
+    """
+    # Eight tokens at once from a table, and a sum: a fill by a mask of single tokens guesses at
+    # each of them whether to write, and took twenty times as long (64 rows of 49,152).
+    octets = words.view(torch.uint8).flatten().int()  # the low bits first
+    added = _octets(words.device).index_select(0, octets).view(len(words), -1)
+    logits.index_add_(0, rows, added[:, : logits.shape[-1]])
+
+
+@kernel("sampling.bias", invariant=True)
+def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """Add to single logits, in place. No pair of row and token comes twice.
+
+    logits (L, V) float32; rows, token_ids (E,) int64; values (E,) float32, finite or -inf
+    """
+    logits[rows, token_ids] += values
+
+
+@kernel("sampling.log_mass", invariant=True)
+def log_mass(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The logarithm of what softmax divides by: a scaled logit less it is a log-probability.
+
+    logits (L, V) float32; temperature (L,) float32, above 0  ->  (L,) float32
+    """
+    scaled = logits / temperature[:, None]
+    peak = scaled.amax(dim=-1, keepdim=True)
+    mass = _block_sums(torch.exp(scaled - peak)).sum(dim=-1)  # (L,) float64
+    return peak[:, 0] + mass.log().float()
+
+
+@kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:greedy"), invariant=True)
 def greedy(logits: Tensor) -> Tensor:
     """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
     return logits.argmax(dim=-1)
 
 
-@kernel("sampling.draw")
+@kernel("sampling.draw", invariant=True)
 def draw(
     logits: Tensor,
     uniform: Tensor,
@@ -60,6 +131,14 @@ def draw(
         kept = _floor(weights[filtered], top_k[filtered], top_p[filtered])
         floor[filtered] = torch.maximum(floor[filtered], kept)
     return _invert(weights.masked_fill_(weights < floor[:, None], 0.0), uniform)
+
+
+@cache
+def _octets(device: torch.device) -> Tensor:
+    """What eight tokens have added, by the octet of their bits, (256, 8): 0 or minus infinity."""
+    octet, token = torch.arange(256), torch.arange(8)
+    allowed = torch.bitwise_right_shift(octet[:, None], token) & 1
+    return torch.where(allowed == 1, 0.0, -torch.inf).to(device)
 
 
 def _floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""The attention block: project, rotate, attend through the context, project back."""
+"""The attention block: project, rotate and attend through the context, project back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import ColumnLinear, LinearMethod, Part, RowLinear
+from antiphon.layers.linear import ColumnLinear, Part, RowLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import Linear
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.methods import LinearMethod
     from antiphon.layers.weights import Build, WeightSource
 
 
@@ -61,11 +63,14 @@ class Attention:
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
-        rotated = ctx.ops.rotary(heads[:, : self._query_heads + self._kv_heads], ctx.cos, ctx.sin)
-        q, k = rotated[:, : self._query_heads], rotated[:, self._query_heads :]
-        v = heads[:, self._query_heads + self._kv_heads :]
-        mixed = ctx.attend(self._layer, q, k, v)  # (T, Q, D)
+        mixed = ctx.attend(self._layer, heads, None)  # (T, Q, D)
         return self._out(ctx, mixed.flatten(1))
+
+    @property
+    def packed(self) -> tuple[Linear, Linear] | None:
+        """Its projections there and back as the CPU's own kernels know them, if they do."""
+        qkv, out = self._qkv.packed, self._out.packed
+        return None if qkv is None or out is None else (qkv, out)
 
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of the four linears."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from antiphon.kernels.heads import HeadNorms
     from antiphon.kernels.ops import Ops
     from antiphon.layers.tp import Tp
 
@@ -20,10 +21,22 @@ if TYPE_CHECKING:
 class Attend(Protocol):
     """The cache as a layer meets it. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep this pass's keys and values, and attend over all of each row's.
+    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+        """Rotate queries and keys, keep this pass's keys and values, and attend over all of a row.
 
-        q (T, Q, D), k and v (T, H, D)  ->  (T, Q, D)
+        heads (T, Q + 2 H, D), queries before keys before values  ->  (T, Q, D)
+        """
+        ...
+
+
+class Fused(Protocol):
+    """All layers of one pass and the final norm at once, where the layers allow it."""
+
+    def __call__(self, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run a pass with the bits that the layers would give one by one.
+
+        residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
+        of a token's numbers are finite; None: all of all are
         """
         ...
 
@@ -47,23 +60,22 @@ class ForwardContext:
     Attributes:
         ops: The kernels chosen for this device.
         tp: The ranks that share each layer.
-        attend: The paged cache.
-        cos: Of each token's position, (T, 1, D).
-        sin: Likewise, signed as `kernels.rotary` wants it.
-        token_adapter: (T,) index of each token's adapter, -1 without one.
+        attend: The paged cache, and the rotation of each token.
+        token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
         adapters: Unset: no row of this pass has one.
+        fused: Unset: this pass goes layer by layer.
     """
 
     ops: Ops
     tp: Tp
     attend: Attend
-    cos: Tensor
-    sin: Tensor
-    token_adapter: Tensor
+    token_adapter: Tensor | None = None
     adapters: Adapters | None = None
+    fused: Fused | None = None
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> Tensor:
         """The output of a linear with its rows' adapters counted in."""
         if self.adapters is None:
             return y
+        assert self.token_adapter is not None, "adapters of unknown tokens"
         return self.adapters.add(linear, x, y, self.token_adapter)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
-
+from antiphon.layers.methods import Cut, LinearShape
 from antiphon.layers.weights import Build, WeightSource
 
 if TYPE_CHECKING:
@@ -14,41 +13,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.methods import LinearMethod
 
 
 class VocabularyTable:
     """A vector a token: the input embedding, the output head, or both when they are tied.
 
-    Each rank holds an equal run of the vocabulary; the last may be padded, with logits cut off.
+    Each rank holds an equal run of the vocabulary; the last may have room to spare, whose logits
+    are cut off.
     """
 
-    def __init__(self, name: str, vocabulary: int, hidden: int, build: Build) -> None:
+    def __init__(
+        self, name: str, vocabulary: int, hidden: int, build: Build, method: LinearMethod
+    ) -> None:
         self.name = name
         self._vocabulary, self._hidden = vocabulary, hidden
         self._share = -(-vocabulary // build.tp.ranks)
         self._first = build.tp.rank * self._share
-        self._weight = build.empty(self._share, hidden)
+        self._method = method.for_table()
+        self._weights = self._method.create(LinearShape(hidden, self._share, bias=False), build)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """Look up tokens (T,) int64  ->  (T, hidden)."""
         if ctx.tp.ranks == 1:
-            return F.embedding(tokens, self._weight)
+            return self._method.rows(self._weights, tokens)
         local = tokens - self._first
         foreign = (local < 0) | (local >= self._share)
-        rows = F.embedding(local.masked_fill(foreign, 0), self._weight)
+        rows = self._method.rows(self._weights, local.masked_fill(foreign, 0))
         return ctx.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Score hidden (L, hidden)  ->  (L, V) float32, on every rank."""
-        local = F.linear(hidden, self._weight).float()
+        local = self._method.apply_wide(self._weights, hidden)
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""
         shape = (self._vocabulary, self._hidden)
-        yield WeightSource(f"{self.name}.weight", shape, self._load)
+        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
+        yield WeightSource(
+            f"{self.name}.weight",
+            shape,
+            lambda tensor: self._method.load(self._weights, "weight", tensor, cut),
+        )
 
-    def _load(self, tensor: Tensor) -> None:
-        part = tensor[self._first : self._first + self._share]
-        self._weight[: len(part)].copy_(part)
-        self._weight[len(part) :].zero_()
+    def pack(self) -> None:
+        """Called once the weight is loaded."""
+        self._method.pack(self._weights)

@@ -1,16 +1,14 @@
-"""Linear layers: how they are cut over ranks, apart from how their weights are stored.
+"""Linear layers: how they are cut over ranks, apart from how their weights are kept (`methods`).
 
-A `LinearMethod` owns the representation (plain here, a quantized one is another row); the layers
-own the cut. Axes: T tokens, I inputs, O outputs.
+Axes: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
-
+from antiphon.layers.methods import Cut, LinearShape
 from antiphon.layers.weights import Build, WeightSource, whole
 
 if TYPE_CHECKING:
@@ -18,83 +16,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import Linear
     from antiphon.layers.context import ForwardContext
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """Inputs and outputs of one rank's linear, and whether it has a bias."""
-
-    inputs: int
-    outputs: int
-    bias: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Which part of a whole checkpoint tensor goes where on this rank.
-
-    Attributes:
-        outputs: Rows of the whole tensor that this rank takes.
-        inputs: Columns of it; a bias has none.
-        into: First row of this rank's weight that they fill.
-    """
-
-    outputs: slice
-    inputs: slice
-    into: int
-
-
-@dataclass(slots=True)
-class LinearWeights:
-    """Tensors of one linear, named as its method names them."""
-
-    tensors: dict[str, Tensor]
-
-
-class LinearMethod(Protocol):
-    """How a linear's weights are stored and multiplied."""
-
-    def create(self, shape: LinearShape, build: Build) -> LinearWeights:
-        """Room for the weights of a linear."""
-        ...
-
-    def load(self, weights: LinearWeights, field: str, tensor: Tensor, cut: Cut) -> None:
-        """Copy a part of the checkpoint's `weight` or `bias` into place."""
-        ...
-
-    def pack(self, weights: LinearWeights) -> None:
-        """Bring loaded weights into the form that `apply` reads; called once, after loading."""
-        ...
-
-    def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O), bias added."""
-        ...
-
-
-class PlainLinear:
-    """Weights in the model's own number format."""
-
-    def create(self, shape: LinearShape, build: Build) -> LinearWeights:
-        """A weight (O, I), and a bias (O,) if there is one."""
-        tensors = {"weight": build.empty(shape.outputs, shape.inputs)}
-        if shape.bias:
-            tensors["bias"] = build.empty(shape.outputs)
-        return LinearWeights(tensors)
-
-    def load(self, weights: LinearWeights, field: str, tensor: Tensor, cut: Cut) -> None:
-        """Copy the part, converted to the model's number format."""
-        part = tensor[cut.outputs]
-        if field == "weight":
-            part = part[:, cut.inputs]
-        weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
-
-    def pack(self, weights: LinearWeights) -> None:
-        """Nothing: they are multiplied as they are."""
-
-    def apply(self, weights: LinearWeights, x: Tensor) -> Tensor:
-        """Multiply: x (T, I)  ->  (T, O)."""
-        return F.linear(x, weights.tensors["weight"], weights.tensors.get("bias"))
+    from antiphon.layers.methods import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +46,10 @@ class Part:
 
 
 class ColumnLinear:
-    """Outputs cut over ranks; several of the checkpoint's linears with one input run as one."""
+    """Outputs cut over ranks; several of the checkpoint's linears with one input run as one.
+
+    `halves`: the parts are a gate and what it gates.
+    """
 
     def __init__(
         self,
@@ -133,6 +60,7 @@ class ColumnLinear:
         bias: bool,
         build: Build,
         method: LinearMethod,
+        halves: bool = False,
     ) -> None:
         for part in parts:
             if part.outputs % part.shards or build.tp.ranks % part.shards:
@@ -146,11 +74,16 @@ class ColumnLinear:
         self._inputs = inputs
         self._bias = bias
         outputs = sum(part.piece() for part in parts)
-        self._weights = method.create(LinearShape(inputs, outputs, bias), build)
+        self._weights = method.create(LinearShape(inputs, outputs, bias, halves), build)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I)  ->  (T, O / ranks), the parts side by side."""
         return ctx.adapt(self.name, x, self._method.apply(self._weights, x))
+
+    @property
+    def packed(self) -> Linear | None:
+        """The whole linear as the CPU's own kernels know it, if they do."""
+        return None if self._weights.packed is None else self._weights.packed.linear
 
     def sources(self) -> Iterator[WeightSource]:
         """The checkpoint's tensors of each part."""
@@ -176,7 +109,10 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """Inputs cut over ranks; the partial outputs are summed, then the bias is added once."""
+    """Inputs cut over ranks; the partial outputs are summed, then the bias is added once.
+
+    One rank has nothing to sum, so its bias is part of the multiplication.
+    """
 
     def __init__(
         self,
@@ -191,12 +127,14 @@ class RowLinear:
         self.name = name
         self._inputs, self._outputs = inputs, outputs
         self._method = method
+        self._tp = build.tp
         share = build.share(inputs, name)
         self._cut = Cut(
             slice(None), slice(build.tp.rank * share, (build.tp.rank + 1) * share), into=0
         )
-        self._weights = method.create(LinearShape(share, outputs, bias=False), build)
-        self._bias = build.empty(outputs) if bias else None
+        self._bias_within = bias and build.tp.ranks == 1
+        self._weights = method.create(LinearShape(share, outputs, self._bias_within), build)
+        self._bias = build.empty(outputs) if bias and not self._bias_within else None
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Multiply: x (T, I / ranks)  ->  (T, O), the same on every rank."""
@@ -204,19 +142,31 @@ class RowLinear:
         total = ctx.tp.all_reduce(partial)
         return total if self._bias is None else total + self._bias
 
+    @property
+    def packed(self) -> Linear | None:
+        """The whole linear as the CPU's own kernels know it, if they do; not of several ranks."""
+        if self._weights.packed is None or self._tp.ranks > 1:
+            return None
+        return self._weights.packed.linear
+
     def sources(self) -> Iterator[WeightSource]:
         """The checkpoint's weight, and its bias if it has one."""
-        yield WeightSource(
-            f"{self.name}.weight",
-            (self._outputs, self._inputs),
-            lambda tensor: self._method.load(self._weights, "weight", tensor, self._cut),
-        )
+        yield self._source("weight", (self._outputs, self._inputs))
+        if self._bias_within:
+            yield self._source("bias", (self._outputs,))
         if self._bias is not None:
             yield from whole(f"{self.name}.bias", self._bias)
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._method.pack(self._weights)
+
+    def _source(self, field: str, shape: tuple[int, ...]) -> WeightSource:
+        return WeightSource(
+            f"{self.name}.{field}",
+            shape,
+            lambda tensor: self._method.load(self._weights, field, tensor, self._cut),
+        )
 
 
 class ReplicatedLinear(ColumnLinear):

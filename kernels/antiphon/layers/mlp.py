@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import ColumnLinear, LinearMethod, Part, RowLinear
+from antiphon.layers.linear import ColumnLinear, Part, RowLinear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import Linear
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.methods import LinearMethod
     from antiphon.layers.weights import Build, WeightSource
 
 
@@ -36,7 +38,13 @@ class GatedMlp:
         build.share(shape.width, name)
         parts = (Part(shape.gate, shape.width, ranks), Part(shape.up, shape.width, ranks))
         self._gate_up = ColumnLinear(
-            f"{name}.gate_up", shape.hidden, parts, bias=shape.bias, build=build, method=method
+            f"{name}.gate_up",
+            shape.hidden,
+            parts,
+            bias=shape.bias,
+            build=build,
+            method=method,
+            halves=True,
         )
         self._down = RowLinear(
             shape.down, shape.width, shape.hidden, bias=shape.bias, build=build, method=method
@@ -45,6 +53,12 @@ class GatedMlp:
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         return self._down(ctx, ctx.ops.silu_mul(self._gate_up(ctx, x)))
+
+    @property
+    def packed(self) -> tuple[Linear, Linear] | None:
+        """Gate and up, and down, as the CPU's own kernels know them, if they do."""
+        gate_up, down = self._gate_up.packed, self._down.packed
+        return None if gate_up is None or down is None else (gate_up, down)
 
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of the three linears."""

@@ -22,6 +22,11 @@ class RmsNorm:
         self._eps = eps
         self._weight = build.empty(size)
 
+    @property
+    def weight(self) -> Tensor:
+        """What it multiplies by, (size,)."""
+        return self._weight
+
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         return ctx.ops.rmsnorm(x, self._weight, self._eps)

@@ -1,0 +1,22 @@
+"""Attention over the paged cache, in C++: csrc/attention.h."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NewType
+
+from antiphon.kernels.cpu import extension
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.kernels.attention import AttentionRows
+
+CompiledRows = NewType("CompiledRows", object)
+"""`Rows` of the library: checked, and cut into the tasks of its threads."""
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float
+) -> Tensor:
+    """The op `attention.paged`: (T, G * H, D)  ->  (T, G * H, D)."""
+    return extension.load().paged_attention(q, keys, values, rows.compiled, scale)

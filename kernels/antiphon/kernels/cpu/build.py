@@ -1,0 +1,147 @@
+"""Compile the C++ kernels for this Python, this torch and this machine.
+
+`python -m antiphon.kernels.cpu.build`, run by `make setup` and when an image is built, never by a
+serving process. The library lies in the environment that torch is installed in, under a name made
+of everything that it depends on, so that a stale one is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+KEPT = Path(sys.prefix) / "lib" / "antiphon"
+KEPT_S = 3600.0
+"""How long objects and libraries of other sources are kept."""
+MODULE = "antiphon_cpu_kernels"
+FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"),
+    # A product is added unrounded where the source says so, and nowhere else.
+    "-ffp-contract=off",
+    # https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593: intrinsics of GCC 12 warn of themselves.
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
+    f"-DTORCH_EXTENSION_NAME={MODULE}",
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+)
+TORCH = Path(torch.__file__).parent
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+
+class CannotBuild(Exception):
+    """The kernels cannot be compiled here; the message says what is missing."""
+
+
+def library() -> Path:
+    """Where the library of these very sources is, once it is built."""
+    return KEPT / f"kernels-{_digest(*map(_object_key, _units()))}.so"
+
+
+def build() -> Path:
+    """Compile what is not there yet, and return the library. Files appear whole or not at all.
+
+    Raises:
+        CannotBuild: No compiler, no Python headers, or the compiler refused.
+    """
+    if (built := library()).exists():
+        return built
+    compiler = _compiler()
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(partial(_compile, compiler), _units()))
+    link = [compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{TORCH / 'lib'}"]
+    libraries = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+    _produce([*link, *libraries], built)
+    _forget_old({built, *objects})
+    return built
+
+
+def main() -> int:
+    """Build, or say in one line why not. Returns the exit status."""
+    try:
+        built = build()
+    except CannotBuild as error:
+        sys.stderr.write(f"CPU kernels not built, torch's own are used: {error}\n")
+        return 1
+    sys.stdout.write(f"{built}\n")
+    return 0
+
+
+def _units() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _object_key(unit: Path) -> str:
+    """Name everything that an object depends on but the compiler, any of which will do."""
+    about = (torch.__version__, sysconfig.get_config_var("SOABI"), *FLAGS)
+    return _digest(*about, *(path.read_text("utf-8") for path in sorted(_closure(unit))))
+
+
+def _closure(path: Path, seen: frozenset[Path] = frozenset()) -> frozenset[Path]:
+    """A source and all of ours that it includes."""
+    seen |= {path}
+    for name in _INCLUDE.findall(path.read_text("utf-8")):
+        if (included := SOURCES / name) not in seen:
+            seen |= _closure(included, seen)
+    return seen
+
+
+def _forget_old(used: set[Path]) -> None:
+    """Delete what nobody built of late; younger files may be of a build that is still going on."""
+    for path in KEPT.glob("*-*.*o"):
+        if path not in used and time.time() - path.stat().st_mtime > KEPT_S:
+            path.unlink(missing_ok=True)
+
+
+def _digest(*parts: str | None) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _compiler() -> str:
+    if platform.machine() != "x86_64":
+        raise CannotBuild(f"they are written for x86-64, and this is {platform.machine()}")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise CannotBuild("there is no g++ (on Debian and Ubuntu: apt install g++)")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        raise CannotBuild("Python.h is missing (on Debian and Ubuntu: apt install python3-dev)")
+    return compiler
+
+
+def _compile(compiler: str, unit: Path) -> Path:
+    target = KEPT / f"{unit.stem}-{_object_key(unit)}.o"
+    if not target.exists():
+        folders = (TORCH / "include", sysconfig.get_paths()["include"])
+        includes = [part for folder in folders for part in ("-isystem", str(folder))]
+        _produce([compiler, *FLAGS, *includes, "-c", str(unit)], target)
+    return target
+
+
+def _produce(command: list[str], target: Path) -> None:
+    """Run a command that writes one file."""
+    with tempfile.TemporaryDirectory(dir=KEPT) as folder:
+        written = Path(folder) / target.name
+        done = subprocess.run(  # noqa: S603 (our own command)
+            [*command, "-o", str(written)], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            raise CannotBuild("\n".join(lines[:10] or done.stderr.splitlines()[-10:]))
+        written.replace(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+// The module: which instruction set, and who binds what.
+
+#include "bindings.h"
+
+#include <ATen/Parallel.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace {
+
+bool runs(const Table &table) {
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("bmi2");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq");
+    if (&table == &table_avx512bf16)
+        return avx512 && __builtin_cpu_supports("avx512bf16") &&
+               __builtin_cpu_supports("avx512vnni");
+    return &table == &table_avx512 ? avx512 : avx2;
+}
+
+// Best first.
+std::vector<const Table *> available() {
+    std::vector<const Table *> tables;
+    for (const Table *table : {&table_avx512bf16, &table_avx512, &table_avx2})
+        if (runs(*table)) tables.push_back(table);
+    return tables;
+}
+
+const Table *chosen = nullptr;
+
+std::vector<std::string> isas() {
+    std::vector<std::string> names;
+    for (const Table *table : available()) names.emplace_back(table->isa);
+    return names;
+}
+
+void use_isa(const std::string &name) {
+    for (const Table *table : available())
+        if (table->isa == name) {
+            chosen = table;
+            return;
+        }
+    throw std::invalid_argument("this machine does not run " + name);
+}
+
+}  // namespace
+
+const Table &kernels() { return *chosen; }
+
+int threads() { return at::get_num_threads(); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    const auto tables = available();
+    if (tables.empty()) throw std::runtime_error("this processor has no AVX2 and FMA");
+    chosen = tables.front();
+    module.def("isas", isas, "Instruction sets that this machine runs, best first.");
+    module.def("isa", [] { return std::string(kernels().isa); }, "The one in use.");
+    module.def("use_isa", use_isa, "Use another one; for tests, while no kernel runs.");
+    bind_linear(module);
+    bind_memory(module);
+    bind_attention(module);
+    bind_stack(module);
+}

@@ -1,0 +1,216 @@
+// Attention over the paged cache, and the small operations around it.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <optional>
+#include <utility>
+
+#include "bindings.h"
+#include "rows.h"
+#include "tensors.h"
+
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+
+at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
+    const at::Tensor rows = x.contiguous();
+    TORCH_CHECK(rows.dim() == 2, "x is (rows, size)");
+    at::Tensor out = at::empty_like(rows);
+    const NormCall call = {
+        .number = number_of(rows),
+        .rows = rows.size(0),
+        .size = rows.size(1),
+        .x = rows.const_data_ptr(),
+        .residual = nullptr,
+        .weight = vector_of(weight, rows, rows.size(1)),
+        .eps = static_cast<float>(eps),
+        .total = nullptr,
+        .out = out.mutable_data_ptr(),
+        .finite = nullptr,
+    };
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().norm(call, team);
+    return out;
+}
+
+std::pair<at::Tensor, at::Tensor> add_rmsnorm(
+    const at::Tensor &x, const at::Tensor &residual, const at::Tensor &weight, double eps) {
+    const at::Tensor rows = x.contiguous(), stream = residual.contiguous();
+    TORCH_CHECK(
+        rows.dim() == 2 && stream.sizes() == rows.sizes(), "x and residual are (rows, size)");
+    TORCH_CHECK(stream.scalar_type() == rows.scalar_type(), "x and residual have one dtype");
+    at::Tensor out = at::empty_like(rows), total = at::empty_like(rows);
+    const NormCall call = {
+        .number = number_of(rows),
+        .rows = rows.size(0),
+        .size = rows.size(1),
+        .x = rows.const_data_ptr(),
+        .residual = stream.const_data_ptr(),
+        .weight = vector_of(weight, rows, rows.size(1)),
+        .eps = static_cast<float>(eps),
+        .total = total.mutable_data_ptr(),
+        .out = out.mutable_data_ptr(),
+        .finite = nullptr,
+    };
+    const int team = threads();
+    {
+        py::gil_scoped_release unlocked;
+        kernels().norm(call, team);
+    }
+    return {out, total};
+}
+
+at::Tensor silu_mul(const at::Tensor &gate_up) {
+    const at::Tensor rows = gate_up.contiguous();
+    TORCH_CHECK(rows.dim() == 2 && rows.size(1) % 2 == 0, "gate_up is (rows, 2 * width)");
+    const int64_t width = rows.size(1) / 2;
+    at::Tensor out = at::empty({rows.size(0), width}, rows.options());
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().gate(
+        number_of(rows), rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
+    return out;
+}
+
+// Which rows are finite, (rows,) bool; none: all.
+Optional finite_rows(const at::Tensor &x) {
+    const at::Tensor rows = x.contiguous();
+    TORCH_CHECK(rows.dim() == 2, "x is (rows, size)");
+    at::Tensor finite = at::empty({rows.size(0)}, rows.options().dtype(at::kBool));
+    auto *flags = finite.mutable_data_ptr<bool>();
+    const int team = threads();
+    {
+        py::gil_scoped_release unlocked;
+        kernels().finite(
+            number_of(rows), rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
+    }
+    if (all_true(finite)) return std::nullopt;
+    return finite;
+}
+
+at::Tensor greatest(const at::Tensor &x) {
+    const at::Tensor rows = x.contiguous();
+    TORCH_CHECK(
+        rows.dim() == 2 && rows.size(1) > 0 && rows.scalar_type() == at::kFloat,
+        "x is (rows, size) float32");
+    at::Tensor found = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().greatest(
+        rows.const_data_ptr<float>(), rows.size(0), rows.size(1),
+        found.mutable_data_ptr<int64_t>(), team);
+    return found;
+}
+
+// Shape and addresses of a cache (P, S, H, D) in the number format of `like`.
+std::pair<CacheShape, LayerCache> cache_of(
+    const at::Tensor &keys, const at::Tensor &values, const at::Tensor &like) {
+    TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
+    TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+    const CacheShape shape = {
+        .number = number_of(keys),
+        .pages = keys.size(0),
+        .page_tokens = keys.size(1),
+        .heads = keys.size(2),
+        .queries_per_head = 1,
+        .head_size = keys.size(3),
+        .window = 0,
+    };
+    TORCH_CHECK(
+        shape.number == number_of(like) && shape.number == number_of(values),
+        "cache and heads have one dtype");
+    return {shape, {keys.mutable_data_ptr(), values.mutable_data_ptr()}};
+}
+
+at::Tensor ready_heads(
+    const at::Tensor &heads, const at::Tensor &cos, const at::Tensor &sin, const at::Tensor &keys,
+    const at::Tensor &values, const at::Tensor &places, const Optional &query_norm,
+    const Optional &key_norm, double eps) {
+    const at::Tensor all = heads.contiguous();
+    auto [shape, cache] = cache_of(keys, values, all);
+    TORCH_CHECK(all.dim() == 3 && all.size(2) == shape.head_size, "heads are (T, G * H + 2 H, D)");
+    const int64_t tokens = all.size(0), queries = all.size(1) - 2 * shape.heads;
+    TORCH_CHECK(queries > 0 && queries % shape.heads == 0, "query heads are shared out evenly");
+    TORCH_CHECK(shape.head_size % 2 == 0, "the head size is even");
+    shape.queries_per_head = queries / shape.heads;
+    TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
+    TORCH_CHECK(
+        places.scalar_type() == at::kLong && places.is_contiguous() && places.numel() == tokens,
+        "places are (T,) int64");
+    const auto *place = places.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < tokens; ++i)
+        TORCH_CHECK_INDEX(
+            0 <= place[i] && place[i] < shape.pages * shape.page_tokens, "no place ", place[i]);
+    at::Tensor q = at::empty({tokens, queries, shape.head_size}, all.options());
+    const HeadsCall call = {
+        .shape = shape,
+        .cache = cache,
+        .places = place,
+        .heads = all.const_data_ptr(),
+        .cos = vector_of(cos, all, tokens * shape.head_size),
+        .sin = vector_of(sin, all, tokens * shape.head_size),
+        .positions = nullptr,
+        .query_norm = query_norm ? vector_of(*query_norm, all, shape.head_size) : nullptr,
+        .key_norm = key_norm ? vector_of(*key_norm, all, shape.head_size) : nullptr,
+        .eps = static_cast<float>(eps),
+        .q = q.mutable_data_ptr(),
+        .q_stride = queries * shape.head_size,
+    };
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().heads(call, tokens, team);
+    return q;
+}
+
+at::Tensor paged_attention(
+    const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, const Rows &rows,
+    double scale) {
+    const at::Tensor queries = q.contiguous();
+    const auto [found, cache] = cache_of(keys, values, queries);
+    const CacheShape shape = rows.shape_in(found.number, found.pages);
+    TORCH_CHECK(
+        found.page_tokens == shape.page_tokens && found.heads == shape.heads &&
+            found.head_size == shape.head_size,
+        "the cache has another shape than the rows");
+    const int64_t query_heads = shape.heads * shape.queries_per_head;
+    TORCH_CHECK(
+        queries.sizes() == at::IntArrayRef({rows.tokens(), query_heads, shape.head_size}),
+        "q is (T, G * H, D)");
+    at::Tensor out = at::empty_like(queries);
+    const AttentionCall call = {
+        .shape = shape,
+        .rows = rows.paged(),
+        .cache = cache,
+        .scale = static_cast<float>(scale),
+        .q = queries.const_data_ptr(),
+        .q_stride = query_heads * shape.head_size,
+        .out = out.mutable_data_ptr(),
+    };
+    const auto &tasks = rows.tasks();
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().attention(call, tasks.data(), static_cast<int64_t>(tasks.size()), team);
+    return out;
+}
+
+}  // namespace
+
+void bind_attention(py::module_ &module) {
+    py::class_<Rows>(module, "Rows")
+        .def(
+            py::init<
+                int64_t, int64_t, int64_t, int64_t, int64_t, Rows::Ints, Rows::Ints, Rows::Ints>(),
+            py::kw_only(), py::arg("page_tokens"), py::arg("heads"), py::arg("queries_per_head"),
+            py::arg("head_size"), py::arg("window"), py::arg("tables"), py::arg("query_len"),
+            py::arg("kv_len"));
+    module.def("rmsnorm", rmsnorm);
+    module.def("add_rmsnorm", add_rmsnorm);
+    module.def("silu_mul", silu_mul);
+    module.def("finite_rows", finite_rows);
+    module.def("greatest", greatest);
+    module.def("ready_heads", ready_heads);
+    module.def("paged_attention", paged_attention);
+}

@@ -1,0 +1,132 @@
+// Packed linears: a Python object holds the tensors, and the plain struct that kernels read.
+
+#include <ATen/ops/empty.h>
+
+#include <optional>
+#include <utility>
+
+#include "bindings.h"
+#include "linear.h"
+
+namespace {
+
+// Of panels: inputs side by side, and their type.
+struct Shape {
+    int64_t group;
+    at::ScalarType type;
+};
+
+Shape shape_of(Weights weights) {
+    switch (weights) {
+        case Weights::bf16: return {2, at::kBFloat16};
+        case Weights::f32: return {1, at::kFloat};
+        case Weights::int8: return {2, at::kChar};
+        default: return {4, at::kByte};
+    }
+}
+
+}  // namespace
+
+Linear::Linear(
+    Weights weights, Number number, bool halves, int64_t inputs, int64_t outputs, at::Tensor panels,
+    std::optional<at::Tensor> scales, std::optional<at::Tensor> bias)
+    : panels_(std::move(panels)),
+      scales_(std::move(scales)),
+      bias_(std::move(bias)) {
+    TORCH_CHECK(inputs > 0 && outputs > 0, "a linear has inputs and outputs");
+    TORCH_CHECK(!halves || outputs % 2 == 0, "halves are of equal size");
+    const int64_t half = halves ? (outputs / 2 + 15) / 16 : (outputs + 31) / 32;
+    const int64_t padded = half * 32;
+    const bool int8 = weights == Weights::int8 || weights == Weights::int8_dynamic;
+    const Shape shape = shape_of(weights);
+    TORCH_CHECK(
+        int8 || number == (weights == Weights::bf16 ? Number::bf16 : Number::f32),
+        "weights that are not quantized have the number format of activations");
+    TORCH_CHECK(
+        panels_.is_contiguous() && panels_.scalar_type() == shape.type &&
+            panels_.numel() == padded * ((inputs + shape.group - 1) / shape.group) * shape.group,
+        "panels do not fit the shape");
+    const auto check = [&](const std::optional<at::Tensor> &tensor, at::ScalarType wanted) {
+        TORCH_CHECK(
+            !tensor || (tensor->is_contiguous() && tensor->scalar_type() == wanted &&
+                        tensor->numel() == padded),
+            "scales, sums and bias are padded to whole panels");
+    };
+    check(scales_, at::kFloat);
+    check(bias_, at::kFloat);
+    TORCH_CHECK(scales_.has_value() == int8, "int8 weights have scales, others have none");
+    TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
+    packed_ = {
+        .weights = weights,
+        .number = number,
+        .halves = halves,
+        .inputs = inputs,
+        .outputs = outputs,
+        .panels = panels_.const_data_ptr(),
+        .scales = scales_ ? scales_->const_data_ptr<float>() : nullptr,
+        .bias = bias_ ? bias_->const_data_ptr<float>() : nullptr,
+    };
+}
+
+at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
+    const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
+    TORCH_CHECK(
+        x.dim() == 2 && x.size(1) == packed_.inputs && x.scalar_type() == type, "x must be (rows, ",
+        packed_.inputs, ") in ", type, ", got ", x.sizes(), " in ", x.scalar_type());
+    TORCH_CHECK(
+        epilogue != Epilogue::silu_mul || packed_.halves, "silu_mul is of a linear in halves");
+    const at::Tensor rows = x.contiguous();
+    const int64_t columns =
+        epilogue == Epilogue::silu_mul ? packed_.outputs / 2 : packed_.outputs;
+    const auto kept = epilogue == Epilogue::widen ? at::kFloat : type;
+    at::Tensor y = at::empty({rows.size(0), columns}, x.options().dtype(kept));
+    if (rows.size(0) > 0) {
+        const int team = threads();
+        py::gil_scoped_release unlocked;
+        kernels().linear(
+            packed_, rows.const_data_ptr(), rows.size(0), y.mutable_data_ptr(), epilogue, team);
+    }
+    return y;
+}
+
+at::Tensor Linear::rows(const at::Tensor &outputs) const {
+    TORCH_CHECK(outputs.dim() == 1 && outputs.scalar_type() == at::kLong, "outputs are (n) int64");
+    const at::Tensor ids = outputs.contiguous();
+    const auto *data = ids.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < ids.size(0); ++i)
+        TORCH_CHECK_INDEX(
+            data[i] >= 0 && data[i] < packed_.outputs, "there is no output ", data[i]);
+    const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
+    at::Tensor y = at::empty({ids.size(0), packed_.inputs}, at::TensorOptions(type));
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().linear_rows(packed_, data, ids.size(0), y.mutable_data_ptr(), team);
+    return y;
+}
+
+void bind_linear(py::module_ &module) {
+    py::enum_<Weights>(module, "Weights")
+        .value("bf16", Weights::bf16)
+        .value("f32", Weights::f32)
+        .value("int8", Weights::int8)
+        .value("int8_dynamic", Weights::int8_dynamic);
+    py::enum_<Number>(module, "Number").value("bf16", Number::bf16).value("f32", Number::f32);
+    py::class_<Linear>(module, "Linear")
+        .def(
+            py::init<
+                Weights, Number, bool, int64_t, int64_t, at::Tensor, std::optional<at::Tensor>,
+                std::optional<at::Tensor>>(),
+            py::kw_only(), py::arg("weights"), py::arg("number"), py::arg("halves"),
+            py::arg("inputs"), py::arg("outputs"), py::arg("panels"), py::arg("scales"),
+            py::arg("bias"))
+        .def("multiply", [](const Linear &self, const at::Tensor &x) {
+            return self.forward(x, Epilogue::store);
+        })
+        .def("multiply_wide", [](const Linear &self, const at::Tensor &x) {
+            return self.forward(x, Epilogue::widen);
+        })
+        .def("multiply_gated", [](const Linear &self, const at::Tensor &x) {
+            return self.forward(x, Epilogue::silu_mul);
+        })
+        .def("rows", &Linear::rows);
+}

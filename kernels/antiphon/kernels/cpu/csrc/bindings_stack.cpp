@@ -1,0 +1,201 @@
+// All layers of a decoder as one call a step.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "linear.h"
+#include "rows.h"
+#include "tensors.h"
+
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+
+class Stack {
+  public:
+    Stack(at::Tensor final_norm, double eps, double scale)
+        : final_norm_(std::move(final_norm)),
+          hidden_(final_norm_.numel()),
+          eps_(static_cast<float>(eps)),
+          scale_(static_cast<float>(scale)) {
+        number_of(final_norm_);
+    }
+
+    // The linears must live as long as the stack.
+    void add(
+        const Linear &qkv, const Linear &out, const Linear &gate_up, const Linear &down,
+        const at::Tensor &attention_norm, const at::Tensor &mlp_norm, const Optional &query_norm,
+        const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values) {
+        TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
+        TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+        const int64_t size = keys.size(3);
+        const PackedLinear &first = qkv.packed(), &last = down.packed();
+        check_linear(first, hidden_, first.outputs);
+        check_linear(out.packed(), first.outputs - 2 * keys.size(2) * size, hidden_);
+        check_linear(gate_up.packed(), hidden_, 2 * last.inputs);
+        check_linear(last, last.inputs, hidden_);
+        TORCH_CHECK(gate_up.packed().halves, "gate and up are packed in halves");
+        TORCH_CHECK(group >= 0, "a layer is of a cache group");
+        TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
+        layers_.push_back({
+            .qkv = first,
+            .out = out.packed(),
+            .gate_up = gate_up.packed(),
+            .down = last,
+            .attention_norm = vector_of(attention_norm, final_norm_, hidden_),
+            .mlp_norm = vector_of(mlp_norm, final_norm_, hidden_),
+            .query_norm = query_norm ? vector_of(*query_norm, final_norm_, size) : nullptr,
+            .key_norm = key_norm ? vector_of(*key_norm, final_norm_, size) : nullptr,
+            .group = group,
+            .cache = {keys.mutable_data_ptr(), values.mutable_data_ptr()},
+        });
+        caches_.push_back(keys);
+        for (const auto &tensor : {attention_norm, mlp_norm, keys, values}) kept_.push_back(tensor);
+        for (const auto &norm : {query_norm, key_norm})
+            if (norm) kept_.push_back(*norm);
+    }
+
+    // residual (T, hidden), overwritten; cos, sin (positions, 1, D); positions (T,); rows of each
+    // cache group -> normalised (T, hidden), and whether all numbers of each token are finite
+    // (T,), or none if all are.
+    std::pair<at::Tensor, Optional> forward(
+        at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin,
+        const Rows::Ints &positions, const std::vector<const Rows *> &rows) {
+        TORCH_CHECK(
+            residual.dim() == 2 && residual.size(1) == hidden_ && residual.is_contiguous() &&
+                residual.scalar_type() == final_norm_.scalar_type(),
+            "the residual stream is (T, hidden) in one piece");
+        const int64_t tokens = residual.size(0), turns = cos.size(0);
+        TORCH_CHECK(positions.size() == tokens, "a position a token");
+        for (int64_t i = 0; i < tokens; ++i)
+            TORCH_CHECK_INDEX(
+                0 <= positions.data()[i] && positions.data()[i] < turns, "position ",
+                positions.data()[i], " of ", turns);
+        const std::vector<StackGroup> groups = groups_of(rows, tokens);
+        at::Tensor out = at::empty_like(residual);
+        at::Tensor finite = at::empty({tokens}, residual.options().dtype(at::kBool));
+        StackCall call = {
+            .number = number_of(residual),
+            .layers = layers_.data(),
+            .count = static_cast<int64_t>(layers_.size()),
+            .hidden = hidden_,
+            .tokens = tokens,
+            .eps = eps_,
+            .scale = scale_,
+            .groups = groups.data(),
+            .one_each = rows.front()->one_each(),
+            .cos = vector_of(cos, residual, turns * caches_.front().size(3)),
+            .sin = vector_of(sin, residual, turns * caches_.front().size(3)),
+            .positions = positions.data(),
+            .final_norm = final_norm_.const_data_ptr(),
+            .residual = residual.mutable_data_ptr(),
+            .out = out.mutable_data_ptr(),
+            .finite = finite.mutable_data_ptr<bool>(),
+            .normed = nullptr,
+            .added = nullptr,
+            .heads = nullptr,
+            .mixed = nullptr,
+            .gated = nullptr,
+        };
+        make_room(call);
+        const int team = threads();
+        {
+            py::gil_scoped_release unlocked;
+            kernels().stack(call, team);
+        }
+        if (all_true(finite)) return {out, std::nullopt};
+        return {out, finite};
+    }
+
+  private:
+    void check_linear(const PackedLinear &linear, int64_t inputs, int64_t outputs) const {
+        TORCH_CHECK(
+            linear.inputs == inputs && linear.outputs == outputs &&
+                linear.number == number_of(final_norm_),
+            "a linear of ", linear.inputs, " to ", linear.outputs, " where one of ", inputs, " to ",
+            outputs, " belongs");
+    }
+
+    std::vector<StackGroup> groups_of(const std::vector<const Rows *> &rows, int64_t tokens) const {
+        TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
+        std::vector<StackGroup> groups;
+        for (const Rows *each : rows) {
+            TORCH_CHECK(
+                each->tokens() == tokens, "rows of ", each->tokens(), " tokens, not ", tokens);
+            groups.push_back({
+                .shape = {},
+                .rows = each->paged(),
+                .places = each->places().data(),
+                .tasks = each->tasks().data(),
+                .count = static_cast<int64_t>(each->tasks().size()),
+            });
+        }
+        for (size_t i = 0; i < layers_.size(); ++i) {
+            const auto group = static_cast<size_t>(layers_[i].group);
+            const at::Tensor &keys = caches_[i];
+            TORCH_CHECK(group < rows.size(), "there are no rows of group ", group);
+            const CacheShape shape = rows[group]->shape_in(number_of(keys), keys.size(0));
+            TORCH_CHECK(
+                keys.size(1) == shape.page_tokens && keys.size(2) == shape.heads &&
+                    keys.size(3) == shape.head_size &&
+                    layers_[i].qkv.outputs ==
+                        shape.heads * (shape.queries_per_head + 2) * shape.head_size,
+                "the cache has another shape than the rows");
+            groups[group].shape = shape;
+        }
+        return groups;
+    }
+
+    // Activations of all tokens, in one piece that is kept and grows.
+    void make_room(StackCall &call) {
+        const int64_t heads = layers_.front().qkv.outputs, mixed = layers_.front().out.inputs;
+        int64_t width = 0;
+        for (const StackLayer &layer : layers_) {
+            TORCH_CHECK(layer.qkv.outputs == heads, "all layers have the same heads");
+            width = std::max(width, layer.down.inputs);
+        }
+        void **const parts[] = {&call.normed, &call.added, &call.heads, &call.mixed, &call.gated};
+        const int64_t sizes[] = {hidden_, hidden_, heads, mixed, width};
+        const int64_t item = final_norm_.element_size();
+        int64_t total = 0;
+        for (const int64_t size : sizes) total += padded(call.tokens * size * item);
+        if (!room_.defined() || room_.numel() < total)
+            room_ = at::empty({total}, at::TensorOptions(at::kByte));
+        auto *at = static_cast<char *>(room_.mutable_data_ptr());
+        for (size_t i = 0; i < std::size(sizes); ++i) {
+            *parts[i] = at;
+            at += padded(call.tokens * sizes[i] * item);
+        }
+    }
+
+    static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+    at::Tensor final_norm_;
+    int64_t hidden_;
+    float eps_, scale_;
+    std::vector<StackLayer> layers_;
+    std::vector<at::Tensor> caches_, kept_;
+    at::Tensor room_;
+};
+
+}  // namespace
+
+void bind_stack(py::module_ &module) {
+    py::class_<Stack>(module, "Stack")
+        .def(
+            py::init<at::Tensor, double, double>(), py::kw_only(), py::arg("final_norm"),
+            py::arg("eps"), py::arg("scale"))
+        .def(
+            "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
+            py::arg("down"), py::arg("attention_norm"), py::arg("mlp_norm"), py::arg("query_norm"),
+            py::arg("key_norm"), py::arg("group"), py::arg("keys"), py::arg("values"),
+            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+            py::keep_alive<1, 5>())
+        .def("forward", &Stack::forward);
+}

@@ -1,0 +1,168 @@
+// The small operations between linears and attention: norms, rotation, gates, and the cache.
+//
+// Each has the roundings of its torch reference, so that it is equal to it but for the order in
+// which a norm's squares are summed. That order depends on the size of a row alone.
+
+// All lanes of a vector, or the first few at the end of a row.
+struct Whole {};
+struct Part {
+    int count;
+};
+template <class T> INLINE F32 take(const T *p, Whole) { return load(p); }
+template <class T> INLINE F32 take(const T *p, Part part) { return load(p, part.count); }
+template <class T> INLINE void put(T *p, F32 a, Whole) { store(p, a); }
+template <class T> INLINE void put(T *p, F32 a, Part part) { store(p, a, part.count); }
+
+// Call `body(i, Whole or Part)` for each vector of a row.
+template <class Body> INLINE void by_vectors(int64_t size, Body &&body) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) body(i, Whole());
+    if (i < size) body(i, Part{static_cast<int>(size - i)});
+}
+
+// Rows that a thread takes at once: enough numbers to be worth a ticket.
+INLINE int64_t rows_together(int64_t rows, int64_t size, int threads) {
+    const int64_t worth = ceil_div(8192, size), fair = ceil_div(rows, threads);
+    return worth < fair ? worth : fair;
+}
+
+// Call `body(row)` for all rows, shared out among threads.
+template <class Body>
+static void by_rows(int64_t rows, int64_t size, int threads, Body &&body) {
+    if (rows == 0) return;
+    const int64_t together = rows_together(rows, size, threads);
+    const int64_t chunks = ceil_div(rows, together);
+    const auto chunk_rows = [&](int64_t chunk) {
+        const int64_t end = (chunk + 1) * together < rows ? (chunk + 1) * together : rows;
+        for (int64_t row = chunk * together; row < end; ++row) body(row);
+    };
+    if (chunks == 1) return chunk_rows(0);
+    Phase phase = {};
+    in_team(threads, &phase, [&](Member &team) { team.run(chunks, chunk_rows); });
+}
+
+// x, scaled to unit root-mean-square. Returns the sum of squares.
+template <class T>
+INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *out) {
+    F32 squares = zeros();
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 value = take(x + i, part);
+        squares = fma(value, value, squares);
+    });
+    const float total = sum(squares);
+    const F32 inverse = all(1.0f / __builtin_sqrtf(total / static_cast<float>(size) + eps));
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 unit = rounded<T>(mul(take(x + i, part), inverse));
+        put(out + i, mul(unit, take(weight + i, part)), part);
+    });
+    return total;
+}
+
+template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
+    const int64_t at = row * call.size;
+    const T *x = static_cast<const T *>(call.x) + at;
+    if (call.residual) {
+        const T *residual = static_cast<const T *>(call.residual) + at;
+        T *total = static_cast<T *>(call.total) + at;
+        by_vectors(call.size, [&](int64_t i, auto part) {
+            put(total + i, add(take(x + i, part), take(residual + i, part)), part);
+        });
+        x = total;
+    }
+    const float squares = normalise(
+        x, static_cast<const T *>(call.weight), call.size, call.eps,
+        static_cast<T *>(call.out) + at);
+    if (call.finite) call.finite[row] = __builtin_isfinite(squares);
+}
+
+// silu(gate) * up of a row whose second half is `up`.
+template <class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out) {
+    by_vectors(width, [&](int64_t i, auto part) {
+        put(out + i, silu_mul<T>(take(gate_up + i, part), take(gate_up + width + i, part)), part);
+    });
+}
+
+// Each pair (i, i + D / 2) turned by its angle; `out` may be `x`.
+template <class T>
+INLINE void rotate(const T *x, const T *cos, const T *sin, int64_t size, T *out) {
+    const int64_t half = size / 2;
+    by_vectors(half, [&](int64_t i, auto part) {
+        const auto turned = [&](F32 own, F32 other, int64_t at) {
+            const F32 kept = rounded<T>(mul(own, take(cos + at, part)));
+            return add(kept, rounded<T>(mul(other, take(sin + at, part))));
+        };
+        const F32 a = take(x + i, part), b = take(x + half + i, part);
+        put(out + i, turned(a, b, i), part);
+        put(out + half + i, turned(b, a, half + i), part);
+    });
+}
+
+// The heads of one token that belong to kv heads [head, head + heads).
+template <class T>
+INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
+    const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
+    const int64_t kv = call.shape.heads, queries = kv * group;
+    const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
+    const int64_t turn = (call.positions ? call.positions[token] : token) * size;
+    const T *cos = static_cast<const T *>(call.cos) + turn;
+    const T *sin = static_cast<const T *>(call.sin) + turn;
+    const auto ready = [&](const T *x, const void *norm, T *to) {
+        if (norm) {
+            normalise(x, static_cast<const T *>(norm), size, call.eps, to);
+            x = to;
+        }
+        rotate(x, cos, sin, size, to);
+    };
+    T *q = static_cast<T *>(call.q) + token * call.q_stride;
+    for (int64_t i = head * group; i < (head + heads) * group; ++i)
+        ready(from + i * size, call.query_norm, q + i * size);
+    const int64_t at = call.places[token] * kv * size;
+    T *keys = static_cast<T *>(call.cache.keys) + at;
+    T *values = static_cast<T *>(call.cache.values) + at;
+    for (int64_t i = head; i < head + heads; ++i)
+        ready(from + (queries + i) * size, call.key_norm, keys + i * size);
+    std::memcpy(
+        values + head * size, from + (queries + kv + head) * size, heads * size * sizeof(T));
+}
+
+INLINE void norm_one(const NormCall &call, int64_t row) {
+    if (call.number == Number::bf16) norm_row<bf16>(call, row);
+    else norm_row<float>(call, row);
+}
+
+INLINE void ready_token(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
+    if (call.shape.number == Number::bf16) ready_heads<bf16>(call, token, head, heads);
+    else ready_heads<float>(call, token, head, heads);
+}
+
+// Whole calls, each with a team of its own.
+
+static void norm_call(const NormCall &call, int threads) {
+    by_rows(call.rows, call.size, threads, [&](int64_t row) { norm_one(call, row); });
+}
+
+template <class T>
+static void gate_rows(const T *gate_up, int64_t rows, int64_t width, T *out, int threads) {
+    by_rows(rows, width, threads, [&](int64_t row) {
+        gate_row(gate_up + row * 2 * width, width, out + row * width);
+    });
+}
+
+static void gate_call(
+    Number number, const void *gate_up, int64_t rows, int64_t width, void *out, int threads) {
+    if (number == Number::bf16) {
+        const auto *in = static_cast<const bf16 *>(gate_up);
+        gate_rows(in, rows, width, static_cast<bf16 *>(out), threads);
+    } else {
+        const auto *in = static_cast<const float *>(gate_up);
+        gate_rows(in, rows, width, static_cast<float *>(out), threads);
+    }
+}
+
+static void heads_call(const HeadsCall &call, int64_t tokens, int threads) {
+    const CacheShape &shape = call.shape;
+    const int64_t size = shape.heads * (shape.queries_per_head + 2) * shape.head_size;
+    by_rows(tokens, size, threads, [&](int64_t token) {
+        ready_token(call, token, 0, shape.heads);
+    });
+}

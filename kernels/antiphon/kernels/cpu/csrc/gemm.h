@@ -1,0 +1,395 @@
+// Packed linear: y = x W^T + bias, float32 sums, the same bits for every number of rows.
+//
+// Weights are cut into panels of 32 outputs. An output is summed in one accumulator, inputs
+// ascending, whatever the number of rows and wherever chunks begin: independent outputs keep the
+// pipelines busy, so no sum needs to be split. A register tile is up to TILE_ROWS rows by one
+// panel; rows are read where they lie, one broadcast a step, so nothing of x is packed.
+//
+// Used inside a running team (team.h):
+//     member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
+//         linear_chunk(linear, chunk, x, rows, y, Epilogue::store);
+//     });
+
+static constexpr int PANEL = 2 * LANES;
+static constexpr int TILE_ROWS = ANTIPHON_AVX512 ? 12 : 3;
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+INLINE int64_t panels_of(const PackedLinear &linear) {
+    return linear.halves ? ceil_div(linear.outputs / 2, LANES) : ceil_div(linear.outputs, PANEL);
+}
+
+INLINE int64_t panel_bytes(const PackedLinear &linear) {
+    switch (linear.weights) {
+        case Weights::bf16: return ceil_div(linear.inputs, 2) * 2 * PANEL * 2;
+        case Weights::f32: return linear.inputs * PANEL * 4;
+        case Weights::int8: return ceil_div(linear.inputs, 2) * 2 * PANEL;
+        default: return ceil_div(linear.inputs, 4) * 4 * PANEL;
+    }
+}
+
+// Rows of 8-bit activations begin where whole vectors can be written.
+INLINE int64_t byte_stride(int64_t inputs) { return ceil_div(inputs, LANES) * LANES; }
+
+// How a call is cut: blocks of rows by groups of panels.
+struct Cutting {
+    int64_t rows, row_blocks, panels, panel_groups;
+};
+
+static Cutting cut(const PackedLinear &linear, int64_t rows) {
+    // A block of rows stays in the second-level cache beside its panels.
+    constexpr int64_t BLOCK_ROWS = 48;
+    // Enough chunks that a thread which lost its core holds up little; none so small that the
+    // ticket costs more than the work.
+    constexpr int64_t CHUNKS = 64, CHUNK_BYTES = 48 << 10;
+    const int64_t panels = panels_of(linear);
+    const int64_t row_blocks = ceil_div(rows, BLOCK_ROWS);
+    int64_t block = ceil_div(rows, row_blocks);
+    if (row_blocks > 1) block = ceil_div(block, TILE_ROWS) * TILE_ROWS;
+    // Each chunk of int8_dynamic cuts its rows to bytes again.
+    const int64_t smallest = linear.weights == Weights::int8_dynamic && rows > 4
+                                 ? 8
+                                 : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, 4));
+    int64_t group = panels * row_blocks / CHUNKS;
+    group = group > 16 ? 16 : group;
+    group = group < smallest ? smallest : group;
+    group = group < 1 ? 1 : group > panels ? panels : group;
+    return {block, ceil_div(rows, block), group, ceil_div(panels, group)};
+}
+
+// Chunks of a call of so many rows; they may be computed in any order, by any thread.
+static int64_t linear_chunks(const PackedLinear &linear, int64_t rows) {
+    const Cutting cutting = cut(linear, rows);
+    return cutting.row_blocks * cutting.panel_groups;
+}
+
+// Where R rows begin; three share a base, so that their addresses fit the registers.
+template <int R, class X> struct Rows {
+    const X *base[(R + 2) / 3];
+    int64_t stride;
+    Rows(const X *x, int64_t stride_) : stride(stride_) {
+        for (int i = 0; i < (R + 2) / 3; ++i) base[i] = x + 3 * i * stride;
+    }
+    const X *operator[](int r) const { return base[r / 3] + (r % 3) * stride; }
+};
+
+// A panel is read front to back and once; the processor's own look-ahead is short beside work.
+INLINE void prefetch_step(const void *panel, int bytes) {
+    constexpr int AHEAD = 4096;
+    for (int line = 0; line < bytes; line += 64)
+        _mm_prefetch(static_cast<const char *>(panel) + AHEAD + line, _MM_HINT_T0);
+}
+
+INLINE I32 bf16_pairs(const bf16 *p) { return load_int(p); }
+
+// acc = R rows of bf16 by a panel of pairs; W is bf16, or int8_t with scales to come.
+template <int R, class W>
+INLINE void sum_products(F32 (&acc)[R][2], const W *panel, int64_t inputs, const bf16 *x) {
+    const Rows<R, bf16> rows(x, inputs);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
+    int64_t k = 0;
+    for (; k + 1 < inputs; k += 2, panel += 2 * PANEL) {
+        prefetch_step(panel, 2 * PANEL * sizeof(W));
+        const I32 a = bf16_pairs(panel), b = bf16_pairs(panel + PANEL);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const I32 pair = all_words(rows[r] + k);
+            acc[r][0] = dot_pairs(acc[r][0], a, pair);
+            acc[r][1] = dot_pairs(acc[r][1], b, pair);
+        }
+    }
+    if (k < inputs) {
+        const I32 a = bf16_pairs(panel), b = bf16_pairs(panel + PANEL);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const I32 last = all_int(rows[r][k]);
+            acc[r][0] = dot_pairs(acc[r][0], a, last);
+            acc[r][1] = dot_pairs(acc[r][1], b, last);
+        }
+    }
+}
+
+// acc = R rows of floats by a panel of floats.
+template <int R>
+INLINE void sum_products(F32 (&acc)[R][2], const float *panel, int64_t inputs, const float *x) {
+    const Rows<R, float> rows(x, inputs);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
+    for (int64_t k = 0; k < inputs; ++k, panel += PANEL) {
+        prefetch_step(panel, PANEL * sizeof(float));
+        const F32 a = load(panel), b = load(panel + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const F32 each = all(rows[r][k]);
+            acc[r][0] = fma(a, each, acc[r][0]);
+            acc[r][1] = fma(b, each, acc[r][1]);
+        }
+    }
+}
+
+// acc = R rows of floats by a panel of pairs of bytes, scales to come.
+template <int R>
+INLINE void sum_products(F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const float *x) {
+    const Rows<R, float> rows(x, inputs);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
+    for (int64_t k = 0; k < inputs; k += 2, panel += 2 * PANEL) {
+        prefetch_step(panel, 2 * PANEL);
+        const bool last = k + 1 == inputs;
+        const BytePairs a = load_pairs(panel), b = load_pairs(panel + PANEL);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const F32 first = all(rows[r][k]), second = all(last ? 0.0f : rows[r][k + 1]);
+            acc[r][0] = fma(a.second, second, fma(a.first, first, acc[r][0]));
+            acc[r][1] = fma(b.second, second, fma(b.first, first, acc[r][1]));
+        }
+    }
+}
+
+// A block of rows cut to bytes: x ~ q * scale of the row.
+struct Bytes {
+    const int8_t *q;  // rows byte_stride apart, padded with zeros
+    const float *scales;
+    const int32_t *excess;  // 128 times the sum of q: weights are stored 128 too large
+};
+
+template <class T>
+INLINE void cut_row(const T *x, int64_t inputs, int8_t *q, float *scale, int32_t *excess) {
+    const int64_t full = inputs / LANES * LANES;
+    const int rest = static_cast<int>(inputs - full);
+    F32 top = zeros();
+    for (int64_t k = 0; k < full; k += LANES) top = greater_magnitude(top, load(x + k));
+    if (rest) top = greater_magnitude(top, load(x + full, rest));
+    *scale = greatest_magnitude(top) / 127.0f;
+    // So small a row is zero; a NaN or infinity is in its scale, and so in all that comes of it.
+    const F32 inverse = all(*scale > 1e-30f ? 1.0f / *scale : 0.0f);
+    I32 total = all_int(0);
+    const auto cut = [&](F32 part, int8_t *to) {
+        const I32 steps = to_int(mul(part, inverse));
+        total = add(total, steps);
+        store_bytes(to, steps);
+    };
+    for (int64_t k = 0; k < full; k += LANES) cut(load(x + k), q + k);
+    if (rest) cut(load(x + full, rest), q + full);
+    *excess = 128 * sum(total);
+}
+
+// Cut a block of rows, into memory of this thread.
+template <class T> static Bytes cut_rows(const T *x, int64_t inputs, int64_t rows) {
+    static thread_local Scratch scratch;
+    const int64_t stride = byte_stride(inputs);
+    const size_t size = rows * (sizeof(float) + sizeof(int32_t) + stride);
+    auto *scales = static_cast<float *>(scratch.room(size));
+    auto *excess = reinterpret_cast<int32_t *>(scales + rows);
+    auto *q = reinterpret_cast<int8_t *>(excess + rows);
+    for (int64_t r = 0; r < rows; ++r)
+        cut_row(x + r * inputs, inputs, q + r * stride, scales + r, excess + r);
+    return {q, scales, excess};
+}
+
+// What the tiles of one panel and one block of rows share.
+template <class T> struct Block {
+    const PackedLinear &linear;
+    int64_t panel, first;  // row
+    const void *weights;   // of the panel
+    const T *x;            // of the first row
+    Bytes bytes;           // int8_dynamic
+};
+
+// acc = R rows of bytes, from `row` of the block on, by a panel of fours of bytes.
+template <int R, class T>
+INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
+    const int64_t inputs = block.linear.inputs;
+    const auto *panel = static_cast<const uint8_t *>(block.weights);
+    const Rows<R, int8_t> rows(block.bytes.q + row * byte_stride(inputs), byte_stride(inputs));
+    I32 whole[R][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = all_int(0);
+    for (int64_t k = 0; k < inputs; k += 4, panel += 4 * PANEL) {
+        prefetch_step(panel, 4 * PANEL);
+        const I32 a = load_int(panel), b = load_int(panel + 2 * PANEL);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const I32 four = all_words(rows[r] + k);
+            whole[r][0] = dot_bytes(whole[r][0], a, four);
+            whole[r][1] = dot_bytes(whole[r][1], b, four);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        const I32 excess = all_int(block.bytes.excess[row + r]);
+        const F32 scale = all(block.bytes.scales[row + r]);
+        acc[r][0] = mul(to_float(sub(whole[r][0], excess)), scale);
+        acc[r][1] = mul(to_float(sub(whole[r][1], excess)), scale);
+    }
+}
+
+// Scale the sums of some rows, add the bias, and put them where they belong.
+template <class T>
+static __attribute__((noinline)) void finish(
+    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y,
+    Epilogue epilogue) {
+    const PackedLinear &linear = block.linear;
+    const int64_t half = linear.outputs / 2;
+    const int64_t at = block.panel * (linear.halves ? LANES : PANEL);
+    const int64_t at_b = at + (linear.halves ? half : LANES);
+    const int64_t left = (linear.halves ? half : linear.outputs) - at;
+    const int64_t left_b = linear.halves ? left : left - LANES;
+    const auto count = [](int64_t some) { return static_cast<int>(some < LANES ? some : LANES); };
+    const auto put = [](auto *to, F32 lanes, int lanes_count) {
+        if (lanes_count == LANES) store(to, lanes);
+        else if (lanes_count > 0) store(to, lanes, lanes_count);
+    };
+    for (int64_t r = 0; r < rows; ++r, sums += PANEL) {
+        F32 a = load(sums), b = load(sums + LANES);
+        if (linear.scales) {
+            a = mul(a, load(linear.scales + block.panel * PANEL));
+            b = mul(b, load(linear.scales + block.panel * PANEL + LANES));
+        }
+        if (linear.bias) {
+            a = add(a, load(linear.bias + block.panel * PANEL));
+            b = add(b, load(linear.bias + block.panel * PANEL + LANES));
+        }
+        const int64_t out = block.first + row + r;
+        if (epilogue == Epilogue::silu_mul) {
+            const F32 product = silu_mul<T>(rounded<T>(a), rounded<T>(b));
+            put(static_cast<T *>(y) + out * half + at, product, count(left));
+        } else if (epilogue == Epilogue::widen) {
+            put(static_cast<float *>(y) + out * linear.outputs + at, a, count(left));
+            put(static_cast<float *>(y) + out * linear.outputs + at_b, b, count(left_b));
+        } else {
+            put(static_cast<T *>(y) + out * linear.outputs + at, a, count(left));
+            put(static_cast<T *>(y) + out * linear.outputs + at_b, b, count(left_b));
+        }
+    }
+}
+
+// One register tile: R rows from `row` of the block on, by its panel.
+template <Weights W, class T, int R>
+static void tile(const Block<T> &block, int64_t row, void *y, Epilogue epilogue) {
+    F32 acc[R][2];
+    if constexpr (W == Weights::int8_dynamic) {
+        sum_bytes<R>(acc, block, row);
+    } else {
+        using Kept = std::conditional_t<W == Weights::int8, int8_t, T>;
+        const auto *panel = static_cast<const Kept *>(block.weights);
+        sum_products<R>(acc, panel, block.linear.inputs, block.x + row * block.linear.inputs);
+    }
+    alignas(64) float sums[R][PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        store(sums[r], acc[r][0]);
+        store(sums[r] + LANES, acc[r][1]);
+    }
+    finish(block, row, R, sums[0], y, epilogue);
+}
+
+template <class T> using Tile = void (*)(const Block<T> &, int64_t, void *, Epilogue);
+
+template <Weights W, class T> static Tile<T> tile_of_height(int64_t rows) {
+    static constexpr Tile<T> TILES[] = {
+        tile<W, T, 1>, tile<W, T, 2>, tile<W, T, 3>,
+#if ANTIPHON_AVX512
+        tile<W, T, 4>, tile<W, T, 5>, tile<W, T, 6>, tile<W, T, 7>, tile<W, T, 8>,
+        tile<W, T, 9>, tile<W, T, 10>, tile<W, T, 11>, tile<W, T, 12>,
+#endif
+    };
+    static_assert(sizeof(TILES) / sizeof(TILES[0]) == TILE_ROWS);
+    return TILES[rows - 1];
+}
+
+template <class T> static Tile<T> tile_for(Weights weights, int64_t rows) {
+    constexpr Weights plain = std::is_same_v<T, bf16> ? Weights::bf16 : Weights::f32;
+    if (weights == Weights::int8) return tile_of_height<Weights::int8, T>(rows);
+    if (weights == Weights::int8_dynamic) return tile_of_height<Weights::int8_dynamic, T>(rows);
+    return tile_of_height<plain, T>(rows);
+}
+
+// Rows from `first` on, by some panels.
+template <class T>
+static void linear_block(
+    const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const T *x, int64_t first,
+    int64_t rows, void *y, Epilogue epilogue) {
+    Block<T> block{linear, 0, first, nullptr, x + first * linear.inputs, {}};
+    if (linear.weights == Weights::int8_dynamic)
+        block.bytes = cut_rows(block.x, linear.inputs, rows);
+    const int64_t tiles = ceil_div(rows, TILE_ROWS);
+    for (block.panel = panel_first; block.panel < panel_last; ++block.panel) {
+        const char *panels = static_cast<const char *>(linear.panels);
+        block.weights = panels + block.panel * panel_bytes(linear);
+        for (int64_t i = 0, row = 0; i < tiles; ++i) {
+            // Tiles of like height: 16 rows are 8 and 8.
+            const int64_t height = (rows - row) / (tiles - i);
+            tile_for<T>(linear.weights, height)(block, row, y, epilogue);
+            row += height;
+        }
+    }
+}
+
+// Compute one chunk of y. x (rows, inputs) and y are contiguous; y is (rows, outputs), of half as
+// many columns with silu_mul.
+static void linear_chunk(
+    const PackedLinear &linear, int64_t chunk, const void *x, int64_t rows, void *y,
+    Epilogue epilogue) {
+    const Cutting cutting = cut(linear, rows);
+    const int64_t first = chunk % cutting.row_blocks * cutting.rows;
+    const int64_t count = rows - first < cutting.rows ? rows - first : cutting.rows;
+    const int64_t panel = chunk / cutting.row_blocks * cutting.panels;
+    const int64_t end = panel + cutting.panels;
+    const int64_t last = end < panels_of(linear) ? end : panels_of(linear);
+    if (linear.number == Number::bf16)
+        linear_block(linear, panel, last, static_cast<const bf16 *>(x), first, count, y, epilogue);
+    else
+        linear_block(linear, panel, last, static_cast<const float *>(x), first, count, y, epilogue);
+}
+
+// A whole call, with a team of its own.
+static void linear_call(
+    const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
+    int threads) {
+    Phase phase{};
+    in_team(threads, &phase, [&](Member &member) {
+        member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
+            linear_chunk(linear, chunk, x, rows, y, epilogue);
+        });
+    });
+}
+
+// The weights of one output, as floats are kept: what a table of embeddings is asked for.
+template <class T> static void linear_row(const PackedLinear &linear, int64_t output, T *y) {
+    const int64_t half = linear.outputs / 2;
+    const bool second = linear.halves && output >= half;
+    const int64_t within = second ? output - half : output;
+    const int64_t width = linear.halves ? LANES : PANEL;
+    const int64_t lane = within % width + (second ? LANES : 0);
+    const char *panel =
+        static_cast<const char *>(linear.panels) + within / width * panel_bytes(linear);
+    if (linear.weights == Weights::bf16 || linear.weights == Weights::f32) {
+        constexpr int64_t GROUP = std::is_same_v<T, bf16> ? 2 : 1;
+        const T *at = reinterpret_cast<const T *>(panel) + lane * GROUP;
+        for (int64_t k = 0; k < linear.inputs; ++k)
+            y[k] = at[k / GROUP * GROUP * PANEL + k % GROUP];
+        return;
+    }
+    const bool dynamic = linear.weights == Weights::int8_dynamic;
+    const int64_t group = dynamic ? 4 : 2;
+    const char *at = panel + lane * group;
+    const float scale = linear.scales[within / width * PANEL + lane];
+    for (int64_t k = 0; k < linear.inputs; ++k) {
+        const char byte = at[k / group * group * PANEL + k % group];
+        const int value = dynamic ? static_cast<uint8_t>(byte) - 128 : static_cast<int8_t>(byte);
+        store(y + k, all(static_cast<float>(value) * scale), 1);
+    }
+}
+
+// Several of them: y (count, inputs).
+static void linear_rows(
+    const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads) {
+#pragma omp parallel for num_threads(threads) if (count >= 32)
+    for (int64_t i = 0; i < count; ++i) {
+        if (linear.number == Number::bf16)
+            linear_row(linear, outputs[i], static_cast<bf16 *>(y) + i * linear.inputs);
+        else linear_row(linear, outputs[i], static_cast<float *>(y) + i * linear.inputs);
+    }
+}

@@ -1,0 +1,23 @@
+// AVX-512 with bf16 and byte dot products: Cooper Lake, Sapphire Rapids, Zen 4 and later.
+
+#include "standard.h"
+
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")
+#define ISA_NS isa_avx512bf16
+#define ANTIPHON_AVX512 1
+#define ANTIPHON_BF16 1
+
+#include "kernels.inc"
+
+const Table table_avx512bf16 = {
+    .isa = "avx512bf16",
+    .linear = ISA_NS::linear_call,
+    .linear_rows = ISA_NS::linear_rows,
+    .norm = ISA_NS::norm_call,
+    .gate = ISA_NS::gate_call,
+    .heads = ISA_NS::heads_call,
+    .finite = ISA_NS::finite_call,
+    .greatest = ISA_NS::greatest_call,
+    .attention = ISA_NS::attention_call,
+    .stack = ISA_NS::stack_call,
+};

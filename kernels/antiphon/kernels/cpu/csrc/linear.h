@@ -1,0 +1,30 @@
+// A packed linear with the tensors that own its memory; what Python holds.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "packed.h"
+
+class Linear {
+  public:
+    // Raises if the tensors do not fit the shape; packed.h says what a panel holds.
+    Linear(
+        Weights weights, Number number, bool halves, int64_t inputs, int64_t outputs,
+        at::Tensor panels, std::optional<at::Tensor> scales, std::optional<at::Tensor> bias);
+
+    // x (rows, inputs) -> (rows, outputs), see Epilogue.
+    at::Tensor forward(const at::Tensor &x, Epilogue epilogue) const;
+
+    // The weights of some outputs: (n) int64 -> (n, inputs).
+    at::Tensor rows(const at::Tensor &outputs) const;
+
+    const PackedLinear &packed() const { return packed_; }
+
+  private:
+    at::Tensor panels_;
+    std::optional<at::Tensor> scales_, bias_;
+    PackedLinear packed_;
+};

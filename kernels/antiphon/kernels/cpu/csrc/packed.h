@@ -1,0 +1,34 @@
+// A packed linear as both sides of the table know it; see gemm.h for what a panel holds.
+
+#pragma once
+
+#include <cstdint>
+
+// What the model computes in: of activations, biases and outputs.
+enum class Number : int { bf16, f32 };
+
+// How weights are kept.
+enum class Weights : int {
+    bf16,          // panels [K / 2][32][2], activations are bf16
+    f32,           // panels [K][32], activations are f32
+    int8,          // panels [K / 2][32][2] and a scale an output; activations as they are
+    int8_dynamic,  // panels [K / 4][32][4], unsigned with 128 added; activations are cut to 8 bits
+};
+
+// What becomes of the products.
+enum class Epilogue : int {
+    store,    // y in the number format of the model
+    widen,    // y in float32, not rounded
+    silu_mul  // y[:, i] = silu(gate[i]) * up[i]; of a linear whose `halves` is set
+};
+
+// y (rows, outputs) = x (rows, inputs) W^T + bias. Plain data; whoever made it owns the memory.
+struct PackedLinear {
+    Weights weights;
+    Number number;
+    bool halves;  // a panel holds 16 outputs of the first half beside 16 of the second
+    int64_t inputs, outputs;
+    const void *panels;
+    const float *scales;  // int8: of each output, in panel order, padded to whole panels
+    const float *bias;    // likewise; or null
+};

@@ -1,0 +1,112 @@
+// The paged cache, the rows of a pass and a stack of layers, as both sides of the table know them.
+// Plain data; whoever made it owns the memory.
+//
+// Axes: R rows, T tokens of all rows, P pages, S tokens a page, H kv heads, G query heads a kv
+// head, D head size, N entries of a page table.
+
+#pragma once
+
+#include <cstdint>
+
+#include "packed.h"
+
+// What is the same in every pass.
+struct CacheShape {
+    Number number;  // of keys, values and queries
+    int64_t pages, page_tokens, heads, queries_per_head, head_size;
+    int64_t window;  // tokens that a query sees, itself included; 0: all
+};
+
+// One layer's cache, (P, S, H, D) both.
+struct LayerCache {
+    void *keys, *values;
+};
+
+// Row r's tokens follow those of row r - 1; token p of row r lies in page
+// tables[r * stride + p / S] at p % S.
+struct PagedRows {
+    int64_t rows, stride;
+    const int32_t *tables;     // (R, N)
+    const int32_t *query_len;  // (R,)
+    const int32_t *kv_len;     // (R,) tokens that the row's last query sees, itself included
+};
+
+// Work of one thread: some queries of a row, and some of its kv heads.
+struct AttentionTask {
+    int32_t row, queries, head, heads;
+    int64_t token;     // index of the first query in the pass
+    int64_t position;  // of the first query in its row
+};
+
+// Softmax attention of each query over its row's keys, causal and within the window.
+struct AttentionCall {
+    CacheShape shape;
+    PagedRows rows;
+    LayerCache cache;
+    float scale;
+    const void *q;  // token t's query heads begin at q + t * q_stride values
+    int64_t q_stride;
+    void *out;  // (T, G * H, D)
+};
+
+// Queries and keys are normalised where there are norms, and rotated; keys and values are kept.
+struct HeadsCall {
+    CacheShape shape;
+    LayerCache cache;
+    const int64_t *places;  // (T,) page * S + offset of each token
+    const void *heads;      // (T, G * H + 2 H, D): queries, keys, values
+    const void *cos, *sin;  // (positions, D), sin signed: negative in the first half
+    const int32_t *positions;  // (T,) the row of each token; null: token t has row t
+    const void *query_norm, *key_norm;  // (D,) both, or null both
+    float eps;
+    void *q;  // token t's rotated queries go to q + t * q_stride values; may be `heads`
+    int64_t q_stride;
+};
+
+// Rows scaled to unit root-mean-square; with a residual, its sum with x is.
+struct NormCall {
+    Number number;
+    int64_t rows, size;
+    const void *x, *residual;  // (rows, size) both; residual null: x alone is normalised
+    const void *weight;        // (size,)
+    float eps;
+    void *total;  // (rows, size) x + residual, if there is one; may be `residual`
+    void *out;    // (rows, size)
+    bool *finite;  // (rows,) whether a row's sum of squares is; or null
+};
+
+// What a layer computes with; linears may have biases.
+struct StackLayer {
+    PackedLinear qkv, out, gate_up, down;   // gate_up in halves
+    const void *attention_norm, *mlp_norm;  // (hidden,)
+    const void *query_norm, *key_norm;      // (D,) both, or null both
+    int64_t group;                          // which rows and shape it sees
+    LayerCache cache;
+};
+
+// The rows of a pass as the layers of one cache group see them.
+struct StackGroup {
+    CacheShape shape;
+    PagedRows rows;
+    const int64_t *places;       // (T,)
+    const AttentionTask *tasks;  // longest first
+    int64_t count;
+};
+
+struct StackCall {
+    Number number;
+    const StackLayer *layers;
+    int64_t count, hidden, tokens;
+    float eps, scale;
+    const StackGroup *groups;
+    bool one_each;  // every row has one token: an attention task readies the heads it reads
+    const void *cos, *sin;   // (positions, D)
+    const int32_t *positions;  // (T,)
+    const void *final_norm;  // (hidden,)
+    void *residual;          // (T, hidden), overwritten
+    void *out;               // (T, hidden), normalised
+    bool *finite;            // (T,)
+    // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
+    // gated (T, width).
+    void *normed, *added, *heads, *mixed, *gated;
+};

@@ -1,0 +1,41 @@
+// The rows of one pass as a cache group sees them; what Python holds.
+
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "paged.h"
+
+class Rows {
+  public:
+    using Ints = pybind11::array_t<int32_t, pybind11::array::c_style>;
+
+    // tables (R, N), query_len and kv_len (R,). Raises if a token that is read or written has no
+    // page; -1 may stand for pages that nobody looks at.
+    Rows(
+        int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size,
+        int64_t window, Ints tables, Ints query_len, Ints kv_len);
+
+    PagedRows paged() const;
+    // The shape of a cache that the rows fit into. Raises if it does not hold their pages.
+    CacheShape shape_in(Number number, int64_t pages) const;
+
+    int64_t tokens() const { return static_cast<int64_t>(places_.size()); }
+    bool one_each() const { return tokens() == query_len_.size(); }
+    const std::vector<int64_t> &places() const { return places_; }
+    const std::vector<AttentionTask> &tasks() const { return tasks_; }
+
+  private:
+    void place(int64_t row);
+    void cut(int64_t row, int64_t heads_together);
+
+    CacheShape shape_;
+    Ints tables_, query_len_, kv_len_;
+    int64_t pages_needed_ = 0;
+    std::vector<int64_t> places_;
+    std::vector<AttentionTask> tasks_;
+};

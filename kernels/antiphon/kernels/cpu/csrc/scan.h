@@ -1,0 +1,47 @@
+// Looking through rows: for what is not finite, and for the greatest.
+
+// Whether all numbers of a row are finite: each times zero is zero, or else NaN.
+template <class T> INLINE bool is_finite(const T *x, int64_t size) {
+    F32 sums = zeros();
+    by_vectors(size, [&](int64_t i, auto part) { sums = fma(take(x + i, part), zeros(), sums); });
+    return sum(sums) == 0.0f;
+}
+
+// The first of the greatest of a row; of a row with a NaN, any.
+INLINE int64_t index_of_greatest(const float *x, int64_t size) {
+    constexpr int64_t BLOCK = 16 * LANES;
+    float best = -__builtin_inff();
+    int64_t found = 0;
+    for (int64_t begin = 0; begin < size; begin += BLOCK) {
+        const int64_t end = begin + BLOCK < size ? begin + BLOCK : size;
+        F32 most = all(best);
+        int64_t i = begin;
+        for (; i + LANES <= end; i += LANES) most = max(most, load(x + i));
+        float top = greatest(most);
+        for (; i < end; ++i) top = x[i] > top ? x[i] : top;
+        if (top > best) {
+            best = top;
+            found = begin;
+        }
+    }
+    for (int64_t i = found; i < size; ++i)
+        if (x[i] == best) return i;
+    return found;
+}
+
+static void finite_call(
+    Number number, const void *x, int64_t rows, int64_t size, bool *finite, int threads) {
+    by_rows(rows, size, threads, [&](int64_t row) {
+        const int64_t at = row * size;
+        finite[row] = number == Number::bf16
+                          ? is_finite(static_cast<const bf16 *>(x) + at, size)
+                          : is_finite(static_cast<const float *>(x) + at, size);
+    });
+}
+
+static void greatest_call(
+    const float *x, int64_t rows, int64_t size, int64_t *found, int threads) {
+    by_rows(rows, size, threads, [&](int64_t row) {
+        found[row] = index_of_greatest(x + row * size, size);
+    });
+}

@@ -1,0 +1,146 @@
+// All layers of a step in one region: between two layers lies a wait, not a return to Python.
+//
+// The phases call what the single operations call, with the same roundings in between, so that a
+// row has the same bits either way.
+
+// So few rows are normalised by whoever finishes the linear before; more are shared out.
+static constexpr int64_t ROWS_IN_PASSING = 4;
+
+// Phases of a stack of so many layers, at most: eight a layer and the first norm.
+static constexpr int64_t stack_phases(int64_t layers) { return 8 * layers + 1; }
+
+class StackRun {
+  public:
+    StackRun(const StackCall &call, Member &team) : call_(call), team_(team) {}
+
+    void run() {
+        const bool shared = call_.tokens > ROWS_IN_PASSING;
+        norm_phase(attention_norm(0));
+        for (int64_t i = 0; i < call_.count; ++i) {
+            const StackLayer &layer = call_.layers[i];
+            linear(layer.qkv, call_.normed, call_.heads, Epilogue::store);
+            attention(layer);
+            linear_and_norm(layer.out, call_.mixed, mlp_norm(layer), shared);
+            linear(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul);
+            linear_and_norm(layer.down, call_.gated, attention_norm(i + 1), shared);
+        }
+    }
+
+  private:
+    NormCall mlp_norm(const StackLayer &layer) const {
+        return norm(layer.mlp_norm, call_.added, call_.normed, nullptr);
+    }
+
+    // The norm before layer `i`, or after the last.
+    NormCall attention_norm(int64_t i) const {
+        if (i == call_.count) return norm(call_.final_norm, call_.added, call_.out, call_.finite);
+        NormCall first = norm(call_.layers[i].attention_norm, call_.added, call_.normed, nullptr);
+        if (i == 0) {
+            first.x = call_.residual;
+            first.residual = nullptr;
+        }
+        return first;
+    }
+
+    NormCall norm(const void *weight, const void *x, void *out, bool *finite) const {
+        return {
+            .number = call_.number,
+            .rows = call_.tokens,
+            .size = call_.hidden,
+            .x = x,
+            .residual = call_.residual,
+            .weight = weight,
+            .eps = call_.eps,
+            .total = call_.residual,
+            .out = out,
+            .finite = finite,
+        };
+    }
+
+    void norm_rows(const NormCall &norm, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; ++row) norm_one(norm, row);
+    }
+
+    void norm_phase(const NormCall &norm) {
+        in_blocks(2, [&](int64_t first, int64_t last) { norm_rows(norm, first, last); });
+    }
+
+    // Share out blocks of tokens.
+    template <class Body> void in_blocks(int64_t block, Body &&body) {
+        const int64_t tokens = call_.tokens;
+        team_.run(ceil_div(tokens, block), [&](int64_t chunk) {
+            const int64_t end = (chunk + 1) * block;
+            body(chunk * block, end < tokens ? end : tokens);
+        });
+    }
+
+    void linear(const PackedLinear &linear, const void *x, void *y, Epilogue epilogue) {
+        team_.run(linear_chunks(linear, call_.tokens), [&](int64_t chunk) {
+            linear_chunk(linear, chunk, x, call_.tokens, y, epilogue);
+        });
+    }
+
+    void linear_and_norm(
+        const PackedLinear &linear, const void *x, const NormCall &norm, bool shared) {
+        const int64_t tokens = call_.tokens;
+        const auto chunk = [&](int64_t chunk) {
+            linear_chunk(linear, chunk, x, tokens, call_.added, Epilogue::store);
+        };
+        const int64_t chunks = linear_chunks(linear, tokens);
+        if (shared) {
+            team_.run(chunks, chunk);
+            norm_phase(norm);
+        } else {
+            team_.run(chunks, chunk, [&] { norm_rows(norm, 0, tokens); });
+        }
+    }
+
+    void attention(const StackLayer &layer) {
+        const StackGroup &group = call_.groups[layer.group];
+        const int64_t stride = layer.qkv.outputs;
+        const HeadsCall heads = {
+            .shape = group.shape,
+            .cache = layer.cache,
+            .places = group.places,
+            .heads = call_.heads,
+            .cos = call_.cos,
+            .sin = call_.sin,
+            .positions = call_.positions,
+            .query_norm = layer.query_norm,
+            .key_norm = layer.key_norm,
+            .eps = call_.eps,
+            .q = call_.heads,
+            .q_stride = stride,
+        };
+        const AttentionCall attention = {
+            .shape = group.shape,
+            .rows = group.rows,
+            .cache = layer.cache,
+            .scale = call_.scale,
+            .q = call_.heads,
+            .q_stride = stride,
+            .out = call_.mixed,
+        };
+        if (!call_.one_each)
+            in_blocks(8, [&](int64_t first, int64_t last) {
+                for (int64_t token = first; token < last; ++token)
+                    ready_token(heads, token, 0, group.shape.heads);
+            });
+        team_.run(group.count, [&](int64_t i) {
+            const AttentionTask &task = group.tasks[i];
+            if (call_.one_each) ready_token(heads, task.token, task.head, task.heads);
+            attention_task(attention, group.tasks, group.count, i, team_.threads());
+        });
+    }
+
+    const StackCall &call_;
+    Member &team_;
+};
+
+static void stack_call(const StackCall &call, int threads) {
+    static thread_local Scratch scratch;
+    const size_t bytes = stack_phases(call.count) * sizeof(Phase);
+    auto *phases = static_cast<Phase *>(scratch.room(bytes));
+    std::memset(phases, 0, bytes);
+    in_team(threads, phases, [&](Member &team) { StackRun(call, team).run(); });
+}

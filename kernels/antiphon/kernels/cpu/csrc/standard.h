@@ -1,0 +1,14 @@
+// What the kernels use of the standard library; compiled for every machine, see kernels.inc.
+
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "table.h"

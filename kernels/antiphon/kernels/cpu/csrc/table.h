@@ -1,0 +1,41 @@
+// What each instruction set offers the bindings: one table of functions an ISA.
+
+#pragma once
+
+#include <cstdint>
+
+#include "packed.h"
+#include "paged.h"
+
+struct Table {
+    const char *isa;
+
+    // gemm.h
+    void (*linear)(
+        const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
+        int threads);
+    void (*linear_rows)(
+        const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads);
+
+    // elementwise.h
+    void (*norm)(const NormCall &call, int threads);
+    void (*gate)(
+        Number number, const void *gate_up, int64_t rows, int64_t width, void *out, int threads);
+    void (*heads)(const HeadsCall &call, int64_t tokens, int threads);
+
+    // scan.h
+    void (*finite)(
+        Number number, const void *x, int64_t rows, int64_t size, bool *finite, int threads);
+    void (*greatest)(const float *x, int64_t rows, int64_t size, int64_t *found, int threads);
+
+    // attention.h
+    void (*attention)(
+        const AttentionCall &call, const AttentionTask *tasks, int64_t count, int threads);
+
+    // stack.h
+    void (*stack)(const StackCall &call, int threads);
+};
+
+extern const Table table_avx512bf16;
+extern const Table table_avx512;
+extern const Table table_avx2;

@@ -1,0 +1,85 @@
+// Work shared out among the threads of one OpenMP region, phase by phase.
+//
+// A phase is a number of chunks. Threads claim chunks until none is left, then wait until all are
+// finished: they wait for work, not for each other. A thread whose core was taken by a neighbour
+// while it held no chunk is not waited for at all; it finds its phases empty when it comes back,
+// and catches up. What a chunk computes never depends on who computes it.
+
+// Counters of one phase, in a cache line of their own. All zero before the region begins.
+struct alignas(64) Phase {
+    int64_t claimed;
+    int64_t finished;
+};
+
+// About 10 us; a wait is longer only when a core was taken away, and then it is given the core.
+static constexpr int SPINS = 1000;
+
+class Member {
+  public:
+    Member(Phase *phases, int threads) : phase_(phases), threads_(threads) {}
+
+    int threads() const { return threads_; }
+
+    // Call `body` with each of 0 .. chunks - 1 once, in all threads together, then `after` in the
+    // thread that finished last. When it returns, all of it is finished and visible. Every member
+    // calls it with the same `chunks`, at least one.
+    template <class Body, class After> void run(int64_t chunks, Body &&body, After &&after) {
+        Phase &phase = *phase_++;
+        int64_t finished = 0;
+        for (;; ++finished) {
+            const int64_t chunk = __atomic_fetch_add(&phase.claimed, 1, __ATOMIC_RELAXED);
+            if (chunk >= chunks) break;
+            body(chunk);
+        }
+        if (finished > 0 &&
+            __atomic_add_fetch(&phase.finished, finished, __ATOMIC_ACQ_REL) == chunks) {
+            after();
+            __atomic_store_n(&phase.finished, chunks + 1, __ATOMIC_RELEASE);
+            return;
+        }
+        for (int spins = 0; __atomic_load_n(&phase.finished, __ATOMIC_ACQUIRE) <= chunks; ++spins) {
+            if (spins < SPINS) {
+                _mm_pause();
+            } else {
+                sched_yield();
+            }
+        }
+    }
+
+    template <class Body> void run(int64_t chunks, Body &&body) {
+        run(chunks, body, [] {});
+    }
+
+  private:
+    Phase *phase_;
+    int threads_;
+};
+
+// Run `body(member)` in every thread of one region. OpenMP may give fewer threads than asked for.
+template <class Body> static inline void in_team(int threads, Phase *phases, Body &&body) {
+#pragma omp parallel num_threads(threads)
+    {
+        Member member(phases, omp_get_num_threads());
+        body(member);
+    }
+}
+
+// Memory of one thread that stays for the next call: fresh pages would cost more than the work.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+
+    // At least so many bytes, on a page of their own, with whatever was there.
+    void *room(size_t bytes) {
+        if (bytes > bytes_) {
+            std::free(memory_);
+            bytes_ = (bytes + 4095) / 4096 * 4096;
+            memory_ = std::aligned_alloc(4096, bytes_);
+        }
+        return memory_;
+    }
+
+  private:
+    void *memory_ = nullptr;
+    size_t bytes_ = 0;
+};

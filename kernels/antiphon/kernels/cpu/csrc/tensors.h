@@ -1,0 +1,30 @@
+// What a tensor is to the kernels.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "packed.h"
+
+inline Number number_of(const at::Tensor &tensor) {
+    const auto type = tensor.scalar_type();
+    TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "no kernel for ", type);
+    return type == at::kBFloat16 ? Number::bf16 : Number::f32;
+}
+
+// The address of `size` values in the number format of `like`.
+inline const void *vector_of(const at::Tensor &tensor, const at::Tensor &like, int64_t size) {
+    TORCH_CHECK(
+        tensor.is_contiguous() && tensor.numel() == size &&
+            tensor.scalar_type() == like.scalar_type(),
+        "expected ", size, " of ", like.scalar_type(), " in one piece, got ", tensor.sizes(),
+        " of ", tensor.scalar_type());
+    return tensor.const_data_ptr();
+}
+
+inline bool all_true(const at::Tensor &flags) {
+    const bool *data = flags.const_data_ptr<bool>();
+    return std::all_of(data, data + flags.numel(), [](bool flag) { return flag; });
+}

@@ -1,0 +1,180 @@
+"""Packed linears: one copy of the weights, read at the speed of memory by any number of rows.
+
+A weight is cut into panels of 32 outputs, each with its inputs in the order in which the kernel
+reads them (csrc/packed.h). The sums of a row have the same bits however many rows there are.
+Axes: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+import torch
+
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.memory import huge_zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+Format = Literal["packed", "int8", "int8_dynamic"]
+"""`packed` keeps the weight's own numbers; `int8` rounds each output's weights to 255 steps;
+`int8_dynamic` rounds each row of activations as well, and multiplies bytes."""
+
+NUMBERS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+"""What activations can be, as the library calls it."""
+
+LANES = 16
+PANEL = 2 * LANES
+PIECE_NUMBERS = 1 << 19
+"""Weights that are written at once, about: enough for long copies, few enough for a cache."""
+STEPS = 127
+"""Greatest magnitude of a quantized weight or activation."""
+
+
+class Linear(Protocol):
+    """A linear of the library: it multiplies, and knows nothing of how it was filled."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """(T, I)  ->  (T, O), bias added, rounded once to the dtype of x."""
+        ...
+
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """(T, I)  ->  (T, O) float32, as it was summed."""
+        ...
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        """(T, I)  ->  (T, O / 2): silu of the first half times the second.
+
+        Of a linear packed in halves only; the same bits as `multiply` and the op `silu_mul`.
+        """
+        ...
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs: (N,) int64  ->  (N, I), in the dtype of activations."""
+        ...
+
+
+class PackedWeight:
+    """The packed copy of a weight (O, I) and its bias (O,), zero until written.
+
+    Written in place: `linear` reads the same memory from the first call to the last.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        format_: Format,
+        halves: bool = False,
+    ) -> None:
+        library = extension.load()
+        number = NUMBERS[dtype]
+        kind, self._group, kept = _KINDS[number if format_ == "packed" else format_]
+        self._format: Format = format_
+        self._outputs, self._halves = outputs, halves
+        panels = -(-outputs // 2 // LANES) if halves else -(-outputs // PANEL)
+        groups = -(-inputs // self._group)
+        self._panels = huge_zeros(panels, groups, PANEL, self._group, dtype=kept)
+        self._scales = None if format_ == "packed" else torch.zeros(panels, PANEL)
+        self._bias = torch.zeros(panels, PANEL) if bias else None
+        self.linear = cast(
+            "Linear",
+            library.Linear(
+                weights=getattr(library.Weights, kind),
+                number=getattr(library.Number, number),
+                halves=halves,
+                inputs=inputs,
+                outputs=outputs,
+                panels=self._panels,
+                scales=self._scales,
+                bias=self._bias,
+            ),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """What one multiplication reads."""
+        kept = (self._panels, self._scales, self._bias)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    def write(self, first: int, weight: Tensor) -> None:
+        """Put the weights of outputs `first` and on, (N, I), in place.
+
+        A piece at a time: what rounding and reordering make on the way is as small as a piece.
+        """
+        rows = max(PIECE_NUMBERS // weight.shape[1] // PANEL, 1) * PANEL
+        for at in range(0, len(weight), rows):
+            self._write(first + at, weight[at : at + rows])
+
+    def write_bias(self, first: int, bias: Tensor) -> None:
+        """Put the biases of outputs `first` and on, (N,), in place."""
+        assert self._bias is not None, "a linear without bias"
+        for panels, lanes, part in self._places(first, len(bias)):
+            into = self._bias[panels, lanes]
+            into.copy_(bias[part].view(into.shape))
+
+    def _write(self, first: int, weight: Tensor) -> None:
+        scales = None
+        if self._format != "packed":
+            weight, scales = quantize(weight)
+            if self._format == "int8_dynamic":
+                # The product of bytes takes one unsigned factor.
+                weight = (weight.short() + STEPS + 1).byte()
+        short = -weight.shape[1] % self._group
+        padded = torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype)
+        # A group moves as one word, which is several times faster than its numbers one by one.
+        word = _WORDS[self._group * padded.itemsize]
+        rows = padded.view(word)  # (N, groups)
+        kept = self._panels.view(word)[..., 0]  # (panels, groups, lanes)
+        for panels, lanes, part in self._places(first, len(weight)):
+            into = kept[panels, :, lanes]
+            into.copy_(rows[part].view(len(into), -1, rows.shape[1]).transpose(1, 2))
+            if self._scales is not None and scales is not None:
+                self._scales[panels, lanes] = scales[part].view(len(into), -1)
+
+    def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Panels and lanes of each run of outputs, and which they are: whole panels, or in one."""
+        width = LANES if self._halves else PANEL
+        done = 0
+        while done < count:
+            output = first + done
+            second = self._halves and output >= self._outputs // 2
+            within = output - self._outputs // 2 if second else output
+            panel, lane = divmod(within, width)
+            end = self._outputs // 2 if self._halves else self._outputs
+            left = min(end - within, count - done)
+            whole = left // width if lane == 0 else 0
+            run = whole * width or min(width - lane, left)
+            start = lane + (LANES if second else 0)
+            lanes = slice(start, start + min(run, width))
+            yield slice(panel, panel + max(whole, 1)), lanes, slice(done, done + run)
+            done += run
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each output's weights to multiples of a 127th of the greatest.
+
+    weight (O, I)  ->  int8 (O, I), scales (O,) float32
+    """
+    wide = weight.to(torch.float32, copy=True)
+    # In place and without `abs()`: fresh memory takes longer than the arithmetic.
+    scales = torch.maximum(wide.amax(dim=1), -wide.amin(dim=1)).abs() / STEPS
+    steps = wide.div_(torch.where(scales > 0, scales, 1.0)[:, None]).round_()
+    return steps.to(torch.int8), scales
+
+
+_WORDS = {2: torch.int16, 4: torch.int32}
+"""By size in bytes: what holds a group."""
+_KINDS = {
+    "bf16": ("bf16", 2, torch.bfloat16),
+    "f32": ("f32", 1, torch.float32),
+    "int8": ("int8", 2, torch.int8),
+    "int8_dynamic": ("int8_dynamic", 4, torch.uint8),
+}
+"""By number format or by ours: the library's name, inputs side by side, and what is kept."""

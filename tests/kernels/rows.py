@@ -1,0 +1,59 @@
+"""Every row of an op that this machine runs, each instruction set of the C++ kernels by itself."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.op import Device, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ISAS: tuple[str, ...] = () if extension.lacking() else tuple(extension.load().isas())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to compute an op."""
+
+    name: str
+    function: Callable[..., Any]
+    isa: str | None
+    invariant: bool
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Compute it."""
+        with using(self.isa):
+            return self.function(*arguments)
+
+
+@contextmanager
+def using(isa: str | None) -> Iterator[None]:
+    """Let the C++ kernels use one instruction set; None leaves them alone."""
+    if isa is None:
+        yield
+        return
+    library = extension.load()
+    before = library.isa()
+    library.use_isa(isa)
+    try:
+        yield
+    finally:
+        library.use_isa(before)
+
+
+def rows_of(op: Op[..., Any], dtype: torch.dtype = torch.float32) -> list[Row]:
+    """The reference, and every backend that can run here."""
+    rows = [Row("torch", op.reference, None, invariant=False)]
+    for backend in op.backends:
+        if backend.needs(Device("cpu", dtype=dtype)) is None:
+            call = op.select(Device("cpu", dtype=dtype), backend.name).call
+            for isa in ISAS if backend.name == "cpu" else (None,):
+                name = f"{backend.name}-{isa}" if isa else backend.name
+                rows.append(Row(name, call, isa, backend.invariant))
+    return rows
