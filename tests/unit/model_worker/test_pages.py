@@ -79,6 +79,92 @@ def test_a_shared_page_is_free_when_its_last_holder_has_let_go() -> None:
     assert pool.free_count == 1
 
 
+def test_a_page_is_loose_while_only_the_index_holds_it() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(2)
+    pool.cache(pages[:1])
+    assert pool.loose_count == 0
+    pool.release(pages)
+    assert (pool.loose_count, pool.is_loose(pages[0]), pool.is_loose(pages[1])) == (1, True, False)
+    pool.share(pages[:1])
+    assert (pool.loose_count, pool.is_loose(pages[0])) == (0, False)
+    pool.release(pages[:1])
+    pool.forget(pages[:1])
+    assert (pool.loose_count, pool.free_count) == (0, 2)
+
+
+def test_a_forgotten_page_waits_only_for_plans_that_may_read_it() -> None:
+    pool = PagePool(2)
+    early, late = pool.allocate(1), pool.allocate(1)
+    pool.cache(early + late)
+    pool.launched(1)
+    pool.release(early)
+    pool.finished(1)
+    pool.launched(2)
+    pool.release(late)
+    pool.forget(early)
+    assert pool.free_count == 1
+    pool.forget(late)
+    assert pool.free_count == 1
+    pool.finished(2)
+    assert pool.free_count == 2
+
+
+def test_a_forgotten_page_that_a_request_holds_is_free_when_it_lets_go() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.cache(pages)
+    pool.forget(pages)
+    assert (pool.loose_count, pool.free_count, pool.holders(pages[0])) == (0, 0, 1)
+    pool.release(pages)
+    assert pool.free_count == 1
+
+
+def test_a_watched_page_is_named_once_when_it_is_loose() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.cache(pages)
+    pool.watch(pages[0])
+    assert pool.take_loosened() == []
+    pool.release(pages)
+    pool.share(pages)
+    pool.release(pages)
+    assert pool.take_loosened() == pages
+    assert pool.take_loosened() == []
+
+
+@pytest.mark.parametrize("misuse", ["cache twice", "forget", "watch", "release", "watch loose"])
+def test_a_cached_page_handled_wrongly_is_a_bug(misuse: str) -> None:
+    pool = PagePool(2)
+    cached, other = pool.allocate(2)
+    pool.cache([cached])
+    pool.release([cached])
+    wrong = {
+        "cache twice": lambda: pool.cache([cached]),
+        "forget": lambda: pool.forget([other]),
+        "watch": lambda: pool.watch(other),
+        "release": lambda: pool.release([cached]),
+        "watch loose": lambda: pool.watch(cached),
+    }
+    with pytest.raises(AssertionError):
+        wrong[misuse]()
+
+
+def test_a_table_says_when_entries_that_were_there_have_changed() -> None:
+    pools = CachePools([full_group(8), window_group(8, window=5)])
+    table = PageTable(pools)
+    table.allocate(16)
+    table.commit(4)
+    assert table.revision == 0
+    table.commit(16)  # the window moved on
+    moved = table.revision
+    assert moved > 0
+    other = pools.pools[0].allocate(1)[0]
+    table.replace(0, 1, other)
+    assert (table.pages(0)[1], pools.pools[0].holders(other)) == (other, 2)
+    assert table.revision > moved
+
+
 def test_a_window_group_lets_go_of_pages_behind_the_window() -> None:
     pools = CachePools([full_group(8), window_group(8, window=5)])
     table = PageTable(pools)

@@ -1,4 +1,4 @@
-"""Where finished prefixes are found again: the interface, and an index that keeps nothing."""
+"""Where prefixes are found again: the interface, and an index that keeps nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,35 @@ class CacheKey:
     """What determines the content of a page: the tokens up to it, and what computed them.
 
     Attributes:
-        namespace: Digest of weights, dtype, adapter and salt; prefixes never cross it.
+        namespace: Digest of weights, dtype, adapter and salt (`cache.hashing`); prefixes never
+            cross it.
         token_ids: int32, little-endian.
     """
 
-    namespace: str
+    namespace: bytes
     token_ids: bytes
+
+
+class Node(Protocol):
+    """A place in the tree, for policies that order requests by it. Hashed by identity."""
+
+    @property
+    def parent(self) -> Node | None:
+        """The node whose prefix is the next shorter one; None above a namespace's root."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the index could give for a key. Nothing is held and nothing was touched.
+
+    Attributes:
+        length: Tokens, in whole pages, that every group could give; the same as of a `match`.
+        node: The one that holds the last of them; None if there are none.
+    """
+
+    length: int
+    node: Node | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +62,35 @@ class PrefixIndex(Protocol):
     index holds it. Called from the batching loop only.
     """
 
+    @property
+    def generation(self) -> int:
+        """Grows whenever a `peek` may say something else: with insert, evict and clear."""
+        ...
+
+    def peek(self, key: CacheKey) -> Prefix:
+        """Say what `match` would give, and hold nothing."""
+        ...
+
     def match(self, key: CacheKey) -> Match:
         """Find the longest known prefix that leaves at least one token to compute."""
         ...
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
-        """Remember the whole committed pages of a table whose request has ended."""
+        """Remember the whole committed pages of a table, also of a request that still runs.
+
+        Where the index has a page for the same tokens already, the table takes that one and gives
+        its own back: entries of the table change, and `PageTable.revision` grows.
+
+        Args:
+            key: Of the table's tokens, from the first. What is remembered ends with it or with
+                `committed`, whichever is shorter.
+            table: Of a request that has ended, or that still runs. Of one that was begun before
+                the last `clear` nothing is remembered.
+        """
+        ...
+
+    def evictable(self) -> list[int]:
+        """Pages a group that `evict` could give up now. Costs nothing."""
         ...
 
     def evict(self, pages: Sequence[int]) -> int:
@@ -52,12 +98,27 @@ class PrefixIndex(Protocol):
         ...
 
     def clear(self) -> int:
-        """Give up every page that no request holds; return how many."""
+        """Forget everything; return how many pages nobody held.
+
+        What requests still hold is never found again, and is free when they release it.
+        """
         ...
 
 
 class NoIndex:
     """Remembers nothing, so every prefix is computed: always right, and the simplest."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+
+    @property
+    def generation(self) -> int:
+        """Nothing ever changes."""
+        return 0
+
+    def peek(self, key: CacheKey) -> Prefix:
+        """Find nothing."""
+        return Prefix(0, None)
 
     def match(self, key: CacheKey) -> Match:
         """Find nothing."""
@@ -65,6 +126,10 @@ class NoIndex:
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Keep nothing."""
+
+    def evictable(self) -> list[int]:
+        """Nothing, for it holds nothing."""
+        return [0] * self._groups
 
     def evict(self, pages: Sequence[int]) -> int:
         """Give up nothing, for it holds nothing."""

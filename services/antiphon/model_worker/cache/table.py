@@ -26,6 +26,10 @@ class CachePools:
         self.page_tokens = next(iter(paged), 1)
         self.groups = tuple(groups)
         self.pools = tuple(PagePool(group.pages_total) for group in groups)
+        self.windows = tuple(index for index, group in enumerate(groups) if group.window)
+        """The groups that have a window, by index."""
+        self.cutoffs = 0
+        """How often everything that was computed was declared unfit for others."""
 
     @property
     def tokens_max(self) -> int:
@@ -44,6 +48,10 @@ class CachePools:
     def used(self) -> list[int]:
         """Pages a group that somebody holds."""
         return [pool.used_count for pool in self.pools]
+
+    def loose(self) -> list[int]:
+        """Pages a group that only the prefix index holds."""
+        return [pool.loose_count for pool in self.pools]
 
     def launched(self, step: int) -> None:
         """A plan is about to run; see `PagePool.launched`."""
@@ -68,12 +76,44 @@ class PageTable:
         self._pools = pools
         self._pages: list[list[int]] = [[] for _ in pools.groups]
         self._dead = [0] * len(pools.groups)  # leading entries that are holes
+        self._cutoffs = pools.cutoffs
         self.committed = 0
         self.reserved = 0
+        self.revision = 0
+        """Grows when entries that were there have changed or gone; not when some are added."""
+
+    @classmethod
+    def sharing(cls, pools: CachePools, tokens: int, pages: Sequence[list[int]]) -> PageTable:
+        """A table that goes on from `tokens` tokens, at a page border, which others computed.
+
+        Args:
+            pools: Where the pages lie.
+            tokens: How many are committed from the beginning.
+            pages: Entries a group. The new table holds those that a query at `tokens` sees, besides
+                whoever holds them now; the others are holes, whatever stands there.
+        """
+        table = cls(pools)
+        for index, group in enumerate(pools.groups):
+            dead = group.dead_len(tokens)
+            live = pages[index][dead:]
+            pools.pools[index].share(live)
+            table._pages[index] = [HOLE] * dead + live
+            table._dead[index] = dead
+        table.committed = table.reserved = tokens
+        return table
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a cutoff came after its first token: what it computed is for nobody else."""
+        return self._cutoffs != self._pools.cutoffs
 
     def pages(self, group: int) -> list[int]:
         """The table of one group; entry i holds tokens from `i * page_tokens` on."""
         return self._pages[group]
+
+    def dead(self, group: int) -> int:
+        """Leading entries of a group's table that are holes."""
+        return self._dead[group]
 
     def need(self, tokens: int) -> list[int]:
         """Pages a group that `allocate(tokens)` would take."""
@@ -93,13 +133,22 @@ class PageTable:
         """The first `tokens` tokens are computed. A window group lets go of what it left behind."""
         assert self.committed <= tokens <= self.reserved, "committed tokens have no pages"
         self.committed = tokens
-        for index, group in enumerate(self._pools.groups):
-            pages, dead = self._pages[index], group.dead_len(tokens)
+        for index in self._pools.windows:
+            pages, dead = self._pages[index], self._pools.groups[index].dead_len(tokens)
             gone = pages[self._dead[index] : dead]
             if gone:
                 self._pools.pools[index].release(gone)
                 pages[self._dead[index] : dead] = [HOLE] * len(gone)
                 self._dead[index] = dead
+                self.revision += 1
+
+    def replace(self, group: int, index: int, page: int) -> None:
+        """Hold a page with the same content instead of the one at an entry, which is given back."""
+        pool, pages = self._pools.pools[group], self._pages[group]
+        pool.share((page,))
+        pool.release((pages[index],))
+        pages[index] = page
+        self.revision += 1
 
     def truncate(self, tokens: int) -> None:
         """Give back the pages beyond `tokens` tokens, as after a rejected draft."""
@@ -109,21 +158,23 @@ class PageTable:
             self._pools.pools[index].release(self._pages[index][keep:])
             del self._pages[index][keep:]
         self.reserved = self._page_end(tokens)
+        self.revision += 1
 
-    def fork(self) -> PageTable:
-        """A second table that shares the whole committed pages of this one.
+    def fork(self, tokens: int | None = None) -> PageTable:
+        """A second table that shares whole committed pages of this one.
 
         The fork computes the tokens of the last, partial page again: at most a page less one
         token, which is cheaper than a copy inside the step.
+
+        Args:
+            tokens: Share no more than these; None: all that are committed. Nothing is shared where
+                a window group has let go of what a query there sees.
         """
-        other = PageTable(self._pools)
-        shared_tokens = self._shareable_tokens()
-        for index, group in enumerate(self._pools.groups):
-            pages = self._pages[index][: group.table_len(shared_tokens)]
-            other._pages[index] = pages
-            other._dead[index] = min(self._dead[index], len(pages))
-            self._pools.pools[index].share(pages[other._dead[index] :])
-        other.committed = other.reserved = shared_tokens
+        tokens = self._shareable_tokens(self.committed if tokens is None else tokens)
+        lengths = [group.table_len(tokens) for group in self._pools.groups]
+        pages = [pages[:length] for pages, length in zip(self._pages, lengths, strict=True)]
+        other: PageTable = PageTable.sharing(self._pools, tokens, pages)
+        other._cutoffs = self._cutoffs
         return other
 
     def release(self) -> None:
@@ -132,16 +183,22 @@ class PageTable:
             pool.release(self._pages[index][self._dead[index] :])
             self._pages[index] = []
             self._dead[index] = 0
+        self._cutoffs = self._pools.cutoffs
         self.committed = self.reserved = 0
+        self.revision += 1
 
-    def _shareable_tokens(self) -> int:
-        """The longest prefix that a fork can go on from.
+    def _shareable_tokens(self, tokens: int) -> int:
+        """The longest prefix, up to `tokens`, that a fork can go on from.
 
         None of a state, for it is written anew at every token.
         """
-        if any(group.kind is GroupKind.STATE for group in self._pools.groups):
+        groups = self._pools.groups
+        if any(group.kind is GroupKind.STATE for group in groups):
             return 0
-        return self.committed // self._pools.page_tokens * self._pools.page_tokens
+        whole = min(tokens, self.committed) // self._pools.page_tokens * self._pools.page_tokens
+        if any(self._dead[index] > groups[index].dead_len(whole) for index in self._pools.windows):
+            return 0
+        return whole
 
     def _page_end(self, tokens: int) -> int:
         """The end of the page that the last of so many tokens lies in."""

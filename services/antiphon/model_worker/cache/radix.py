@@ -1,0 +1,215 @@
+"""The prefix index: a radix tree over the pages of all cache groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.index import Match, Prefix
+from antiphon.model_worker.cache.table import HOLE, PageTable
+from antiphon.model_worker.cache.tree import RadixTree
+from antiphon.wire.digests import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.model_worker.cache.events import EventLog
+    from antiphon.model_worker.cache.eviction import Strategy
+    from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.cache.index import CacheKey
+    from antiphon.model_worker.cache.table import CachePools
+    from antiphon.model_worker.cache.tree import RadixNode
+
+
+class RadixIndex:
+    """Finds the longest prefix that every group holds. A `PrefixIndex`.
+
+    Where a window group has lost pages or never had them, a prefix is found only if it ends where
+    all that a query there sees is left. A cache with recurrent states finds and keeps nothing: a
+    state would have to be copied at the end of each prefix, and no model that is served needs it.
+
+    Nothing is locked. The index counts as one more holder of each page, and a page that nobody else
+    holds can be given up.
+    """
+
+    def __init__(
+        self,
+        pools: CachePools,
+        strategy: Strategy = STRATEGIES["lru"],
+        events: EventLog | None = None,
+    ) -> None:
+        self._pools = pools
+        self._page_tokens = pools.page_tokens
+        self._page_bytes = pools.page_tokens * TOKEN_BYTES
+        self._keeps_states = any(group.kind is GroupKind.STATE for group in pools.groups)
+        self._strategy = strategy
+        self._tree = RadixTree(pools, events)
+        self._evictor = Evictor(pools, self._tree, strategy)
+        self._clock = 0
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Grows whenever a `peek` may say something else.
+
+        While it stands, the lengths of earlier peeks are exact. Their nodes may have been divided:
+        they are still on the way to what the key names.
+        """
+        return self._generation
+
+    def peek(self, key: CacheKey) -> Prefix:
+        """Say what `match` would give; hold nothing, and leave the order of eviction as it is."""
+        path, length = self._longest(key)
+        holder = next((node for node in path if node.end >= length), None) if length else None
+        return Prefix(length * self._page_tokens, holder)
+
+    def match(self, key: CacheKey) -> Match:
+        """Find the longest known prefix that leaves at least one token to compute."""
+        path, length = self._longest(key)
+        if not length:
+            return Match(length=0, table=None)
+        path = self._settle(path, length)
+        self._touch(path)
+        for node in path:
+            node.hits += 1
+        tokens = length * self._page_tokens
+        pages = [_joined(path, group) for group in range(len(self._pools.groups))]
+        return Match(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
+
+    def insert(self, key: CacheKey, table: PageTable) -> None:
+        """Remember the whole committed pages of a table; see `PrefixIndex.insert`."""
+        end = min(table.committed // self._page_tokens, len(key.token_ids) // self._page_bytes)
+        if not end or table.outdated or self._keeps_states:
+            return
+        path, length = self._tree.find(key, end)
+        path = self._settle(path, length)
+        if not all(self._reconcile(node, table) for node in path):
+            return
+        if length < end:
+            path = self._grow(path, key, table, end)
+        self._touch(path)
+        if length < end:
+            # Not before it was touched, or its rank would be out of date from the beginning.
+            self._evictor.grown(path[-1])
+
+    def evictable(self) -> list[int]:
+        """Pages a group that `evict` could give up now. Costs nothing."""
+        return self._pools.loose()
+
+    def evict(self, pages: Sequence[int]) -> int:
+        """Give up at least so many pages a group, the least useful first; return how many.
+
+        Fewer only if fewer are evictable. More, in other groups: what goes from a full group takes
+        along what the window groups have of the same tokens.
+        """
+        given_up = self._evictor.evict(pages)
+        self._generation += given_up > 0
+        return given_up
+
+    def clear(self) -> int:
+        """Forget everything; return how many pages nobody held. See `PrefixIndex.clear`."""
+        given_up = sum(self._pools.loose())
+        self._tree.clear()
+        self._evictor = Evictor(self._pools, self._tree, self._strategy)
+        self._pools.cutoffs += 1
+        self._generation += 1
+        return given_up
+
+    def _longest(self, key: CacheKey) -> tuple[list[RadixNode], int]:
+        """The nodes that a key leads along, and the pages of them that every group can give."""
+        tokens = len(key.token_ids) // TOKEN_BYTES
+        path, length = self._tree.find(key, (tokens - 1) // self._page_tokens)
+        longer = None
+        while length != longer:
+            longer = length
+            for index in self._pools.windows:
+                group = self._pools.groups[index]
+                length = _last_whole_window(_joined(path, index), length, group)
+        return path, length
+
+    def _settle(self, path: list[RadixNode], length: int) -> list[RadixNode]:
+        """Divide the last node so that a path ends with page `length`."""
+        path = [node for node in path if node.start < length]
+        if path and path[-1].end > length:
+            path[-1] = self._tree.split(path[-1], length)
+            self._evictor.grown(path[-1])
+        return path
+
+    def _touch(self, path: Sequence[RadixNode]) -> None:
+        """A path was of use: all of it in a full group, its end in a window group."""
+        self._clock += 1
+        if not path:
+            return
+        tokens = path[-1].end * self._page_tokens
+        for index, group in enumerate(self._pools.groups):
+            dead = group.dead_len(tokens)
+            for node in path:
+                if node.end > dead:
+                    node.used[index] = self._clock
+
+    def _reconcile(self, node: RadixNode, table: PageTable) -> bool:
+        """Let table and node have the same pages; say whether they do now.
+
+        A table whose duplicates a fork of it holds too keeps them. It takes the node's when the
+        fork is gone, or else the fork would hold pages that come later in the tree without those
+        that come before, and be in the way of evicting them.
+        """
+        differences = list(_differences(node, table))
+        pools = self._pools.pools
+        for group, index, page in differences:
+            if page != HOLE and pools[group].holders(table.pages(group)[index]) > 1:
+                return False
+        for group, index, page in differences:
+            if page != HOLE:
+                table.replace(group, index, page)
+                continue
+            self._tree.fill(node, group, index - node.start, table.pages(group)[index])
+            self._evictor.grown(node)
+            self._generation += 1
+        return True
+
+    def _grow(
+        self, path: list[RadixNode], key: CacheKey, table: PageTable, end: int
+    ) -> list[RadixNode]:
+        """Take the pages of a table that come after a path, up to page `end`."""
+        self._generation += 1
+        last = path[-1] if path else self._tree.root(key.namespace)
+        if path and not last.children and not last.hits:
+            # Nobody else has found it yet: it is the same request that goes on.
+            self._tree.extend(last, key, table, end)
+        else:
+            last = self._tree.append(last, key, table, end)
+            path = [*path, last]
+        return path
+
+
+def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
+    """The pages of a path in one group."""
+    pages: list[int] = []
+    for node in path:
+        pages += node.pages[group]
+    return pages
+
+
+def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int]]:
+    """Where a table has another page than a node: group, entry of the table, page of the node."""
+    for group, pages in enumerate(node.pages):
+        begin = max(node.start, table.dead(group))
+        own, theirs = table.pages(group)[begin : node.end], pages[begin - node.start :]
+        if own != theirs:
+            for offset, (mine, page) in enumerate(zip(own, theirs, strict=True)):
+                if mine != page:
+                    yield group, begin + offset, page
+
+
+def _last_whole_window(pages: Sequence[int], end: int, group: CacheGroup) -> int:
+    """The largest number of pages, up to `end`, after which no page that a query sees is a hole."""
+    seen = group.dead_len(end * group.page_tokens)
+    index = end - 1
+    while index >= seen:
+        if pages[index] == HOLE:
+            end = index
+            seen = group.dead_len(end * group.page_tokens)
+        index -= 1
+    return end

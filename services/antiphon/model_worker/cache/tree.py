@@ -1,0 +1,252 @@
+"""The radix tree of token pages: its shape, and nothing of who is evicted when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.cache.hashing import announced_root
+from antiphon.model_worker.cache.table import HOLE
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block_digests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.model_worker.cache.events import EventLog
+    from antiphon.model_worker.cache.index import CacheKey
+    from antiphon.model_worker.cache.table import CachePools, PageTable
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RadixNode:
+    """A run of whole pages. Its children hold what follows it, and no two begin with one page.
+
+    Attributes:
+        parent: Holds what comes before; None of a root, which stands for its namespace.
+        tokens: The ids of the run, int32, little-endian; of a root, the namespace.
+        start: Pages that come before.
+        pages: One page id a group for each page of the run. Where a window group has none, a hole.
+        used: When it was last of use, a group, by the index's own clock.
+        hits: How often a request found it.
+        blocks: Digests of the announced blocks that end in this run.
+        children: By the tokens of their first page.
+    """
+
+    parent: RadixNode | None
+    tokens: bytes
+    start: int
+    pages: list[list[int]]
+    used: list[int]
+    hits: int = 0
+    blocks: list[bytes] = field(default_factory=list[bytes])
+    children: dict[bytes, RadixNode] = field(default_factory=dict[bytes, "RadixNode"])
+
+    @property
+    def length(self) -> int:
+        """Pages of the run; 0 of a root, and of a node that was cut off."""
+        return len(self.pages[0])
+
+    @property
+    def end(self) -> int:
+        """Pages up to and with this run."""
+        return self.start + len(self.pages[0])
+
+
+class RadixTree:
+    """Runs of pages under one root a namespace.
+
+    It holds each page that it lists by a reference of its own, and announces blocks as they come
+    and go. Every node but a root has pages, and every root has a child.
+    """
+
+    def __init__(self, pools: CachePools, events: EventLog | None = None) -> None:
+        self._pools = pools
+        self._events = events
+        self._page_tokens = pools.page_tokens
+        self._step = pools.page_tokens * TOKEN_BYTES  # bytes of a page's ids
+        self._roots: dict[bytes, RadixNode] = {}
+
+    def nodes(self) -> Iterator[RadixNode]:
+        """All nodes but the roots, each before its children."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def root(self, namespace: bytes) -> RadixNode:
+        """The root of a namespace, made if it is new. The caller appends to it."""
+        root = self._roots.get(namespace)
+        if root is None:
+            groups = len(self._pools.groups)
+            root = RadixNode(
+                parent=None,
+                tokens=namespace,
+                start=0,
+                pages=[[] for _ in range(groups)],
+                used=[0] * groups,
+            )
+            self._roots[namespace] = root
+        return root
+
+    def find(self, key: CacheKey, pages_max: int) -> tuple[list[RadixNode], int]:
+        """Follow a key for up to so many pages.
+
+        Returns:
+            The nodes that hold them, without the root, and how many pages of them the key has. It
+            may end inside of the last node.
+        """
+        path: list[RadixNode] = []
+        length, step, ids = 0, self._step, key.token_ids
+        node = self._roots.get(key.namespace)
+        while node is not None and length < pages_max:
+            at = length * step
+            node = node.children.get(ids[at : at + step])
+            if node is not None:
+                path.append(node)
+                length += self._common(node, ids, at, pages_max - length)
+                if length < node.end:
+                    break
+        return path, length
+
+    def split(self, node: RadixNode, end: int) -> RadixNode:
+        """Divide a node before page `end`; return the new node that holds the first part.
+
+        The node itself keeps the last part, so that its children stay where they are.
+        """
+        count = end - node.start
+        assert 0 < count < node.length, "a node was split at its border"
+        cut = count * self._step
+        blocks = self._blocks_before(end) - self._blocks_before(node.start)
+        upper = RadixNode(
+            parent=node.parent,
+            tokens=node.tokens[:cut],
+            start=node.start,
+            pages=[pages[:count] for pages in node.pages],
+            used=node.used.copy(),
+            hits=node.hits,
+            blocks=node.blocks[:blocks],
+        )
+        self._parent(node).children[node.tokens[: self._step]] = upper
+        node.parent = upper
+        node.start = end
+        node.tokens = node.tokens[cut:]
+        node.pages = [pages[count:] for pages in node.pages]
+        node.blocks = node.blocks[blocks:]
+        upper.children[node.tokens[: self._step]] = node
+        return upper
+
+    def append(self, parent: RadixNode, key: CacheKey, table: PageTable, end: int) -> RadixNode:
+        """Put what a table has after `parent`, up to page `end`, into a new node below it."""
+        node = RadixNode(
+            parent=parent,
+            tokens=b"",
+            start=parent.end,
+            pages=[[] for _ in self._pools.groups],
+            used=[0] * len(self._pools.groups),
+        )
+        parent.children[self._ids(key, parent.end, parent.end + 1)] = node
+        self.extend(node, key, table, end)
+        return node
+
+    def extend(self, node: RadixNode, key: CacheKey, table: PageTable, end: int) -> None:
+        """Let a node without children go on, up to page `end`, with what a table has."""
+        assert not node.children, "a node was extended that others follow"
+        begin = node.end
+        for group, pool in enumerate(self._pools.pools):
+            pages = table.pages(group)[begin:end]
+            pool.cache(_listed(pages))
+            node.pages[group] += pages
+        node.tokens += self._ids(key, begin, end)
+        if self._events is not None:
+            self._announce(self._events, node, key, begin)
+
+    def trim(self, node: RadixNode, count: int) -> None:
+        """Forget the last `count` pages of a node without children; with all, it is cut off."""
+        assert not node.children, "a node was trimmed that others follow"
+        keep = node.length - count
+        first_page = node.tokens[: self._step]
+        for group, pool in enumerate(self._pools.pools):
+            pool.forget(_listed(node.pages[group][keep:]))
+            del node.pages[group][keep:]
+        node.tokens = node.tokens[: keep * self._step]
+        blocks = self._blocks_before(node.end) - self._blocks_before(node.start)
+        if self._events is not None and len(node.blocks) > blocks:
+            self._events.removed(node.blocks[blocks:])
+            del node.blocks[blocks:]
+        if not keep:
+            self._cut_off(node, first_page)
+
+    def fill(self, node: RadixNode, group: int, index: int, page: int) -> None:
+        """Put a page of a window group where a node has a hole."""
+        self._pools.pools[group].cache((page,))
+        node.pages[group][index] = page
+
+    def punch(self, node: RadixNode, group: int, places: Sequence[int]) -> None:
+        """Forget pages of a window group; the node stays, with holes."""
+        pages = node.pages[group]
+        self._pools.pools[group].forget(pages[index] for index in places)
+        for index in places:
+            pages[index] = HOLE
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for node in self.nodes():
+            for pool, pages in zip(self._pools.pools, node.pages, strict=True):
+                pool.forget(_listed(pages))
+        self._roots.clear()
+        if self._events is not None:
+            self._events.cleared()
+
+    def _common(self, node: RadixNode, ids: bytes, at: int, pages_max: int) -> int:
+        """Pages from `at` on that a node and a key share; the first one is known to be shared."""
+        tokens, step = node.tokens, self._step
+        known, limit = 1, min(node.length, pages_max, (len(ids) - at) // step)
+        if limit == node.length and ids.startswith(tokens, at):
+            return limit
+        while known < limit:
+            # The rest is compared by halves, so that no page is compared more than twice.
+            middle = (known + limit + 1) // 2
+            low, high = known * step, middle * step
+            if tokens[low:high] == ids[at + low : at + high]:
+                known = middle
+            else:
+                limit = middle - 1
+        return known
+
+    def _announce(self, events: EventLog, node: RadixNode, key: CacheKey, begin: int) -> None:
+        first, last = self._blocks_before(begin), self._blocks_before(node.end)
+        if first == last:
+            return
+        parent = self._last_block(node)
+        size = BLOCK_TOKENS * TOKEN_BYTES
+        chain = block_digests(parent, key.token_ids[first * size : last * size])
+        blocks = [chain[i : i + DIGEST_BYTES] for i in range(0, len(chain), DIGEST_BYTES)]
+        node.blocks += blocks
+        events.stored(parent, blocks)
+
+    def _last_block(self, node: RadixNode) -> bytes:
+        """Digest of the last block that ends in a node or above, or of the namespace."""
+        while not node.blocks and node.parent is not None:
+            node = node.parent
+        return node.blocks[-1] if node.blocks else announced_root(node.tokens)
+
+    def _blocks_before(self, page: int) -> int:
+        return page * self._page_tokens // BLOCK_TOKENS
+
+    def _ids(self, key: CacheKey, begin: int, end: int) -> bytes:
+        return key.token_ids[begin * self._step : end * self._step]
+
+    def _cut_off(self, node: RadixNode, first_page: bytes) -> None:
+        parent = self._parent(node)
+        del parent.children[first_page]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.tokens]
+
+    def _parent(self, node: RadixNode) -> RadixNode:
+        assert node.parent is not None, "a root has no parent"
+        return node.parent
+
+
+def _listed(pages: list[int]) -> list[int]:
+    return [page for page in pages if page != HOLE] if HOLE in pages else pages

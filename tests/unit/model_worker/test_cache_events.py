@@ -1,0 +1,123 @@
+"""What a worker tells of its cache: numbered, replayed, or said anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.model_worker.cache.events import Cleared, EventLog, Removed, Stored
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
+from antiphon.model_worker.cache.hashing import Namespace, announced_root, page_name
+from antiphon.model_worker.cache.index import CacheKey
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.table import CachePools, PageTable
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests, namespace
+
+A, B, C, ROOT = (letter * DIGEST_BYTES for letter in (b"a", b"b", b"c", b"r"))
+
+
+def cut(digests: bytes) -> tuple[bytes, ...]:
+    return tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES))
+
+
+def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
+    log = EventLog()
+    log.stored(ROOT, [A])
+    log.stored(A, [B])
+    log.removed([B])
+    replay = log.replay(after=1)
+    assert (replay.events, replay.seq) == ((Stored(A, (B,)), Removed((B,))), 3)
+    assert log.replay(after=3).events == ()
+
+
+@pytest.mark.parametrize("after", [0, 1, 9], ids=["never heard", "too long ago", "another life"])
+def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> None:
+    log = EventLog(events_max=2)
+    log.stored(ROOT, [A, B])
+    log.stored(ROOT, [C])
+    log.removed([B])
+    log.stored(A, [B])
+    replay = log.replay(after)
+    assert replay.seq == 4
+    assert replay.events == (Cleared(), Stored(ROOT, (A,)), Stored(ROOT, (C,)), Stored(A, (B,)))
+
+
+def test_nothing_is_there_after_a_clear() -> None:
+    log = EventLog(events_max=1)
+    log.stored(ROOT, [A])
+    log.cleared()
+    assert len(log) == 0
+    assert log.replay(after=0).events == (Cleared(),)
+
+
+def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last() -> None:
+    log = EventLog()
+    log.stored(ROOT, [A, B])
+    log.stored(ROOT, [A, C])
+    log.removed([A, B])
+    log.stored(ROOT, [A])
+    log.removed([A])
+    log.removed([A, C])
+    stored, branch, first, last = log.replay(after=0).events
+    assert (stored, branch) == (Stored(ROOT, (A, B)), Stored(A, (C,)))
+    assert (first, last) == (Removed((B,)), Removed((A, C)))
+    assert len(log) == 0
+
+
+@pytest.mark.parametrize("page_tokens", [16, 48, 64, 128])
+def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_first(
+    page_tokens: int,
+) -> None:
+    group = CacheGroup(
+        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=page_tokens, pages_total=64
+    )
+    pools, log = CachePools([group]), EventLog()
+    index = RadixIndex(pools, events=log)
+    name = Namespace(model_digest="m").digest()
+    key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
+    table = PageTable(pools)
+    table.allocate(384)
+    for end in range(page_tokens, 385, page_tokens):
+        table.commit(end)
+        index.insert(key, table)
+        assert len(log) == end // BLOCK_TOKENS
+    table.release()
+    whole = cut(block_digests(announced_root(name), key.token_ids))
+    assert log.replay(after=-1).events == (Cleared(), Stored(announced_root(name), whole))
+    for end in range(384 - page_tokens, -1, -page_tokens):
+        index.evict([1])
+        assert len(log) == end // BLOCK_TOKENS
+
+
+def test_a_worker_announces_the_digests_that_a_gateway_computes() -> None:
+    name = Namespace(model_digest="model", salt="salt", dtype="bfloat16", shard=Shard(ranks=2))
+    assert announced_root(name.digest()) == namespace("model", "salt")
+
+
+def test_whatever_changes_a_page_changes_its_namespace() -> None:
+    names = [
+        Namespace(model_digest="m"),
+        Namespace(model_digest="o"),
+        Namespace(model_digest="m", salt="s"),
+        Namespace(model_digest="m", weight_version="2"),
+        Namespace(model_digest="m", dtype="s"),
+        Namespace(model_digest="m", quantization="s"),
+        Namespace(model_digest="m", kv_scales="s"),
+        Namespace(model_digest="m", rope="s"),
+        Namespace(model_digest="m", layout="s"),
+        Namespace(model_digest="m", shard=Shard(rank=1, ranks=2)),
+        Namespace(model_digest="m", adapter_digest="s"),
+    ]
+    digests = [name.digest() for name in names]
+    assert len(set(digests)) == len(names)
+    assert len({page_name(digest, A) for digest in digests}) == len(names)
+    assert {len(digest) for digest in digests} == {2 * DIGEST_BYTES}
+
+
+def test_an_adapter_and_a_salt_are_told_apart_by_whoever_listens() -> None:
+    names = [
+        Namespace(model_digest="m"),
+        Namespace(model_digest="m", salt="a"),
+        Namespace(model_digest="m", adapter_digest="a"),
+    ]
+    assert len({announced_root(name.digest()) for name in names}) == len(names)

@@ -1,0 +1,334 @@
+"""The prefix index: what is found, what is taken over, and what goes first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.index import CacheKey
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.table import HOLE, CachePools, PageTable
+from antiphon.wire.codec import pack_ids
+
+PAGE_TOKENS = 4
+
+
+def group(kind: GroupKind, window: int | None = None, pages: int = 64) -> CacheGroup:
+    return CacheGroup(
+        kind=kind,
+        layers=(0,),
+        page_bytes=1,
+        page_tokens=1 if kind is GroupKind.STATE else PAGE_TOKENS,
+        pages_total=pages,
+        window=window,
+    )
+
+
+class Bench:
+    """An index and requests that run through it."""
+
+    def __init__(self, *groups: CacheGroup, strategy: str = "lru") -> None:
+        self.pools = CachePools(groups or (group(GroupKind.FULL),))
+        self.index = RadixIndex(self.pools, STRATEGIES[strategy])
+
+    def key(self, text: str, namespace: bytes = b"n") -> CacheKey:
+        """Each letter is a page."""
+        tokens = [ord(letter) for letter in text for _ in range(PAGE_TOKENS)]
+        return CacheKey(namespace=namespace, token_ids=pack_ids(tokens))
+
+    def begin(self, text: str) -> PageTable:
+        key = self.key(text)
+        table = self.index.match(key).table or PageTable(self.pools)
+        table.allocate(len(text) * PAGE_TOKENS)
+        return table
+
+    def compute(self, text: str) -> PageTable:
+        """A request runs and is kept by the index; it still holds its pages."""
+        table = self.begin(text)
+        table.commit(len(text) * PAGE_TOKENS)
+        self.index.insert(self.key(text), table)
+        return table
+
+    def serve(self, *texts: str) -> None:
+        """Requests run to their ends."""
+        for text in texts:
+            self.compute(text).release()
+
+    def found(self, text: str) -> int:
+        """Pages of a prompt that the index would give."""
+        return self.index.peek(self.key(text)).length // PAGE_TOKENS
+
+
+def test_the_longest_prefix_of_whole_pages_is_found() -> None:
+    bench = Bench()
+    bench.serve("abcd", "abxy")
+    assert [bench.found(text) for text in ("abcd", "abcde", "abxz", "abq", "b")] == [3, 4, 3, 2, 0]
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    bench = Bench()
+    bench.serve("abc")
+    key = bench.key("abc")
+    assert bench.index.match(key).length == 2 * PAGE_TOKENS
+    longer = CacheKey(namespace=key.namespace, token_ids=key.token_ids + pack_ids([1]))
+    assert bench.index.match(longer).length == 3 * PAGE_TOKENS
+
+
+def test_a_prefix_does_not_cross_namespaces() -> None:
+    bench = Bench()
+    bench.serve("abc")
+    assert bench.index.peek(bench.key("abcd", b"other")).length == 0
+
+
+def test_a_peek_holds_nothing_and_a_match_holds_what_it_found() -> None:
+    bench = Bench()
+    bench.serve("abc")
+    bench.index.peek(bench.key("abcd"))
+    assert bench.index.evictable() == [3]
+    table = bench.index.match(bench.key("abx")).table
+    assert table is not None
+    assert bench.index.evictable() == [1]
+    assert bench.index.evict([3]) == 1
+    assert table.pages(0) == bench.index.match(bench.key("abx")).table.pages(0)  # type: ignore[union-attr]
+
+
+def test_a_request_that_still_runs_is_found_by_others() -> None:
+    bench = Bench()
+    table = bench.begin("abcdef")
+    table.commit(3 * PAGE_TOKENS + 1)
+    bench.index.insert(bench.key("abcdef"), table)
+    assert bench.found("abcdef") == 3
+    table.commit(6 * PAGE_TOKENS)
+    bench.index.insert(bench.key("abcdef"), table)
+    assert bench.found("abcdef!") == 6
+    assert bench.index.evictable() == [0]
+
+
+def test_two_that_compute_the_same_end_up_with_one_copy() -> None:
+    bench = Bench()
+    one, other = bench.begin("abc"), bench.begin("abc")
+    for table in (one, other):
+        table.commit(3 * PAGE_TOKENS)
+    bench.index.insert(bench.key("abc"), one)
+    assert other.revision == 0
+    bench.index.insert(bench.key("abc"), other)
+    assert one.pages(0) == other.pages(0)
+    assert other.revision > 0
+    assert bench.pools.used() == [3]
+
+
+def test_a_copy_that_a_fork_shares_is_kept_until_the_fork_is_gone() -> None:
+    bench = Bench()
+    one, other = bench.begin("abc"), bench.begin("abc")
+    other.commit(3 * PAGE_TOKENS)
+    fork = other.fork()
+    one.commit(2 * PAGE_TOKENS)
+    bench.index.insert(bench.key("ab"), one)
+    bench.index.insert(bench.key("abc"), other)
+    assert bench.found("abc!") == 2
+    fork.release()
+    bench.index.insert(bench.key("abc"), other)
+    assert bench.found("abc!") == 3
+    assert one.pages(0)[:2] == other.pages(0)[:2]
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+    bench = Bench()
+    bench.serve("abcd")
+    bench.index.evict([2])
+    assert bench.found("abcd!") == 2
+
+
+def test_a_prompt_that_was_found_again_stays_longer_than_the_answer_that_was_not() -> None:
+    bench = Bench()
+    bench.serve("prompt:answer", "q", "prompt:x")
+    bench.index.evict([6])
+    assert [bench.found(text + "!") for text in ("prompt:answer", "q", "prompt:x")] == [7, 1, 8]
+
+
+def test_least_recent_goes_first_and_a_use_counts() -> None:
+    bench = Bench()
+    bench.serve("a", "b", "c")
+    bench.index.match(bench.key("a!"))
+    bench.serve("d")
+    held = bench.pools.loose()[0]
+    bench.index.evict([held - 1])
+    assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 0, 1]
+
+
+def test_least_often_goes_first_even_if_it_was_of_use_last() -> None:
+    bench = Bench(strategy="lfu")
+    bench.serve("a", "b")
+    for _ in range(2):
+        table = bench.index.match(bench.key("a!")).table
+        assert table is not None
+        table.release()
+    bench.serve("c", "d")
+    bench.index.evict([1])
+    assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 1, 1]
+    bench.index.evict([2])
+    assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 0, 0]
+
+
+def test_what_a_request_held_while_others_were_evicted_can_go_when_it_has_ended() -> None:
+    bench = Bench()
+    held = bench.compute("abc")
+    bench.serve("xy")
+    assert bench.index.evict([5]) == 2
+    assert bench.index.evictable() == [0]
+    held.release()
+    assert bench.index.evictable() == [3]
+    assert bench.index.evict([3]) == 3
+    assert bench.pools.free() == [64]
+
+
+def test_after_a_clear_nothing_is_found_and_nothing_old_comes_back() -> None:
+    bench = Bench()
+    bench.serve("xyz")
+    running = bench.compute("abc")
+    generation = bench.index.generation
+    assert bench.index.clear() == 3
+    assert bench.index.generation > generation
+    assert bench.found("abc!") == bench.found("xyz!") == 0
+    bench.index.insert(bench.key("abc"), running)
+    bench.index.insert(bench.key("abc"), fork := running.fork())
+    assert bench.found("abc!") == 0
+    running.release()
+    fork.release()
+    assert bench.pools.free() == [64]
+    bench.serve("abc")
+    assert bench.found("abc!") == 3
+
+
+def test_a_retry_of_the_same_table_begins_anew_after_a_clear() -> None:
+    bench = Bench()
+    table = bench.compute("ab")
+    bench.index.clear()
+    table.release()
+    table.allocate(2 * PAGE_TOKENS)
+    table.commit(2 * PAGE_TOKENS)
+    bench.index.insert(bench.key("ab"), table)
+    assert bench.found("ab!") == 2
+
+
+def test_the_generation_stands_while_nothing_changes() -> None:
+    bench = Bench()
+    table = bench.compute("abc")
+    generation = bench.index.generation
+    bench.index.insert(bench.key("abc"), table)
+    bench.index.match(bench.key("ab!"))
+    assert bench.index.evict([1]) == 0
+    assert bench.index.generation == generation
+    bench.serve("abd")
+    assert bench.index.generation > generation
+
+
+def test_a_node_leads_up_to_the_root_of_its_namespace() -> None:
+    bench = Bench()
+    bench.serve("abc", "abd")
+    shared, one, other = (bench.index.peek(bench.key(t)).node for t in ("ab!", "abc!", "abd!"))
+    assert shared is not None
+    assert one is not None
+    assert other is not None
+    assert one is not other
+    assert one.parent is other.parent is shared
+    assert shared.parent is not None
+    assert shared.parent.parent is None
+    assert bench.index.peek(bench.key("z!")).node is None
+
+
+def test_a_match_ends_only_where_the_window_before_it_is_whole() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench.serve("abcdef")
+    # Computed at once, so of the window group only what token 24 sees was left.
+    assert bench.found("abcdef!") == 6
+    assert bench.found("abcdex") == bench.found("abcd!") == 0
+    table = bench.index.match(bench.key("abcdef!")).table
+    assert table is not None
+    assert table.pages(1)[:4] == [HOLE] * 4
+    assert len(table.pages(0)) == 6
+
+
+def test_a_window_gives_up_its_pages_and_leaves_the_full_ones() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench.serve("abcdef")
+    assert bench.index.evictable() == [6, 2]
+    assert bench.index.evict([0, 1]) == 1
+    assert bench.index.evictable() == [6, 1]
+    assert bench.found("abcdef!") == 0
+
+
+def test_full_pages_take_those_of_a_window_along() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench.serve("abcdef")
+    assert bench.index.evict([1, 0]) == 2
+    assert bench.index.evictable() == [5, 1]
+
+
+def test_a_hole_is_filled_by_whoever_computes_it_again() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    bench.serve("abcdef")
+    bench.index.evict([0, 2])
+    generation = bench.index.generation
+    bench.serve("abcdef")
+    assert bench.index.generation > generation
+    assert bench.found("abcdef!") == 6
+    assert bench.pools.used() == [6, 2]
+
+
+@given(
+    windows=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    holes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 11)), max_size=20),
+)
+def test_whatever_holes_there_are_every_window_is_whole_where_a_match_ends(
+    windows: list[int], holes: list[tuple[int, int]]
+) -> None:
+    bench = Bench(group(GroupKind.FULL), *(group(GroupKind.WINDOW, window=w) for w in windows))
+    text = "abcdefghijkl"
+    table = bench.begin(text)
+    for end in range(1, len(text) + 1):
+        table.commit(end * PAGE_TOKENS)
+        bench.index.insert(bench.key(text), table)
+    table.release()
+    (node,) = bench.index._tree.nodes()
+    for which, page in holes:
+        if which <= len(windows) and node.pages[which][page] != HOLE:
+            bench.index._tree.punch(node, which, [page])
+    whole = [
+        end
+        for end in range(len(text) + 1)
+        if all(
+            HOLE not in node.pages[index][g.dead_len(end * PAGE_TOKENS) : end]
+            for index, g in enumerate(bench.pools.groups)
+        )
+    ]
+    assert bench.found(text + "!") == max(whole)
+
+
+@pytest.mark.parametrize("kind", [GroupKind.LATENT, GroupKind.DRAFT])
+def test_groups_that_keep_every_token_are_all_alike(kind: GroupKind) -> None:
+    bench = Bench(group(GroupKind.FULL), group(kind))
+    bench.serve("abc", "abd")
+    assert bench.index.evictable() == [4, 4]
+    assert bench.index.evict([1, 0]) == 2
+    assert bench.index.evictable() == [3, 3]
+
+
+def test_a_cache_with_recurrent_states_keeps_nothing() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.STATE))
+    bench.serve("abc")
+    assert bench.found("abc!") == 0
+    assert bench.pools.free() == [64, 64]
+
+
+def test_evicting_much_leaves_no_trace_of_what_went() -> None:
+    bench = Bench(group(GroupKind.FULL), group(GroupKind.WINDOW, window=9))
+    for number in range(500):
+        bench.serve(f"{number:04d}")
+        bench.index.evict([4, 0])
+    shelf = bench.index._evictor._windows[0]
+    assert len(shelf._heap) < 100
+    assert not bench.index._tree._roots
