@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench docs up down image
+  bench bench-kernels bench-serving bench-engine bench-peers docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,21 @@ train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
 
 bench: setup  ## What the services add: latency hop by hop, and processor time
 	$(BIN)/python -m tests.bench $(ARGS)
+
+bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what rounding weights costs
+	$(BIN)/python -m tests.bench.kernels.linears $(ARGS)
+	$(BIN)/python -m tests.bench.perplexity
+
+bench-serving: setup  ## Load on a server, open or closed loop; ARGS='--arrival poisson:4 --json FILE'
+	$(BIN)/python -m tests.bench.serving $(ARGS)
+
+bench-engine: setup  ## Shared prefixes with the cache and without; decode beside 2,000 that wait
+	$(BIN)/python -m tests.bench.serving.radix
+	$(BIN)/python -m tests.bench.serving.waiting
+	$(BIN)/python -m tests.bench.peers --page-only
+
+bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'
+	$(BIN)/python -m tests.bench.peers $(ARGS)
 
 docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.config.reference

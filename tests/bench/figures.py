@@ -24,7 +24,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where and of what a result is."""
+    """Where and of what a result is; a commit that ends in `-dirty` was not all of it."""
 
     commit: str
     cpu: str
@@ -41,7 +41,7 @@ def figure(values: Sequence[float]) -> Figure:
 def machine() -> Machine:
     """Describe this machine and commit."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
+        ["git", "--no-optional-locks", "describe", "--always", "--dirty"],
         capture_output=True,
         check=False,
         text=True,

@@ -41,7 +41,7 @@ def state(index: int) -> RequestState:
 
 
 def mail(*runs: tuple[ChoiceKey, RequestState]) -> Mail:
-    return Mail(runs=runs, drops=frozenset(), flush=False)
+    return Mail(runs=runs)
 
 
 def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]], StepReport]:
@@ -56,7 +56,7 @@ def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]],
         vocab_size=VOCABULARY,
         end_ids=frozenset(),
         weights_digest="",
-        headroom_tokens=4,
+        conservativeness=0.0,  # keeps nothing free for answers, so that some are retracted
     )
     batching = Batching(limits, pools)
     texts: dict[int, list[int]] = {index: [] for index in indices}

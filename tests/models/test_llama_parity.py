@@ -65,13 +65,14 @@ def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:
 
 def spy_on_logits(runner: Runner) -> list[Tensor]:
     seen: list[Tensor] = []
-    greedy = runner.ops.greedy
+    sampler = runner._sampler
+    greedy = sampler._ops.greedy
 
     def spy(logits: Tensor) -> Tensor:
         seen.append(logits.clone())
         return greedy(logits)
 
-    runner.ops = replace(runner.ops, greedy=spy)
+    sampler._ops = replace(sampler._ops, greedy=spy)
     return seen
 
 
@@ -83,9 +84,9 @@ def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
     return torch.cat(seen)
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
+def assert_close(ours: Tensor, theirs: Tensor, limit: float = 2e-5) -> None:
     error = float((ours - theirs).abs().max() / theirs.std())
-    assert error < 2e-5, f"off by {error:.1e} standard deviations"
+    assert error < limit, f"off by {error:.1e} standard deviations"
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from antiphon.config.model_files import find_files
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
@@ -71,6 +72,41 @@ def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, messag
     change_config(folder, **fields)
     with pytest.raises(ModelLoadError, match=message):
         load(folder)
+
+
+def test_a_config_can_be_overridden_at_loading(llama: Path) -> None:
+    assert load(find_files(llama, overrides='{"rms_norm_eps": 0.5}')).spec.norm_eps == 0.5
+    with pytest.raises(ModelLoadError, match="hidden_act 'gelu'"):
+        load(find_files(llama, overrides='{"hidden_act": "gelu"}'))
+    with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.2\..* and 13 more"):
+        load(find_files(llama, overrides='{"num_hidden_layers": 2}'))
+
+
+CODE = {
+    "AutoConfig": "configuration_grand.GrandConfig",
+    "AutoModelForCausalLM": "modeling_grand.GrandForCausalLM",
+    "AutoTokenizer": [None, "somebody/other--tokenization_grand.GrandTokenizer"],
+}
+
+
+def test_code_that_a_model_needs_is_named_and_not_run(folder: Path) -> None:
+    change_config(folder, architectures=["GrandForCausalLM"], auto_map=CODE)
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    assert str(caught.value).endswith(
+        "the folder's own code (configuration_grand.py:GrandConfig, "
+        "modeling_grand.py:GrandForCausalLM, somebody/other/tokenization_grand.py:GrandTokenizer)"
+        " is never run"
+    )
+
+
+def test_code_beside_a_model_that_we_know_is_left_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(folder, auto_map=CODE)
+    with caplog.at_level("INFO"):
+        assert load(folder).spec.layers == 4
+    assert "code of the model folder is not run" in caplog.messages
 
 
 def test_a_device_that_this_build_cannot_use_is_refused(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small random checkpoints of the Llama shape, written as Hugging Face writes them."""
+"""Small random checkpoints of Llama's shape and its kin, as Hugging Face writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -38,6 +38,17 @@ CONFIG: Mapping[str, object] = {
     "eos_token_id": 2,
 }
 
+QWEN2: Mapping[str, object] = {
+    **{field: CONFIG[field] for field in CONFIG if not field.endswith("_bias")},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "head_dim": 12,  # what Qwen2 divides its hidden size into; it has no such field
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 2,
+}
+
 
 def write_llama(
     folder: Path,
@@ -52,12 +63,35 @@ def write_llama(
     zero hides that it is not used. The layers lie in two files under one index.
     """
     config = {**CONFIG, **fields, "dtype": dtype}
+    return _write(folder, config, _sizes(config), seed)
+
+
+def write_qwen2(
+    folder: Path,
+    fields: Mapping[str, object] = QWEN2,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> Path:
+    """The same shape as Qwen2 has it: biases on queries, keys and values, and nowhere else."""
+    config = {**QWEN2, **fields, "dtype": dtype}
+    sizes = _sizes({**config, "attention_bias": True, "mlp_bias": False})
+    return _write(folder, config, ((n, s) for n, s in sizes if "o_proj.bias" not in n), seed)
+
+
+def _write(
+    folder: Path,
+    config: Mapping[str, object],
+    sizes: Iterable[tuple[str, tuple[int, ...]]],
+    seed: int,
+) -> Path:
+    dtype = getattr(torch, str(config["dtype"]))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, size in _sizes(config):
+    for name, size in sizes:
         drawn = torch.randn(size, generator=generator)
         tensor = 1 + 0.3 * drawn if "norm" in name else 0.2 * drawn
-        tensors[name] = tensor.to(getattr(torch, dtype))
+        tensors[name] = tensor.to(dtype)
     folder.mkdir(exist_ok=True)
     files = {name: f"model-{1 + index % 2}.safetensors" for index, name in enumerate(tensors)}
     for file in set(files.values()):

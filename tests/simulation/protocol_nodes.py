@@ -22,6 +22,7 @@ from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, Role, State
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.details import TokenDetails, pack_floats
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
@@ -57,6 +58,9 @@ BEAT_S = 0.5
 JUDGEMENTS_A_BEAT = 5
 STEP_S = 0.02
 RUNNING_MAX = 4
+PROMPT_ID = 99
+HIDDEN = 300
+"""So that the details of a whole answer fill several messages."""
 
 
 class Node:
@@ -156,7 +160,7 @@ class GatewayNode(Node):
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.owner = Owner(
-            self.process, MODEL, self.clock, Limits(unread_bytes_max=4096, open_list_s=0.5)
+            self.process, MODEL, self.clock, Limits(unread_bytes_max=1 << 20, open_list_s=0.5)
         )
         self._deliver = deliver
         self.peers.watch(self._watch)
@@ -198,7 +202,7 @@ class GatewayNode(Node):
                 case Deliver(request_id, event):
                     self._deliver(request_id, event)
                     if isinstance(event, Said):
-                        self.owner.read(request_id, len(event.text.encode()))
+                        self.owner.read(request_id, event.size_bytes)
                 case Announce(message):
                     self.say(OPEN, message, model=MODEL)
                 case Submit(message):
@@ -305,12 +309,26 @@ class SchedulerNode(Node):
 
 
 class Running:
-    """One choice in the fake batching loop."""
+    """One choice in the fake batching loop. Details begin with its first token of an answer."""
 
-    def __init__(self, key: ChoiceKey, answer: bytes, said: int) -> None:
+    def __init__(self, key: ChoiceKey, answer: bytes, said: int, details_from: int | None) -> None:
         self.key = key
         self.answer = answer
         self.said = said
+        self.told = details_from if said == 0 else None if details_from is None else said
+
+
+def details_at(answer: bytes, start: int, stop: int) -> TokenDetails:
+    """What is told of the tokens of an answer: numbers that show where they belong, and bulk."""
+    tokens = [answer[at] if at >= 0 else PROMPT_ID for at in range(start, stop)]
+    return TokenDetails(
+        count=len(tokens),
+        token_ids=pack_ids(tokens),
+        logprobs=pack_floats(float(-at) for at in range(start, stop)),
+        top_ids=pack_ids(tokens),
+        top_logprobs=pack_floats([-0.5] * len(tokens)),
+        hidden=pack_floats([0.0] * (HIDDEN * len(tokens))),
+    )
 
 
 class WorkerNode(Node):
@@ -381,7 +399,9 @@ class WorkerNode(Node):
             if isinstance(action, Run):
                 said = len(action.state.output_ids) // 4
                 answer = self._answer(action.state.prompt_ids)
-                self.running.append(Running(action.key, answer, said))
+                prompt_tokens = len(action.state.prompt_ids) // 4
+                told = action.state.sampling.details_from(prompt_tokens)
+                self.running.append(Running(action.key, answer, said, told))
             else:
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
@@ -398,7 +418,11 @@ class WorkerNode(Node):
         ids = one.answer[one.said : one.said + self._random.randint(1, 3)]
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
-        return Progress(key=one.key, token_ids=pack_ids(list(ids)), finish=finish)
+        details = TokenDetails()
+        if one.told is not None:
+            details = details_at(one.answer, one.told, one.said)
+            one.told = one.said
+        return Progress(key=one.key, token_ids=pack_ids(list(ids)), details=details, finish=finish)
 
     def _tick(self) -> None:
         self._act(self.output.tick(self.clock.unix_ms()))

@@ -21,12 +21,13 @@ from tests.simulation.protocol_nodes import (
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, Said, StreamEvent
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId, TenantId
-from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.sampling import DetailParams, SamplingParams, StopStrings
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
 
 STOP = "<end>"
@@ -45,6 +46,7 @@ class Truth:
 
     text: str
     tokens: int
+    token_ids: bytes
 
 
 @dataclass
@@ -59,23 +61,45 @@ class Story:
     finished: bool = False
     ended: Ended | None = None
     ended_ms: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
+    told: int | None = None
+
+    def __post_init__(self) -> None:
+        self.details_from = self.submit.sampling.details_from(len(self.submit.prompt_ids) // 4)
+        self.told = self.details_from
 
     def tell(self, event: StreamEvent, unix_ms: int) -> None:
         assert self.ended is None, f"{event} after the end"
         match event:
             case Accepted():
                 assert not self.text
-            case Said(_, text_offset, text):
+            case Said(_, text_offset, text, _, details):
                 assert text_offset == len(self.text.encode()), "text is missing or repeated"
                 self.text += text
                 assert any(truth.text.startswith(self.text) for truth in self.truths), (
                     f"{self.text!r} is the beginning of none of {self.truths}"
                 )
+                if details is not None:
+                    self._tell_details(details)
             case Finished(_, _, _, text_bytes):
                 assert text_bytes == len(self.text.encode())
                 self.finished = True
             case Ended():
                 self.ended, self.ended_ms = event, unix_ms
+
+    def _tell_details(self, piece: DetailPiece) -> None:
+        assert piece.offset == self.told, "details are missing or repeated"
+        for offset, detail in enumerate(piece.details.each(), piece.offset):
+            assert detail.logprob == -offset
+            self.token_ids.append(detail.token_id)
+        assert piece.texts.keys() == set(self.token_ids[-piece.details.count :])
+        self.told = piece.end
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The tokens of the answer that were told of."""
+        assert self.details_from is not None
+        return self.token_ids[-self.details_from :]
 
     @property
     def error(self) -> EngineError | None:
@@ -245,12 +269,19 @@ class World:
             model=MODEL,
             digest=number.to_bytes(4, "little"),
             prompt_ids=prompt_ids,
-            sampling=SamplingParams(max_new_tokens=1000),
-            stop=StopStrings(strings=(STOP,)) if stops else StopStrings(),
+            sampling=SamplingParams(max_new_tokens=1000, details=self._details()),
+            stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
             deadline_unix_ms=self.timeline.clock.unix_ms() + round(deadline_s * 1000),
         )
         self._asked[prompt_ids] = story = Story(submit, gateway)
         return story
+
+    def _details(self) -> DetailParams | None:
+        """Half of the clients want to be told of each token, a few of them of the prompt, too."""
+        if self.random.random() < 0.5:
+            return None
+        start = self.random.choice((-1, -1, 0, 20))
+        return DetailParams(logprobs=True, top=1, hidden=True, prompt_start=start)
 
     def _answer(self, prompt_ids: bytes) -> bytes:
         """Make up what a run will say."""
@@ -261,7 +292,8 @@ class World:
             letters.insert(self.random.randrange(len(letters)), STOP)
         answer = "".join(letters)
         text, found, _ = answer.partition(STOP) if stops else (answer, "", "")
-        story.truths.append(Truth(text, len((text + found).encode())))
+        tokens = (text + found).encode()
+        story.truths.append(Truth(text, len(tokens), tokens))
         return answer.encode()
 
 
@@ -276,7 +308,12 @@ def check_story(story: Story) -> None:
     assert late_ms <= 100, f"{story.submit.request_id} ended {late_ms} ms late"
     if story.error is None:
         assert story.finished
-        assert Truth(story.text, story.ended.usage.completion_tokens) in story.truths
+        tokens = story.ended.usage.completion_tokens
+        said = [t for t in story.truths if (t.text, t.tokens) == (story.text, tokens)]
+        assert said
+        if story.details_from is not None:
+            assert any(story.answer_ids == list(truth.token_ids) for truth in said)
+            assert len(story.token_ids) == tokens - story.details_from
 
 
 def check_empty(node: Node) -> None:

@@ -197,9 +197,11 @@ def test_a_field_that_is_not_built_is_named(stack: Stack):
         pytest.raises(BadRequestError) as caught,
     ):
         client.chat.completions.create(
-            model=stack.model, messages=[{"role": "user", "content": "x"}], n=2
+            model=stack.model,
+            messages=[{"role": "user", "content": "x"}],
+            response_format={"type": "json_object"},
         )
-    assert caught.value.param == "n"
+    assert caught.value.param == "response_format"
 
 
 def test_a_prompt_over_the_context_says_both_numbers(stack: Stack):

@@ -13,13 +13,19 @@ from antiphon.wire.command import (
     Admit,
     ChoiceOutput,
     CommandBatch,
+    ContinueWorker,
     ControlDone,
     DrainWorker,
+    DumpPlans,
     FlushCache,
+    PauseMode,
+    PauseWorker,
     ResendTokens,
+    SetWeightVersion,
     StopChoice,
     TokenPlace,
 )
+from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import (
@@ -33,6 +39,7 @@ from antiphon.wire.generate import (
     GenerateText,
     TextPlace,
 )
+from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.heartbeat import Discover, Heartbeat, RunningRequest, StreamSeq, WorkerLoad
 from antiphon.wire.ids import (
     ClientKey,
@@ -43,7 +50,8 @@ from antiphon.wire.ids import (
     TenantId,
 )
 from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
+from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams, StopStrings
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,
@@ -82,16 +90,44 @@ DETOKENIZER = Process(
 TERM = Term(number=7, scheduler=SCHEDULER)
 FIRST = Attempt(term=TERM, n=1)
 SECOND = Attempt(term=TERM, n=2)
-STOP = StopStrings(strings=("\n\n", "END"), include=True, skip_special_tokens=False)
+STOP = StopStrings(
+    strings=("\n\n", "END"), include=True, skip_special_tokens=False, token_texts=True
+)
+PROCESSORS = (
+    DisallowTokens(token_ids=(5, 6)),
+    AllowTokens(token_ids=(7, 70_000)),
+    AllowRange(first=10, last=20),
+    ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
+)
+GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
+DETAIL_PARAMS = DetailParams(logprobs=True, top=2, named_ids=(4, 5), hidden=True, prompt_start=3)
+DETAILS = TokenDetails(
+    count=2,
+    token_ids=pack_ids((7, 70_000)),
+    logprobs=pack_floats((-0.5, -1.25)),
+    top_ids=pack_ids((7, 8, 9, 70_000)),
+    top_logprobs=pack_floats((-0.5, -2.0, -0.75, -1.25)),
+    named_logprobs=pack_floats((-3.0, -4.0, -5.0, -6.0)),
+    hidden=pack_floats((0.5, 1.5, -2.5, 3.5)),
+)
+PIECE = DetailPiece(offset=-2, details=DETAILS, texts={7: "Grü", 70_000: "ße"})
 SAMPLING = SamplingParams(
     max_new_tokens=64,
     temperature=0.7,
     top_p=0.9,
     top_k=40,
     min_p=0.05,
+    frequency_penalty=0.25,
+    presence_penalty=-0.5,
+    repetition_penalty=1.125,
+    min_new_tokens=4,
+    logit_bias=LogitBias(token_ids=pack_ids((9, 70_000)), values=pack_floats((-1.5, 100.0))),
+    processors=PROCESSORS,
+    grammar=GRAMMAR,
     seed=-42,
     stop_token_ids=(2, 3),
     ignore_eos=True,
+    details=DETAIL_PARAMS,
 )
 ERROR = ErrorReply(
     code="overloaded",
@@ -126,16 +162,26 @@ EVERY: tuple[Message, ...] = (
         top_p=0.9,
         top_k=40,
         min_p=0.05,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        repetition_penalty=1.125,
+        min_tokens=4,
+        logit_bias={9: -1.5, 70_000: 100.0},
+        processors=PROCESSORS,
+        grammar=GRAMMAR,
+        n=2,
         seed=-42,
         stop=("\n\n",),
         stop_token_ids=(2,),
         ignore_eos=True,
+        details=DETAIL_PARAMS,
+        token_texts=True,
         stream=False,
         timeout_s=30.5,
         traceparent=TRACE,
     ),
-    GenerateAccepted(key=KEY, request_id=REQUEST, gateway=GATEWAY.instance),
-    GenerateText(request_id=REQUEST, choice=1, text_offset=12, text="né 👋"),
+    GenerateAccepted(key=KEY, request_id=REQUEST, gateway=GATEWAY.instance, details_from=-8),
+    GenerateText(request_id=REQUEST, choice=1, text_offset=12, text="né 👋", details=PIECE),
     GenerateEnd(
         request_id=REQUEST,
         choices=(
@@ -144,13 +190,17 @@ EVERY: tuple[Message, ...] = (
                 finish_reason=FinishReason.STOP,
                 text_bytes=17,
                 text="Hello there, you.",
+                details=PIECE,
+                details_end=17,
                 matched_stop="END",
             ),
         ),
         usage=USAGE,
         error=ERROR,
     ),
-    GenerateResume(request_id=REQUEST, places=(TextPlace(choice=1, text_offset=12),)),
+    GenerateResume(
+        request_id=REQUEST, places=(TextPlace(choice=1, text_offset=12, token_offset=-2),)
+    ),
     GenerateCancel(request_id=REQUEST),
     GenerateDone(request_id=REQUEST),
     EncodeRequest(
@@ -168,7 +218,9 @@ EVERY: tuple[Message, ...] = (
         block_digests=b"".join(DIGESTS),
         vocabulary_size=4096,
         context_tokens=2048,
-        defaults=SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.01),
+        defaults=SamplingDefaults(
+            temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
+        ),
     ),
     EncodeImage(
         request_id=REQUEST,
@@ -233,7 +285,7 @@ EVERY: tuple[Message, ...] = (
                 continues=FIRST,
                 detokenizer=DETOKENIZER.instance,
                 prompt_ids=pack_ids((1, 2, 3)),
-                choices=(ChoiceOutput(choice=1, output_ids=pack_ids((9, 8))),),
+                choices=(ChoiceOutput(choice=1, output_ids=pack_ids((9, 8)), details=DETAILS),),
                 sampling=SAMPLING,
                 stop=STOP,
                 priority=5,
@@ -252,7 +304,11 @@ EVERY: tuple[Message, ...] = (
     ),
     DrainWorker(),
     FlushCache(),
-    ControlDone(pages_freed=128),
+    PauseWorker(mode=PauseMode.IN_PLACE),
+    ContinueWorker(),
+    SetWeightVersion(version="step-7", abort_all=False),
+    DumpPlans(),
+    ControlDone(pages_freed=128, requests=2, file="/var/dumps/plans.antiphon"),
     TokenBatch(
         worker=WORKER,
         seq=12,
@@ -264,9 +320,11 @@ EVERY: tuple[Message, ...] = (
                 attempt=SECOND,
                 offset=2,
                 token_ids=pack_ids((7, 70_000)),
+                details=DETAILS,
                 stream=TokenStream(
                     owner=GATEWAY,
                     prompt_tokens=11,
+                    details_from=-8,
                     cached_tokens=3,
                     choices=2,
                     continues=FIRST,
@@ -292,6 +350,7 @@ EVERY: tuple[Message, ...] = (
                 continues=FIRST,
                 text_offset=12,
                 text="né 👋",
+                details=PIECE,
                 finish_reason=FinishReason.STOP,
                 matched_stop=2,
                 usage=USAGE,
@@ -302,7 +361,7 @@ EVERY: tuple[Message, ...] = (
     ResumeText(
         detokenizer=DETOKENIZER,
         gateway=GATEWAY,
-        places=(ChoicePlace(request_id=REQUEST, choice=1, text_offset=12),),
+        places=(ChoicePlace(request_id=REQUEST, choice=1, text_offset=12, token_offset=-2),),
     ),
     TextResumed(rows=2),
     PutPages(
@@ -337,6 +396,8 @@ EVERY: tuple[Message, ...] = (
             context_tokens=2048,
             term=TERM,
             commands_seq=4,
+            paused=True,
+            weight_version="step-7",
         ),
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Final
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
 from antiphon.detokenizer.stop import Match, StopScanner
 from antiphon.wire.base import FinishReason
+from antiphon.wire.details import DetailStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from antiphon.wire.details import TokenDetails
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.sampling import StopStrings
 
 PIECE_BYTES: Final = 64 * 1024
-"""Longest piece of text in one row: a whole answer may be larger than a message."""
+"""Longest piece of text in one row, and of details: a whole answer may be larger than a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,18 @@ class Choice:
     """The place where it is fixed which token is at which offset.
 
     Attributes:
-        offset: The next offset that is accepted; also the number of tokens that count.
+        first: The first offset: 0, or less if tokens of the prompt are told of.
+        offset: The next offset that is accepted.
+        tokens: Tokens of the answer that count.
+        settled: The offset up to which the text of every token is out.
         end: Set once; no token is accepted after it.
     """
 
-    def __init__(self, decode: Decode, stop: StopStrings) -> None:
-        self.offset = 0
+    def __init__(self, decode: Decode, stop: StopStrings, first: int = 0) -> None:
+        self.first = self.offset = self.settled = first
+        self.tokens = 0
         self.end: End | None = None
+        self._details = DetailStore(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
         self._scanner = StopScanner(stop.strings, stop.include)
         self._text = bytearray()
@@ -48,10 +55,28 @@ class Choice:
         """Length of the text shown so far, in UTF-8 bytes."""
         return len(self._text)
 
+    def accept(self, offset: int, token_ids: Sequence[int], details: TokenDetails | None) -> None:
+        """Accept what is new of a row that begins at `offset`, which is not beyond ours.
+
+        A token may complete a stop string and end the choice; what follows it does not count.
+        """
+        known = self.offset - offset
+        for token_id in token_ids[known:]:
+            self.push(token_id)
+            if self.end is not None:
+                break
+        if details is not None and known < details.count:
+            self._details.append(details.cut(known))
+            if self.end is not None:
+                self._details.truncate(self.offset)
+            self.offset = self._details.end
+        self._settle()
+
     def push(self, token_id: int) -> None:
         """Accept the id at `offset`. It may complete a stop string and end the choice."""
         assert self.end is None, "a token after the end of its choice"
         self.offset += 1
+        self.tokens += 1
         self._show(self._decoder.push(token_id))
 
     def finish(self, end: End) -> None:
@@ -61,10 +86,12 @@ class Choice:
         if self.end is None:
             self._text += self._scanner.flush().encode()
             self.end = end
+        self._settle()
 
-    def begins_at(self, text_offset: int) -> bool:
-        """Whether text may go on at a byte offset: neither beyond ours, nor inside a character."""
-        return text_offset <= len(self._text) and self._border(text_offset) == text_offset
+    def begins_at(self, text_offset: int, token_offset: int) -> bool:
+        """Whether it may be told from here on: neither beyond our end, nor inside a character."""
+        inside = text_offset <= len(self._text) and self.first <= token_offset <= self.settled
+        return inside and self._border(text_offset) == text_offset
 
     def pieces(self, text_offset: int) -> Iterator[tuple[int, str]]:
         """Yield the text beyond a byte offset as (offset, text); one piece at least, if empty."""
@@ -74,6 +101,23 @@ class Choice:
             if end == len(self._text):
                 return
             text_offset = end
+
+    def detail_pieces(self, token_offset: int) -> Iterator[tuple[int, TokenDetails]]:
+        """Yield the details from a token offset on as (offset, details); one, if without tokens.
+
+        They go as far as the text does.
+        """
+        step = max(1, PIECE_BYTES // max(1, self._details.token_bytes))
+        while True:
+            end = min(self.settled, token_offset + step)
+            yield token_offset, self._details.take(token_offset, end)
+            if end == self.settled:
+                return
+            token_offset = end
+
+    def _settle(self) -> None:
+        if self.end is not None or not (self._decoder.holds or self._scanner.holds):
+            self.settled = self.offset
 
     def _show(self, text: str) -> None:
         shown = self._scanner.push(text)

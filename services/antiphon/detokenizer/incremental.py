@@ -33,6 +33,11 @@ class IncrementalDecoder:
         self._shown_text = ""
         self._held: list[int] = []  # ids whose text may still be half a character
 
+    @property
+    def holds(self) -> bool:
+        """Whether the text of some token is not out yet."""
+        return bool(self._held)
+
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that is certain now, perhaps none."""
         self._held.append(token_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
@@ -38,6 +39,8 @@ UNLISTED_S = 2.0
 """How long a request may be missing from its owner's whole list before it is not open."""
 OWNERS_GONE_MAX = 256
 """Dead gateways remembered."""
+TEXTS_MAX = 65_536
+"""Tokens whose text is remembered, where requests want it by the token."""
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest text batch: what a gateway missed in an outage is far more than a message."""
 
@@ -64,6 +67,7 @@ class Detokenizer:
         self.requests: dict[RequestId, Request] = {}
         self._process = process
         self._decode = decode
+        self._text_of = lru_cache(TEXTS_MAX)(partial(_text_of, decode))
         self._requests_max = requests_max
         self._seqs = SeqSender()
         self._seen: dict[Process, int] = {}  # last seq of each worker's life
@@ -128,14 +132,17 @@ class Detokenizer:
 
     def on_resume(self, resume: ResumeText) -> tuple[int, list[Action]]:
         """Send a gateway everything of its live requests beyond its places; count the rows."""
-        places = {(p.request_id, p.choice): p.text_offset for p in resume.places}
+        places = {(p.request_id, p.choice): p for p in resume.places}
         reaction = Reaction()
         for request in self._owned(resume.gateway):
             for index, choice in request.choices.items():
-                start = places.get((request.id, index), 0)
+                place = places.get((request.id, index))
+                start = place.text_offset if place else 0
+                told = place.token_offset if place else None
+                told = choice.first if told is None else told
                 # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
-                if choice.begins_at(start):
-                    reaction.say(resume.gateway, request.rows(index, start))
+                if choice.begins_at(start, told):
+                    reaction.say(resume.gateway, request.rows(index, start, told))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
@@ -187,8 +194,11 @@ class Detokenizer:
         if previous is not None and stream.continues == previous.attempt:
             choices = previous.choices
         else:
-            choices = {i: Choice(self._decode, stream.stop) for i in range(stream.choices)}
-        request = Request(row.request_id, stream, row.attempt, worker, choices, listed_at=now)
+            first = stream.details_from or 0
+            choices = {i: Choice(self._decode, stream.stop, first) for i in range(stream.choices)}
+        request = Request(
+            row.request_id, stream, row.attempt, worker, choices, self._text_of, listed_at=now
+        )
         self.requests[row.request_id] = request
         return request
 
@@ -202,16 +212,15 @@ class Detokenizer:
         if row.offset > choice.offset:
             reaction.missing = True
             return
-        shown = choice.text_bytes
-        for token_id in unpack_ids(row.token_ids)[choice.offset - row.offset :]:
-            choice.push(token_id)
-            if choice.end is not None:
-                reaction.actions += self._stop(request, row.choice, now)
-                break
+        shown, told = choice.text_bytes, choice.settled
+        choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
+        if choice.end is not None:
+            reaction.actions += self._stop(request, row.choice, now)
         if row.finish_reason is not None:
             choice.finish(End(row.finish_reason, row.matched_stop, row.error))
-        if choice.text_bytes > shown or choice.end is not None:
-            reaction.say(request.owner, request.rows(row.choice, shown))
+        tells = request.stream.details_from is not None and choice.settled > told
+        if choice.text_bytes > shown or tells or choice.end is not None:
+            reaction.say(request.owner, request.rows(row.choice, shown, told))
 
     def _batches(self, reaction: Reaction) -> Iterator[SendText]:
         for gateway, rows in reaction.rows.items():
@@ -281,8 +290,14 @@ class Detokenizer:
         return [request for request in self.requests.values() if request.owner == owner]
 
 
+def _text_of(decode: Decode, token_id: int) -> str:
+    skip_special_tokens = False
+    return decode([token_id], skip_special_tokens)
+
+
 def _row_bytes(row: TextRow) -> int:
-    return _ROW_BYTES + len(row.text.encode())
+    details = 0 if row.details is None else row.details.size_bytes
+    return _ROW_BYTES + len(row.text.encode()) + details
 
 
 def _overloaded(row: TokenRow) -> TextRow:

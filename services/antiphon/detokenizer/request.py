@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.base import Attempt, Process, Usage
+from antiphon.wire.details import DetailPiece, TokenDetails
 from antiphon.wire.text import TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from antiphon.detokenizer.choice import Choice
     from antiphon.wire.ids import RequestId
@@ -21,6 +22,7 @@ class Request:
     """A live request, or one that has ended and is not forgotten yet.
 
     Attributes:
+        text_of: The text of a token by itself.
         listed_at: When the owner's open list last named it, or when it began.
         stopped_at: When the worker was last told to stop, a choice.
     """
@@ -30,6 +32,7 @@ class Request:
     attempt: Attempt
     worker: Process
     choices: dict[int, Choice]
+    text_of: Callable[[int], str]
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -48,16 +51,22 @@ class Request:
         """Tokens that count, up to the ends found here."""
         return Usage(
             prompt_tokens=self.stream.prompt_tokens,
-            completion_tokens=sum(choice.offset for choice in self.choices.values()),
+            completion_tokens=sum(choice.tokens for choice in self.choices.values()),
             cached_tokens=self.stream.cached_tokens,
         )
 
-    def rows(self, index: int, start: int) -> Iterator[TextRow]:
-        """Say a choice's text from a byte offset on; the last row has its end if it has one."""
+    def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:
+        """Say a choice from here on, text and details; the last row has its end if it has one."""
         choice = self.choices[index]
-        for text_offset, text in choice.pieces(start):
-            is_last = text_offset + len(text.encode()) == choice.text_bytes
-            end = choice.end if is_last else None
+        texts = list(choice.pieces(text_start))
+        pieces = self._detail_pieces(choice, token_start)
+        texts += [(choice.text_bytes, "")] * (len(pieces) - len(texts))
+        # Each row says how far the details go, so that whoever has the end sees what it lacks.
+        if pieces:
+            rest = DetailPiece(offset=choice.settled, details=TokenDetails())
+            pieces += [rest] * (len(texts) - len(pieces))
+        for number, (text_offset, text) in enumerate(texts):
+            end = choice.end if number == len(texts) - 1 else None
             yield TextRow(
                 request_id=self.id,
                 choice=index,
@@ -65,8 +74,22 @@ class Request:
                 continues=self.stream.continues,
                 text_offset=text_offset,
                 text=text,
+                details=pieces[number] if pieces else None,
                 finish_reason=end.finish_reason if end else None,
                 matched_stop=end.matched_stop if end else None,
                 usage=self.usage,
                 error=end.error if end else None,
             )
+
+    def _detail_pieces(self, choice: Choice, token_start: int) -> list[DetailPiece]:
+        if self.stream.details_from is None:
+            return []
+        return [
+            DetailPiece(offset=offset, details=details, texts=self._texts(details))
+            for offset, details in choice.detail_pieces(token_start)
+        ]
+
+    def _texts(self, details: TokenDetails) -> dict[int, str]:
+        if not self.stream.stop.token_texts:
+            return {}
+        return {token_id: self.text_of(token_id) for token_id in sorted(details.ids())}

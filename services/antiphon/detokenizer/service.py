@@ -54,7 +54,8 @@ class DetokenizerService:
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Load the tokenizer, then keep time: what is owed, and what is overdue."""
-        file = tokenizer_folder(self._settings) / "tokenizer.json"
+        folder = await asyncio.to_thread(tokenizer_folder, self._settings)
+        file = folder / "tokenizer.json"
         tokenizer = await asyncio.to_thread(Tokenizer.from_file, str(file))
 
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -21,6 +21,11 @@ class StopScanner:
         self._include = include
         self._held = ""
 
+    @property
+    def holds(self) -> bool:
+        """Whether some text is held back."""
+        return bool(self._held)
+
     def push(self, text: str) -> str | Match:
         """Take more text; return what may be shown, or the earliest match.
 

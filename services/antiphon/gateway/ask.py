@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from antiphon.wire.grammar import Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
-from antiphon.wire.sampling import StopStrings
+from antiphon.wire.processors import LogitProcessor
+from antiphon.wire.sampling import DetailParams, StopStrings
 from antiphon.wire.tokenize import ChatMessage
 
 
@@ -16,9 +20,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    tokens_min: int = 0
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict[int, float])
+    processors: tuple[LogitProcessor, ...] = ()
+    grammar: Grammar | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    details: DetailParams | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +41,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         model: None takes the one that is served.
         tokens_max: What the client said; `tokens_field` is what it called that.
         tokens_default: In place of what it did not say; None fills the context.
+        choices: How many answers.
         model_defaults: Whether the model's generation config comes before OpenAI's defaults.
         timeout_s: None takes the configured one.
     """
@@ -42,6 +55,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tokens_max: int | None = None
     tokens_field: str = "max_tokens"
     tokens_default: int | None = None
+    choices: int = 1
     sampling: Sampling = Sampling()
     stop: StopStrings = StopStrings()
     model_defaults: bool = False

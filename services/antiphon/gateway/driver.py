@@ -75,9 +75,9 @@ class Driver:
         self._idle.clear()
         self._apply(self._owner.open(stream.submit))
 
-    def read(self, stream: Stream, text: str) -> None:
-        """The client has taken this text."""
-        self._owner.read(stream.submit.request_id, len(text.encode()))
+    def read(self, stream: Stream, said: Said) -> None:
+        """The client has taken this."""
+        self._owner.read(stream.submit.request_id, said.size_bytes)
 
     def leave(self, stream: Stream, error: EngineError | None = None) -> None:
         """Cancel a request unless it has ended: nobody reads its stream any more."""

@@ -145,7 +145,7 @@ class Entrance:
             vocabulary_size=encoded.vocabulary_size,
             seed=self._runtime.settings.model.random_seed,
         )
-        content = (self._model, encoded.token_ids, sampling, ask.stop)
+        content = (self._model, encoded.token_ids, sampling, ask.stop, ask.choices)
         return SubmitRequest(
             request_id=request_id,
             owner=self._runtime.process,
@@ -154,6 +154,7 @@ class Entrance:
             digest=hashlib.sha256(msgspec.msgpack.encode(content)).digest(),
             prompt_ids=encoded.token_ids,
             block_digests=encoded.block_digests,
+            choices=ask.choices,
             sampling=sampling,
             stop=ask.stop,
             deadline_unix_ms=deadline_unix_ms,

@@ -5,17 +5,24 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, TypeVar
 
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.processors import named_ids
+from antiphon.wire.sampling import LogitBias, SamplingParams
 from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
-    from antiphon.gateway.ask import Ask
+    from collections.abc import Collection, Iterator, Mapping
+
+    from antiphon.gateway.ask import Ask, Sampling
+    from antiphon.wire.sampling import DetailParams
 
 T = TypeVar("T")
 
 _TOP_K_ALL = 2**30
 """SGLang's way to say: the whole vocabulary."""
+_FLOAT32_MAX = 3.4e38
 
 
 def answer_tokens(ask: Ask, *, prompt_tokens: int, context_tokens: int) -> int:
@@ -27,7 +34,7 @@ def answer_tokens(ask: Ask, *, prompt_tokens: int, context_tokens: int) -> int:
     """
     if prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens", param=_prompt_field(ask))
-    if prompt_tokens >= context_tokens:
+    if prompt_tokens + (ask.tokens_max != 0) > context_tokens:
         raise PromptTooLong.of(
             prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(ask)
         )
@@ -56,26 +63,60 @@ def sampling_params(
     """Fill in what the client left open. `seed` below zero draws one.
 
     Raises:
-        InvalidRequest: A stop token is not in the vocabulary.
+        InvalidRequest: A token is not in the vocabulary, or a number is out of its range.
     """
     said = ask.sampling
     model = recommended if ask.model_defaults else SamplingDefaults()
-    if max(said.stop_token_ids, default=0) >= vocabulary_size:
-        raise InvalidRequest(
-            f"stop_token_ids holds {max(said.stop_token_ids)}; the vocabulary ends at "
-            f"{vocabulary_size - 1}",
-            param="stop_token_ids",
-        )
+    for name, ids in _named_ids(said):
+        if max(ids, default=0) >= vocabulary_size:
+            text = f"{name} holds {max(ids)}; the vocabulary ends at {vocabulary_size - 1}"
+            raise InvalidRequest(text, param=name)
+    if ask.tokens_max is not None and said.tokens_min > ask.tokens_max:
+        text = f"min_tokens is {said.tokens_min}, more than {ask.tokens_field}"
+        raise InvalidRequest(text, param="min_tokens")
     return SamplingParams(
         max_new_tokens=tokens_max,
         temperature=_first(said.temperature, model.temperature, 1.0),
         top_p=_first(said.top_p, model.top_p, 1.0),
         top_k=_top_k(_first(said.top_k, model.top_k, -1)),
         min_p=_first(said.min_p, model.min_p, 0.0),
+        frequency_penalty=said.frequency_penalty,
+        presence_penalty=said.presence_penalty,
+        repetition_penalty=_first(said.repetition_penalty, model.repetition_penalty, 1.0),
+        min_new_tokens=min(said.tokens_min, tokens_max),
+        logit_bias=_bias(said.logit_bias),
+        processors=said.processors,
+        grammar=said.grammar,
         seed=_first(said.seed, seed if seed >= 0 else None, secrets.randbits(63)),
         stop_token_ids=said.stop_token_ids,
         ignore_eos=said.ignore_eos,
+        details=_details(said.details),
     )
+
+
+def _named_ids(said: Sampling) -> Iterator[tuple[str, Collection[int]]]:
+    yield "stop_token_ids", said.stop_token_ids
+    yield "logit_bias", said.logit_bias
+    yield "details.named_ids", said.details.named_ids if said.details else ()
+    for processor in said.processors:
+        yield "processors", named_ids(processor)
+    yield "grammar.begins_after", said.grammar.begins_after if said.grammar else ()
+
+
+def _bias(said: Mapping[int, float]) -> LogitBias | None:
+    if not said:
+        return None
+    # Beyond float32 a value would become infinite, and an infinite one has no order.
+    if not all(abs(value) <= _FLOAT32_MAX for value in said.values()):
+        raise InvalidRequest("a value is not a finite number", param="logit_bias")
+    return LogitBias(token_ids=pack_ids(said), values=pack_floats(said.values()))
+
+
+def _details(said: DetailParams | None) -> DetailParams | None:
+    """What is wanted; None where that is nothing."""
+    if said is None or not (said.logprobs or said.top or said.named_ids or said.hidden):
+        return None
+    return said
 
 
 def _prompt_field(ask: Ask) -> str:

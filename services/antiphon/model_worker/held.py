@@ -4,29 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from antiphon.wire.details import DetailStore
 from antiphon.wire.tokens import TokenRow, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
-    from antiphon.wire.command import Admit
+    from antiphon.wire.command import Admit, ChoiceOutput
+    from antiphon.wire.details import TokenDetails
 
 ROW_IDS_MAX = 16_384
 """Longest row: a replay after an outage still goes in messages of a sane size."""
+ROW_DETAILS_BYTES_MAX = 64 * 1024
+"""The same for a row's details."""
 
 _ID_BYTES = 4
 
 
 class HeldChoice:
-    """The outputs of one choice: the only place from which its tokens are ever sent."""
+    """The outputs of one choice: the only place from which its tokens are ever sent.
 
-    def __init__(self, index: int, key: ChoiceKey, output_ids: bytes) -> None:
-        self.index = index
+    What is told of its tokens is here too: of so many tokens of the prompt, at negative offsets,
+    and then of each output.
+    """
+
+    def __init__(
+        self, output: ChoiceOutput, key: ChoiceKey, details: DetailStore | None = None
+    ) -> None:
+        self.index = output.choice
         self.key = key
         self.finish: Finish | None = None
-        self._ids = bytearray(output_ids)
-        self._sent = 0
+        self._ids = bytearray(output.output_ids)
+        self._details = details
+        self._first = 0 if details is None else details.first
+        self._sent = self._first
         self._end_sent = False
         self._stopped = False
 
@@ -44,6 +56,9 @@ class HeldChoice:
         """Take in what a step did to it."""
         assert self.live, "a choice went on after its end"
         self._ids += progress.token_ids
+        if self._details is not None:
+            self._details.append(progress.details)
+            assert self._details.end >= self.length or not self.length, "a token is not told of"
         self.finish = progress.finish
 
     def stop(self, offset: int | None = None) -> int:
@@ -51,24 +66,52 @@ class HeldChoice:
         length = self.length if offset is None else min(self.length, max(0, offset))
         overrun = self.length - length
         del self._ids[length * _ID_BYTES :]
+        if self._details is not None:
+            self._details.truncate(length)
         self._stopped = True
         return overrun
 
     def rewind(self, offset: int) -> None:
         """Send again from `offset` on, its end included."""
-        self._sent = min(max(0, offset), self.length)
+        self._sent = min(max(self._first, offset), self._end)
         self._end_sent = False
 
-    def unsent(self) -> Iterator[tuple[int, bytes, Finish | None]]:
-        """Take what was not sent yet, as (offset, ids, end) in pieces of bounded size."""
+    def take_plain(self) -> tuple[int, bytes] | None:
+        """Take what was not sent yet as (offset, ids), if it is one row and nothing but ids.
+
+        So it is with nearly every row, and in each step: it costs a third of what `unsent` does.
+        """
+        sent, length = self._sent, self.length
+        if self._details is not None or self.finish is not None or self._stopped:
+            return None
+        if not sent < length <= sent + ROW_IDS_MAX:
+            return None
+        self._sent = length
+        return sent, bytes(self._ids[sent * _ID_BYTES :])
+
+    def unsent(self) -> Iterator[tuple[int, bytes, TokenDetails | None, Finish | None]]:
+        """Take what was not sent yet, as (offset, ids, details, end) in pieces of bounded size."""
         if self._stopped:
             return
-        while self._sent < self.length or (self.finish is not None and not self._end_sent):
+        while self._sent < self._end or (self.finish is not None and not self._end_sent):
             offset = self._sent
-            self._sent = min(self.length, offset + ROW_IDS_MAX)
-            self._end_sent = self.finish is not None and self._sent == self.length
-            ids = bytes(self._ids[offset * _ID_BYTES : self._sent * _ID_BYTES])
-            yield offset, ids, self.finish if self._end_sent else None
+            # A row holds tokens of the prompt or of the answer: only these have ids.
+            border = 0 if offset < 0 <= self._end else self._end
+            self._sent = min(border, offset + self._row_tokens_max())
+            self._end_sent = self.finish is not None and self._sent == self._end
+            ids = bytes(self._ids[max(0, offset) * _ID_BYTES : max(0, self._sent) * _ID_BYTES])
+            details = None if self._details is None else self._details.take(offset, self._sent)
+            yield offset, ids, details, self.finish if self._end_sent else None
+
+    @property
+    def _end(self) -> int:
+        """The offset after the last token that can be sent."""
+        return self.length if self._details is None else self._details.end
+
+    def _row_tokens_max(self) -> int:
+        if self._details is None or not self._details.token_bytes:
+            return ROW_IDS_MAX
+        return min(ROW_IDS_MAX, max(1, ROW_DETAILS_BYTES_MAX // self._details.token_bytes))
 
 
 class HeldRequest:
@@ -86,11 +129,12 @@ class HeldRequest:
         self.admitted_ms = now_ms
         self.cached_tokens = 0
         self.listed_after_end = False
+        self._prompt_tokens = len(admit.prompt_ids) // _ID_BYTES
+        self._details_from = admit.sampling.details_from(self._prompt_tokens)
         self.choices = [
-            HeldChoice(choice.choice, key, choice.output_ids)
+            HeldChoice(choice, key, self._told(choice))
             for choice, key in zip(admit.choices, keys, strict=True)
         ]
-        self._prompt_tokens = len(admit.prompt_ids) // _ID_BYTES
         self._continues = admit.continues
         self._stop = admit.stop
         self._traceparent = admit.traceparent
@@ -107,36 +151,63 @@ class HeldRequest:
         return sum(choice.length for choice in self.choices)
 
     def rewind(self, offsets: dict[int, int]) -> None:
-        """Send again from these offsets on, a choice; from 0 where none is given."""
+        """Send again from these offsets on, a choice; from its beginning where none is given."""
         self._introduced = False
         for choice in self.choices:
-            choice.rewind(offsets.get(choice.index, 0))
+            choice.rewind(offsets.get(choice.index, self._details_from or 0))
 
     def repeat_end(self) -> None:
         """Send again how each choice ended, without its ids."""
         self.rewind({choice.index: choice.length for choice in self.choices})
 
-    def unsent(self) -> Iterator[TokenRow]:
+    def unsent(self) -> list[TokenRow]:
         """Take the rows that were not sent yet; the first ever says what the request is."""
+        rows: list[TokenRow] = []
         for choice in self.choices:
-            for offset, ids, finish in choice.unsent():
-                yield TokenRow(
-                    request_id=self.request_id,
-                    choice=choice.index,
-                    attempt=self.attempt,
-                    offset=offset,
-                    token_ids=ids,
-                    stream=None if self._introduced else self._stream(),
-                    finish_reason=finish.reason if finish else None,
-                    matched_stop=finish.matched_stop if finish else None,
-                    error=finish.error if finish else None,
-                )
-                self._introduced = True
+            plain = choice.take_plain() if self._introduced else None
+            if plain is None:
+                rows.extend(self._rows(choice))
+                continue
+            offset, ids = plain
+            row = TokenRow(
+                request_id=self.request_id,
+                choice=choice.index,
+                attempt=self.attempt,
+                offset=offset,
+                token_ids=ids,
+            )
+            rows.append(row)
+        return rows
+
+    def _rows(self, choice: HeldChoice) -> Iterator[TokenRow]:
+        for offset, ids, details, finish in choice.unsent():
+            yield TokenRow(
+                request_id=self.request_id,
+                choice=choice.index,
+                attempt=self.attempt,
+                offset=offset,
+                token_ids=ids,
+                details=details,
+                stream=None if self._introduced else self._stream(),
+                finish_reason=finish.reason if finish else None,
+                matched_stop=finish.matched_stop if finish else None,
+                error=finish.error if finish else None,
+            )
+            self._introduced = True
+
+    def _told(self, choice: ChoiceOutput) -> DetailStore | None:
+        if self._details_from is None:
+            return None
+        store = DetailStore(self._details_from)
+        if choice.details is not None and choice.output_ids:
+            store.append(choice.details)
+        return store
 
     def _stream(self) -> TokenStream:
         return TokenStream(
             owner=self.owner,
             prompt_tokens=self._prompt_tokens,
+            details_from=self._details_from,
             cached_tokens=self.cached_tokens,
             choices=len(self.choices),
             continues=self._continues,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from antiphon.telemetry.tracing import Span, span
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from antiphon.model_worker.batching.request import ChoiceKey, Progress
     from antiphon.model_worker.output import Run
 
@@ -23,7 +25,7 @@ class _Entry:
     span: Span
     began: float
     first_s: float | None = None
-    tokens: int = 0
+    id_bytes: int = 0
 
 
 class Journal:
@@ -37,17 +39,19 @@ class Journal:
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _Entry(run, here, now)
 
-    def progress(self, news: Progress, now: float) -> None:
-        """The loop has done something to it."""
-        entry = self._entries.get(news.key)
-        if entry is None:
-            return
-        if entry.first_s is None and news.token_ids:
-            entry.first_s = now - entry.began
-        entry.tokens += len(news.token_ids) // _ID_BYTES
-        if news.finish is not None:
-            error = news.finish.error
-            self._end(entry, now, error.code if error else news.finish.reason.value)
+    def step(self, progress: Iterable[Progress], now: float) -> None:
+        """The loop has done something to these."""
+        entries = self._entries
+        for news in progress:
+            entry = entries.get(news.key)
+            if entry is None:
+                continue
+            entry.id_bytes += len(news.token_ids)
+            if entry.first_s is None and news.token_ids:
+                entry.first_s = now - entry.began
+            if news.finish is not None:
+                error = news.finish.error
+                self._end(entry, now, error.code if error else news.finish.reason.value)
 
     def drop(self, key: ChoiceKey, now: float) -> None:
         """It was taken back: a stop string, a cancellation, a deadline."""
@@ -58,7 +62,8 @@ class Journal:
     def _end(self, entry: _Entry, now: float, reason: str) -> None:
         state = entry.run.state
         del self._entries[entry.run.key]
-        entry.span.set(output_tokens=entry.tokens, reason=reason)
+        tokens = entry.id_bytes // _ID_BYTES
+        entry.span.set(output_tokens=tokens, reason=reason)
         entry.span.end()
         log.info(
             "choice ended",
@@ -67,7 +72,7 @@ class Journal:
                 "choice": state.choice,
                 "reason": reason,
                 "prompt_tokens": len(state.prompt_ids) // _ID_BYTES,
-                "output_tokens": entry.tokens,
+                "output_tokens": tokens,
                 "first_token_s": entry.first_s,
                 "seconds": now - entry.began,
             },

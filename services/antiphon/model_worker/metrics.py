@@ -18,7 +18,11 @@ class WorkerMetrics:
 
     def __init__(self, registry: CollectorRegistry, pages_total: int) -> None:
         self._pages_total = pages_total
-        self._retractions_seen = 0
+        self._last: StepReport | None = None
+        self._seconds: list[float] = []
+        self._computed_tokens = 0
+        self._output_bytes = 0
+        self._retractions_seen = self._preemptions_seen = self._failures_seen = 0
 
         def counter(name: str, meaning: str) -> Counter:
             return Counter(f"antiphon_worker_{name}", meaning, registry=registry)
@@ -35,25 +39,55 @@ class WorkerMetrics:
         self._computed = counter("computed_tokens", "Tokens computed, prompts included.")
         self._output = counter("output_tokens", "Tokens of answers.")
         self._retractions = counter("retractions", "Choices that had to start over.")
+        self._preemptions = counter("preemptions", "Choices that gave way to a higher priority.")
+        self._failures = counter("plan_failures", "Steps that raised, repetitions included.")
+        self._stalls = counter("stalls", "Times that the batching loop stood still.")
+        self._paused = gauge("paused", "1 while no steps are run.")
         self._overrun = gauge("overrun_tokens", "Tokens made beyond a stop string, since start.")
         self._rows = gauge("batch_rows", "Choices in the last step.")
         self._running = gauge("running", "Choices with pages.")
         self._waiting = gauge("waiting", "Choices that wait for pages.")
-        self._pages_used = gauge("pages_used", "Pages in use.")
+        self._pages_used = gauge("pages_used", "Pages that requests have.")
+        self._pages_cached = gauge("pages_cached", "Pages that only the prefix cache has.")
         self._held = gauge("held", "Requests whose ids are kept for a replay.")
 
     def observe(self, report: StepReport) -> None:
-        """Count a turn of the loop."""
+        """Take note of a turn of the loop. Cheap, for each step does it; `settle` does the rest."""
+        self._last = report
         if report.rows:
-            self._step_seconds.observe(report.seconds)
-            self._computed.inc(report.tokens)
-        self._output.inc(sum(len(news.token_ids) for news in report.progress) // _ID_BYTES)
+            self._seconds.append(report.seconds)
+            self._computed_tokens += report.tokens
+        for news in report.progress:
+            self._output_bytes += len(news.token_ids)
+
+    def settle(self) -> None:
+        """Show what was noted; several times a second."""
+        report = self._last
+        if report is None:
+            return
+        for seconds in self._seconds:
+            self._step_seconds.observe(seconds)
+        self._seconds.clear()
+        self._computed.inc(self._computed_tokens)
+        self._output.inc(self._output_bytes // _ID_BYTES)
+        self._computed_tokens = self._output_bytes = 0
         self._retractions.inc(report.retractions - self._retractions_seen)
         self._retractions_seen = report.retractions
+        self._preemptions.inc(report.preemptions - self._preemptions_seen)
+        self._preemptions_seen = report.preemptions
+        self._failures.inc(report.failures - self._failures_seen)
+        self._failures_seen = report.failures
+        self._paused.set(report.paused)
         self._rows.set(report.rows)
         self._running.set(report.running)
         self._waiting.set(report.waiting)
-        self._pages_used.set(self._pages_total - report.pages_free)
+        held = report.credit.pages_evictable
+        self._pages_used.set(self._pages_total - report.credit.pages_free - held)
+        self._pages_cached.set(held)
+
+    def stalled(self) -> None:
+        """Count a standstill."""
+        self._stalls.inc()
 
     def hold(self, *, held: int, overrun_tokens: int) -> None:
         """Say what is kept, and what was made in vain since start."""

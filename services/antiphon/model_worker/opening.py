@@ -5,24 +5,35 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.config.card import read_card
 from antiphon.config.device import this_device
+from antiphon.config.ends import tokenizer_ends
 from antiphon.config.errors import ConfigError
+from antiphon.config.model_files import Place, files_at
 from antiphon.config.resolve import Plan as Resolved
 from antiphon.config.resolve import resolve, table
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker import checksums
+from antiphon.model_worker.batching.open import open_batching
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.service.model import model_folder
+from antiphon.model_worker.grammar.open import no_compiler, open_compiler
+from antiphon.service.model import model_files, tokenizer_place
 from antiphon.service.sockets import CannotStart
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
+    from antiphon.config.device import Device
     from antiphon.config.settings import Settings
+    from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.batching import Batching
     from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.grammar.grammars import Compiler
+    from antiphon.model_worker.runner.open import OpenModel
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +46,10 @@ class Engine:
 
     batching: Batching
     runner: Runner
+    resolved: Resolved | None = None
+    """How it was set up; none of an engine that runs no model."""
+    open_compiler: Callable[[], Compiler] = no_compiler
+    """Makes what compiles grammars."""
 
 
 def open_engine(settings: Settings) -> Engine:
@@ -44,29 +59,62 @@ def open_engine(settings: Settings) -> Engine:
         CannotStart: The settings, the folder or the memory do not allow it.
     """
     try:
-        folder = model_folder(settings)
-        verify(folder, settings.cluster.model_digest)
-        resolved = resolve(settings, read_card(folder), this_device())
+        files = model_files(settings)
+        checksums.verify(files, settings.load, settings.model.path)
+        verify(files, settings.cluster.model_digest)
+        card = read_card(files)
+        ends = {*card.eos_ids, *tokenizer_ends(tokenizer_place(settings))}
+        card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
+        resolved = resolve(settings, card, _device())
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
-    return _open(folder, resolved, weights_digest=settings.cluster.model_digest)
+    model = load_resolved(files, resolved)
+    batching = open_batching(
+        settings,
+        resolved,
+        CachePools(model.groups),
+        vocab_size=model.spec.vocabulary,
+        weights_digest=settings.cluster.model_digest,
+    )
+    compiler = _compiler(settings, resolved, batching.limits)
+    return Engine(batching, model.runner, resolved, compiler)
 
 
-def verify(folder: Path, digest: str) -> None:
+def _compiler(settings: Settings, resolved: Resolved, limits: Limits) -> Callable[[], Compiler]:
+    if resolved.grammar.value == "none":
+        return partial(no_compiler, resolved.grammar.reason)
+    tokenizer = tokenizer_place(settings)
+    return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
+
+
+def _device() -> Device:
+    """This machine, and whether the CPU's own kernels run on it."""
+    # torch takes seconds to import; the process says meanwhile that it is starting.
+    from antiphon.kernels.cpu.extension import lacking  # noqa: PLC0415
+
+    return msgspec.structs.replace(this_device(), lacking=lacking())
+
+
+def verify(place: Place, digest: str) -> None:
     """Compare the model with the digest that the cluster agreed on, if it did.
 
     Raises:
         CannotStart: It is another model.
     """
-    if digest and (actual := content_digest(folder)) != digest:
+    if digest and (actual := content_digest(place)) != digest:
+        folder = files_at(place).folder
         raise CannotStart(f"{folder}: digest {actual}, but cluster.model_digest = {digest}")
 
 
-def content_digest(folder: Path) -> str:
-    """SHA-256 over names and bytes of the config and the weights, in order of their names."""
-    content = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+def content_digest(place: Place) -> str:
+    """SHA-256 over names and bytes of the config and the weights, in order of their names.
+
+    Another config is another model: what overrides config.json goes in, where anything does.
+    """
+    files = files_at(place)
+    content = hashlib.sha256(files.config() if files.overridden else b"")
+    for file in sorted([files.folder / "config.json", *files.weights]):
         inner = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(_READ_BYTES):
@@ -75,32 +123,27 @@ def content_digest(folder: Path) -> str:
     return content.hexdigest()
 
 
-def _open(folder: Path, resolved: Resolved, *, weights_digest: str) -> Engine:
-    # torch takes seconds to import; the process says meanwhile that it is starting.
-    import torch  # noqa: PLC0415
+def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
+    """Load a model as it was decided. Blocks for seconds.
+
+    Raises:
+        CannotStart: The folder cannot be served so.
+    """
+    import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
 
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
     from antiphon.model_worker.runner.open import open_model  # noqa: PLC0415
 
     torch.set_num_threads(resolved.threads.value)
     try:
-        model = open_model(
-            folder,
+        return open_model(
+            place,
             page_tokens=resolved.page_tokens.value,
             pages=resolved.cache_pages.value,
             dtype=resolved.dtype.value,
+            linear=resolved.linear.value,
             device=resolved.device.value,
+            deterministic=resolved.deterministic.value,
         )
     except ModelLoadError as error:
         raise CannotStart(str(error)) from error
-    pools = CachePools(model.groups)
-    limits = Limits(
-        step_tokens_max=resolved.step_tokens.value,
-        chunk_tokens=resolved.chunk_tokens.value,
-        running_max=resolved.running_max.value,
-        context_tokens=min(resolved.context_tokens.value, pools.tokens_max),
-        vocab_size=model.spec.vocabulary,
-        end_ids=frozenset(resolved.eos_ids.value),
-        weights_digest=weights_digest,
-    )
-    return Engine(Batching(limits, pools), model.runner)

@@ -335,6 +335,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 output_ids=output.output_ids,
                 emitted=len(output.output_ids) // 4,
                 sampling=admit.sampling,
+                priority=admit.priority,
                 deadline_unix_ms=admit.deadline_unix_ms,
             ),
             admit.traceparent,
@@ -344,5 +345,9 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
 
 
 def _row_bytes(row: TokenRow) -> int:
+    if row.stream is None and row.details is None:
+        return _ROW_BYTES + len(row.token_ids)
     strings = row.stream.stop.strings if row.stream is not None else ()
-    return _ROW_BYTES + len(row.token_ids) + sum(len(string.encode()) for string in strings)
+    details = 0 if row.details is None else row.details.size_bytes
+    texts = sum(len(string.encode()) for string in strings)
+    return _ROW_BYTES + len(row.token_ids) + details + texts

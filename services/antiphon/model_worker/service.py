@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.recorder import summary
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.control import Control
+from antiphon.model_worker.dumps import Dumps
+from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.journal import Journal
 from antiphon.model_worker.metrics import WorkerMetrics
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
+from antiphon.model_worker.watchdog import Hung, Verdict, Watchdog, stack_of
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
@@ -25,17 +32,19 @@ from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.command import ControlDone, DrainWorker, FlushCache, ResendTokens, StopChoice
-from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
+from antiphon.wire.command import ControlDone, ResendTokens, StopChoice
+from antiphon.wire.errors import EngineError, Overloaded
 from antiphon.wire.heartbeat import WorkerLoad
 from antiphon.wire.ids import RequestId
 from antiphon.wire.routes import COMMAND, OPEN, STOP, TOKENS, WORKER_CONTROL
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from antiphon.config.settings import Settings
+    from antiphon.model_worker.batching.guide import Guide
+    from antiphon.model_worker.control import Message
     from antiphon.wire.command import CommandBatch
     from antiphon.wire.ids import ModelName
     from antiphon.wire.submit import OpenList
@@ -43,11 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-WAITING_MAX = 256
-"""Choices beyond those that run. A leader sends two or so; more are refused, not hoarded."""
 REPORTS_MAX = 64
 """Steps that the loop may be ahead of the bus side before it waits."""
-FLUSH_TIMEOUT_S = 10.0
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
 LEAVE_S = 2.0
@@ -69,7 +75,7 @@ class ModelWorker:
         self._seqs = SeqSender()
         self._news = asyncio.Event()
         self._moved = asyncio.Event()
-        self._flushes: list[asyncio.Future[int]] = []
+        self._reports: deque[StepReport] = deque()
         self._last: StepReport | None = None
         self._stepped_at = 0.0
         self._reports_free = threading.Semaphore(REPORTS_MAX)
@@ -87,14 +93,18 @@ class ModelWorker:
             self._set_up(self._engine)
             self._on_report(await self._event_loop.run_in_executor(thread, warm_up, self._loop))
             ended = self._event_loop.run_in_executor(thread, self._loop.run)
-            runtime.group.create_task(_watch(ended), name="batching")
-            runtime.group.create_task(self._publish(), name="tokens")
-            runtime.group.create_task(self._tick(), name="tick")
+            for work, name in (
+                (_watch(ended), "batching"),
+                (self._follow_steps(), "steps"),
+                (self._tick(), "tick"),
+            ):
+                runtime.group.create_task(self._guard(work), name=name)
             runtime.peers.watch(self._on_peer)
             try:
                 yield
             finally:
                 self._mailbox.close()
+                self._grammars.close()
                 _, running = await asyncio.wait([ended], timeout=LEAVE_S)
                 if running:
                     log.error("a step does not end")
@@ -120,12 +130,12 @@ class ModelWorker:
         if self._last is None:
             return Report(load=0)
         output, last, limits = self._output, self._last, self._engine.batching.limits
-        busy = output.live_count > 0
+        busy = self._busy and not last.paused
         return Report(
             load=output.live_count,
             streams=self._seqs.streams(),
             worker=WorkerLoad(
-                pages_free=last.pages_free,
+                pages_free=last.credit.pages_free + last.credit.pages_evictable,
                 pages_total=self._engine.batching.pools.pages_total,
                 page_tokens=self._engine.batching.pools.page_tokens,
                 running=output.held(),
@@ -133,6 +143,8 @@ class ModelWorker:
                 running_max=limits.running_max,
                 step=last.step,
                 step_age_s=self._runtime.clock.now() - self._stepped_at if busy else 0.0,
+                paused=last.paused,
+                weight_version=limits.weight_version,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
@@ -153,14 +165,39 @@ class ModelWorker:
 
     def _set_up(self, engine: Engine) -> None:
         limits, pools = engine.batching.limits, engine.batching.pools
-        live_max = limits.running_max + WAITING_MAX
+        live_max = limits.running_max + limits.queue_max
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
         self._mailbox = Mailbox(live_max)
-        self._loop = BatchingLoop(engine.batching, engine.runner, self._mailbox, self._deliver)
+        self._loop = BatchingLoop(
+            engine.batching,
+            engine.runner,
+            self._mailbox,
+            self._deliver,
+            overlap=engine.resolved is not None and engine.resolved.overlap.value,
+        )
+        batching = self._settings.batching
+        self._watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
+        self._dumps = Dumps(
+            batching.dump_folder,
+            self._runtime.process.instance,
+            engine,
+            self._loop.recorder,
+            self._runtime.clock,
+        )
+        self._grammars = Grammars(
+            self._settings.grammar, limits.vocab_size, engine.open_compiler, self._runtime.group
+        )
+        self._unguided = GrammarQueue(
+            self._grammars,
+            self._runtime.group,
+            hand_over=self._hand_over_guided,
+            refuse=self._refuse,
+        )
+        self._control = Control(self._mailbox, self._dumps, self._begin_drain)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
 
     async def _on_command(self, batch: CommandBatch) -> None:
-        if not self._output.live_count:
+        if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
         self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
@@ -175,19 +212,12 @@ class ModelWorker:
     async def _on_open(self, message: OpenList) -> None:
         self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
 
-    async def _on_control(self, message: DrainWorker | FlushCache, _: object) -> ControlDone:
-        if isinstance(message, DrainWorker):
-            self._output.draining = True
-            self._runtime.health.draining()
-            return ControlDone()
-        flushed: asyncio.Future[int] = self._event_loop.create_future()
-        self._flushes.append(flushed)
-        self._mailbox.flush()
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                return ControlDone(pages_freed=await flushed)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no step ended in {FLUSH_TIMEOUT_S:g} s") from None
+    async def _on_control(self, message: Message, _: object) -> ControlDone:
+        return await self._control.answer(message)
+
+    def _begin_drain(self) -> None:
+        self._output.draining = True
+        self._runtime.health.draining()
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED and peer.beat.role is Role.GATEWAY:
@@ -199,69 +229,123 @@ class ModelWorker:
             match action:
                 case Run():
                     self._journal.begin(action, now)
-                    self._hand_over(action, now)
+                    if action.state.sampling.grammar is None:
+                        self._hand_over(action)
+                    else:
+                        self._unguided.put(action)
                 case Drop(key):
                     self._journal.drop(key, now)
-                    self._mailbox.drop(key)
+                    if not self._unguided.drop(key):
+                        self._mailbox.drop(key)
         self._news.set()
         self._moved.set()
 
-    def _hand_over(self, run: Run, now: float) -> None:
+    @property
+    def _busy(self) -> bool:
+        """Whether a step is due: choices whose grammars are being compiled wait for none."""
+        return self._output.live_count > len(self._unguided)
+
+    def _hand_over_guided(self, run: Run, guide: Guide) -> None:
+        if not self._busy:
+            self._stepped_at = self._runtime.clock.now()
+        self._hand_over(run, guide)
+
+    def _hand_over(self, run: Run, guide: Guide | None = None) -> None:
         try:
-            self._mailbox.run(run.key, run.state)
+            self._mailbox.run(run.key, run.state, guide)
         except Overloaded as error:
-            self._journal.drop(run.key, now)
-            self._output.refuse(run.key, error)
+            self._refuse(run.key, error)
+
+    def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
+        self._journal.drop(key, self._runtime.clock.now())
+        self._output.refuse(key, error)
+        self._news.set()
+        self._moved.set()
 
     def _deliver(self, report: StepReport) -> None:
         """In the batching thread: hand a report to the event loop, waiting if it is far behind."""
         self._reports_free.acquire()
-        self._event_loop.call_soon_threadsafe(self._take_report, report)
+        self._reports.append(report)
+        self._event_loop.call_soon_threadsafe(self._news.set)
 
-    def _take_report(self, report: StepReport) -> None:
-        self._reports_free.release()
-        self._on_report(report)
-
-    def _on_report(self, report: StepReport) -> None:
-        self._last = report
-        self._stepped_at = now = self._runtime.clock.now()
-        for news in report.progress:
-            self._journal.progress(news, now)
-        self._output.step(report.step, report.progress)
-        self._metrics.observe(report)
-        if report.pages_flushed is not None:
-            for flushed in self._flushes:
-                if not flushed.done():
-                    flushed.set_result(report.pages_flushed)
-            self._flushes.clear()
-        self._news.set()
-        self._moved.set()
-
-    async def _publish(self) -> None:
-        """Send what is new as soon as the broker is there, however many steps it is by then."""
-        bus = self._runtime.bus
+    async def _follow_steps(self) -> None:
+        """Take in what the loop reports, and send what is new as soon as the broker is there."""
         while True:
             await self._news.wait()
             self._news.clear()
-            while bus.link.up and self._output.has_unsent:
-                for detokenizer, batch in self._output.take():
-                    try:
-                        await bus.publish(TOKENS, batch, detokenizer=detokenizer)
-                    except EngineError as error:
-                        # Its number is used up, so the detokenizer sees the gap, at the latest by
-                        # our next heartbeat, and asks for what it lacks.
-                        log.warning(
-                            "tokens not sent", extra={"detokenizer": detokenizer, "error": error}
-                        )
+            while self._reports:
+                self._on_report(self._reports.popleft())
+                self._reports_free.release()
+            await self._publish()
             self._moved.set()
+
+    def _on_report(self, report: StepReport) -> None:
+        if self._last is not None and report.paused != self._last.paused:
+            self._runtime.health.changed()
+        self._last = report
+        self._stepped_at = now = self._runtime.clock.now()
+        self._journal.step(report.progress, now)
+        self._output.step(report.step, report.progress)
+        self._metrics.observe(report)
+        self._control.done(report.done)
+
+    async def _publish(self) -> None:
+        bus = self._runtime.bus
+        while bus.link.up and self._output.has_unsent:
+            for detokenizer, batch in self._output.take():
+                try:
+                    await bus.publish(TOKENS, batch, detokenizer=detokenizer)
+                except EngineError as error:
+                    # Its number is used up, so the detokenizer sees the gap, at the latest by our
+                    # next heartbeat, and asks for what it lacks.
+                    fields = {"detokenizer": detokenizer, "error": error}
+                    log.warning("tokens not sent", extra=fields)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._act(self._output.tick(self._runtime.clock.unix_ms()))
+            self._metrics.settle()
             self._metrics.hold(
                 held=self._output.held_count, overrun_tokens=self._output.overrun_tokens
             )
+            self._check_pulse(self._runtime.clock.now())
+
+    def _check_pulse(self, now: float) -> None:
+        """Say what the loop hangs on.
+
+        Raises:
+            Hung: It has for so long that it will not go on.
+        """
+        loop = self._loop
+        verdict = self._watchdog.look(loop.pulse, now)
+        if verdict is None:
+            return
+        stands_s = self._watchdog.stands_s(now)
+        records = loop.recorder.records()
+        log.error(
+            "batching stands still",
+            extra={
+                "seconds": round(stands_s, 1),
+                "stack": "\n" + stack_of(loop.thread),
+                **(summary(records[-1].plan) if records else {}),
+            },
+        )
+        match verdict:
+            case Verdict.STALLED:
+                self._metrics.stalled()
+            case Verdict.HUNG:
+                raise Hung(f"the batching loop stands still since {stands_s:.0f} s")
+            case _:
+                assert_never(verdict)
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """Leave the last plans behind when something ends the process."""
+        try:
+            await work
+        except Exception as error:
+            self._dumps.leave(f"{type(error).__name__}: {error}")
+            raise
 
     async def _change(self) -> None:
         """Wait until something has moved. For `drain` only; each tick counts as a move."""
@@ -284,7 +368,7 @@ def warm_up(loop: BatchingLoop) -> StepReport:
         deadline_unix_ms=0,
     )
     # The output machine counts its keys from 1.
-    mail = Mail(runs=((ChoiceKey(0), state),), drops=frozenset(), flush=False)
+    mail = Mail(runs=((ChoiceKey(0), state),))
     while True:
         report = loop.turn(mail)
         for news in report.progress:
@@ -292,7 +376,7 @@ def warm_up(loop: BatchingLoop) -> StepReport:
                 raise CannotStart(f"the model does not run: {news.finish.error.message}")
             if news.finish is not None:
                 return replace(report, progress=())
-        mail = Mail(runs=(), drops=frozenset(), flush=False)
+        mail = Mail()
 
 
 async def _watch(loop: asyncio.Future[None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.scheduler.actions import Action, SendCommands, SendNotice
 from antiphon.scheduler.rules import GRACE_BEATS, Rules
 from antiphon.service.sequence import SeqSender
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
+    from antiphon.wire.sampling import SamplingParams
 
 ENVELOPE_BYTES = 8 * 1024
-"""More than an admit needs besides its prompt and stop strings."""
+"""More than an admit needs besides its prompt, stop strings and sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,10 @@ def command_bytes(command: Command) -> int:
     """Estimate a command's size on the wire, from above."""
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
-    return admit_bytes(command.prompt_ids, command.stop.strings)
+    return admit_bytes(command.prompt_ids, command.stop.strings, command.sampling)
 
 
-def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...]) -> int:
+def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:
     """Estimate an admit's size on the wire, from above."""
-    return ENVELOPE_BYTES + len(prompt_ids) + sum(4 + len(text.encode()) for text in stop)
+    texts = sum(4 + len(text.encode()) for text in stop)
+    return ENVELOPE_BYTES + len(prompt_ids) + texts + len(msgspec.msgpack.encode(sampling))

@@ -41,7 +41,7 @@ class Placement:
         best: tuple[float, Peer, WorkerLoad] | None = None
         for peer in self._working(Role.WORKER):
             load = peer.beat.worker
-            if load is None or stalled(load, self._rules.stall_s):
+            if load is None or load.paused or stalled(load, self._rules.stall_s):
                 continue
             account = ledger.account(peer.process)
             if not account.takes(load, self._rules.look_ahead, prompt_ids):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.card import ModelCard, read_card
 from antiphon.service.deadline import check
 from antiphon.service.endpoint import Answer, Endpoint
-from antiphon.service.model import model_folder, served_name, tokenizer_folder
+from antiphon.service.model import model_files, served_name, tokenizer_folder
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer import vocabulary
@@ -45,8 +45,10 @@ class TokenizerService:
         """Load the tokenizer and keep its threads."""
         settings = self._settings
         self._runtime = runtime
-        self._card = read_card(model_folder(settings))
-        folder = tokenizer_folder(settings)
+        # In a thread, for a model of the hub may have to be fetched first.
+        files = await asyncio.to_thread(model_files, settings, weights=False)
+        self._card = read_card(files)
+        folder = await asyncio.to_thread(tokenizer_folder, settings)
         words = await asyncio.to_thread(vocabulary.read, folder, settings.model.chat_template)
         root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
         encoder = TextEncoder(words, root, settings.tokenizer.text_bytes_max)
@@ -109,4 +111,5 @@ def _defaults(card: ModelCard) -> SamplingDefaults:
         top_p=card.sampling.top_p,
         top_k=card.sampling.top_k,
         min_p=card.sampling.min_p,
+        repetition_penalty=card.sampling.repetition_penalty,
     )

@@ -127,6 +127,9 @@ def _struct(struct: type[msgspec.Struct]) -> str:
         for member in msgspec.structs.fields(struct)
     ]
     lines = [f"### {struct.__name__}", "", promise.strip()]
+    tag = struct.__struct_config__.tag
+    if tag not in (None, struct.__name__):
+        lines += ["", f"Its `type` is `{tag}`."]
     if rows:
         lines += ["", *table(("field", "type", "default", "meaning"), rows)]
     return "\n".join(lines) + "\n"
@@ -159,6 +162,8 @@ def _words(hint: object) -> str:
         if Ellipsis not in arguments:
             return f"({', '.join(inner)})"
         return f"({inner[0]})[]" if " or " in inner[0] else f"{inner[0]}[]"
+    if origin is dict:
+        return f"map of {_words(arguments[0])} to {_words(arguments[1])}"
     if origin is not None:
         return str(hint)
     return _NAMES.get(hint, getattr(hint, "__name__", str(hint)))

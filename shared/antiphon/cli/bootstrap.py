@@ -1,4 +1,4 @@
-"""Make a checkout ready to run: `.venv`, the packages with a CPU torch, and nats-server.
+"""Make a checkout ready to run: `.venv` with a CPU torch, compiled kernels, and nats-server.
 
 Run by `make setup` with the system's own Python, before anything is installed; so it uses the
 standard library only, and only syntax that Python 3.6 can read, to be able to refuse it. Run
@@ -18,7 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 VENV = ROOT / ".venv"
 STAMP = VENV / "ready"
+KERNELS_STAMP = VENV / "kernels"
 PIP = VENV / "bin" / "pip"
+KERNELS = "kernels/antiphon/kernels/cpu"
 PYTHON_MIN = (3, 11)
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -38,6 +40,7 @@ def main() -> int:
             make_venv()
             install_packages()
             STAMP.write_text(wanted(), encoding="utf-8")
+        build_kernels()
         find_nats()
     except CannotSetUp as error:
         print(f"antiphon setup: {error}", file=sys.stderr)
@@ -122,6 +125,28 @@ def pip_install(arguments: "list[str]") -> None:
     pip = [str(PIP), "install", "--quiet", "--disable-pip-version-check"]
     if not succeeds([*pip, *extra, *arguments]):
         raise CannotSetUp("pip failed, see above. PIP_ARGS passes it other options.")
+
+
+def build_kernels() -> None:
+    """Compile the CPU's kernels, if they or the compiler changed.
+
+    Where they cannot be compiled, their builder says why in one line, and torch's own run.
+    """
+    if KERNELS_STAMP.exists() and KERNELS_STAMP.read_text(encoding="utf-8") == kernels_wanted():
+        return
+    print("antiphon setup: compiling the CPU kernels, about a minute", flush=True)
+    succeeds([str(VENV / "bin" / "python"), "-m", "antiphon.kernels.cpu.build"], quiet=True)
+    KERNELS_STAMP.write_text(kernels_wanted(), encoding="utf-8")
+
+
+def kernels_wanted() -> str:
+    """Name what the kernels are built from, and with, so that a change of it is noticed."""
+    sources = sorted(
+        file for file in (ROOT / KERNELS).rglob("*") if file.suffix in {".py", ".cpp", ".h", ".inc"}
+    )
+    content = b"".join(file.read_bytes() for file in sources)
+    about = wanted() + str(shutil.which("g++"))
+    return hashlib.sha256(content + about.encode()).hexdigest()
 
 
 def find_nats() -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
     "chat": Command("antiphon.cli.chat:main", "talk to a running server in the terminal"),
     "config": Command("antiphon.cli.settings:main", "print the settings and where each comes from"),
+    "replay": Command("antiphon.cli.replay:main", "run a worker's recorded plans again"),
     "version": Command("antiphon.cli.version:main", "print the version"),
 }
 

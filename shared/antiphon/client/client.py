@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
@@ -14,6 +14,7 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.client.stream import Answer, Piece, Stream
 from antiphon.config.process import BusConfig
 from antiphon.wire.base import Process
+from antiphon.wire.details import join_pieces
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.generate import GenerateRequest
 from antiphon.wire.ids import (
@@ -30,6 +31,9 @@ from antiphon.wire.tokenize import ChatMessage
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Transport
+    from antiphon.wire.grammar import Grammar
+    from antiphon.wire.processors import LogitProcessor
+    from antiphon.wire.sampling import DetailParams
 
 TIMEOUT_S = 600.0
 
@@ -37,7 +41,7 @@ Conversation = str | Sequence[tuple[str, str]]
 """One question, or turns as (role, content)."""
 
 
-class Options(TypedDict, total=False):
+class AskOptions(TypedDict, total=False):
     """What may be said beside the conversation; the fields of `GenerateRequest`."""
 
     max_tokens: int
@@ -45,10 +49,25 @@ class Options(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    logit_bias: Mapping[int, float]
+    processors: tuple[LogitProcessor, ...]
+    grammar: Grammar
     seed: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    details: DetailParams
+    token_texts: bool
+
+
+class Options(AskOptions, total=False):
+    """What may be said beside the conversation where there may be several answers."""
+
+    n: int
 
 
 class Client:
@@ -122,7 +141,7 @@ class Client:
         conversation: Conversation,
         *,
         timeout_s: float = TIMEOUT_S,
-        **options: Unpack[Options],
+        **options: Unpack[AskOptions],
     ) -> Answer:
         """Return the whole answer.
 
@@ -130,13 +149,21 @@ class Client:
             EngineError: What the request ended with.
         """
         request = _request(model, conversation, timeout_s, options)
-        request = msgspec.structs.replace(request, stream=False)
+        # Text alone fits into one message; details of each token may not.
+        streams = request.details is not None
+        request = msgspec.structs.replace(request, stream=streams)
         with self._stream(request) as stream:
             async with aclosing(stream.pieces(timeout_s)) as pieces:
-                text = "".join([piece.text async for piece in pieces])
+                heard = [piece async for piece in pieces]
         end = stream.end
         assert end is not None, "a stream ended without its terminal"
-        return Answer(text, end.choices[0].finish_reason, end.usage, end.request_id)
+        return Answer(
+            "".join(piece.text for piece in heard),
+            end.choices[0].finish_reason,
+            end.usage,
+            end.request_id,
+            join_pieces(piece.details for piece in heard),
+        )
 
     @contextmanager
     def _stream(self, request: GenerateRequest) -> Generator[Stream]:
@@ -149,7 +176,7 @@ class Client:
 
 
 def _request(
-    model: str, conversation: Conversation, timeout_s: float, options: Options
+    model: str, conversation: Conversation, timeout_s: float, options: Options | AskOptions
 ) -> GenerateRequest:
     turns = [("user", conversation)] if isinstance(conversation, str) else conversation
     fields = {

@@ -1,30 +1,49 @@
-"""Text of one request, placed by choice and byte offset. Pure; see docs/nats-client.md."""
+"""Text and details of one request, placed by choice and offset. Pure; see docs/nats-client.md."""
 
 from __future__ import annotations
+
+import msgspec
 
 from antiphon.wire.generate import GenerateText, TextPlace
 
 
 class Placing:
-    """Takes text in whatever order and as often as it comes; gives each byte out once, in order."""
+    """Takes text in whatever order and as often as it comes; gives each byte out once, in order.
 
-    def __init__(self) -> None:
+    So it does with the details of each token, from the offset `details_from` on.
+    """
+
+    def __init__(self, details_from: int = 0) -> None:
+        self._details_from = details_from
         self._bytes: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
 
     @property
     def places(self) -> tuple[TextPlace, ...]:
         """How much of each choice has been given out."""
-        return tuple(TextPlace(choice=c, text_offset=n) for c, n in self._bytes.items())
+        return tuple(
+            TextPlace(choice=choice, text_offset=length, token_offset=self.told(choice))
+            for choice, length in self._bytes.items()
+        )
 
     def have(self, choice: int) -> int:
         """Return how many bytes of a choice have been given out."""
         return self._bytes.get(choice, 0)
 
-    def place(self, piece: GenerateText) -> str | None:
-        """Return what is new of a piece, perhaps nothing; None if text before it is missing."""
-        have = self.have(piece.choice)
-        if piece.text_offset > have:
+    def told(self, choice: int) -> int:
+        """Return the token offset up to which details of a choice have been given out."""
+        return self._tokens.get(choice, self._details_from)
+
+    def place(self, piece: GenerateText) -> GenerateText | None:
+        """Return what is new of a piece, perhaps nothing; None if what lies before is missing."""
+        have, told = self.have(piece.choice), self.told(piece.choice)
+        details = piece.details
+        if piece.text_offset > have or (details is not None and details.offset > told):
             return None
         new = piece.text.encode()[have - piece.text_offset :]
         self._bytes[piece.choice] = have + len(new)
-        return new.decode()
+        if details is not None:
+            details = details.beyond(told) if details.end > told else None
+        if details is not None:
+            self._tokens[piece.choice] = details.end
+        return msgspec.structs.replace(piece, text_offset=have, text=new.decode(), details=details)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
     from antiphon.bus.transport import Packet
     from antiphon.wire.base import FinishReason, Usage
+    from antiphon.wire.details import DetailPiece
     from antiphon.wire.generate import TextPlace
 
 SILENCE_S = 2.0
@@ -52,10 +53,11 @@ Event = GenerateAccepted | GenerateText | GenerateEnd | ErrorReply | NobodyListe
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one choice."""
+    """More text of one choice, and details of more of its tokens if they were asked for."""
 
     choice: int
     text: str
+    details: DetailPiece | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Answer:
     finish_reason: FinishReason
     usage: Usage
     request_id: RequestId
+    details: DetailPiece | None = None
 
 
 class Stream:
@@ -150,6 +153,7 @@ class Stream:
     async def _accept(self, accepted: GenerateAccepted) -> None:
         if self._accepted is None:
             self._accepted = accepted
+            self._placing = Placing(accepted.details_from or 0)
             self._step()
             if self._came_early:
                 await self._ask_again()
@@ -160,9 +164,9 @@ class Stream:
         new = self._placing.place(text)
         if new is None:
             await self._ask_for_missing()
-        elif new:
+        elif new.text or new.details:
             self._step()
-            return Piece(text.choice, new)
+            return Piece(new.choice, new.text, new.details)
         return None
 
     async def _finish(self, end: GenerateEnd) -> Piece | None:
@@ -173,8 +177,11 @@ class Stream:
         whole: list[Piece] = []
         for choice in end.choices:
             if choice.text is not None:
-                whole.append(Piece(choice.choice, choice.text))
-            elif self._placing.have(choice.choice) < choice.text_bytes:
+                whole.append(Piece(choice.choice, choice.text, choice.details))
+            elif (
+                self._placing.have(choice.choice) < choice.text_bytes
+                or self._placing.told(choice.choice) < choice.details_end
+            ):
                 await self._ask_for_missing()
                 return None
         self.end = end

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
+from antiphon.config.model_files import ModelFiles, Place, files_at
+from antiphon.config.weights import Weights, read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 T = TypeVar("T")
-
-HEADER_BYTES_MAX = 100 * 1000**2
-"""The limit of safetensors itself; a larger length means that the file is none."""
-DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
-"""Formats that safetensors headers name and that we load."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -32,15 +28,6 @@ class Sampling(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
-class Weights(msgspec.Struct, frozen=True):
-    """What the safetensors headers add up to; zeros where a folder holds no weights."""
-
-    count: int
-    bytes: int
-    dtype: Dtype | None
-    """The format of most parameters, if it is one that we load."""
-
-
 class ModelCard(msgspec.Struct, frozen=True):
     """A model's shape and habits."""
 
@@ -50,6 +37,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     heads: int
     kv_heads: int
     head_size: int
+    mlp_width: int
     vocabulary_size: int
     context_tokens: int
     dtype: Dtype
@@ -73,20 +61,22 @@ def item_bytes(dtype: Dtype) -> int:
     return 4 if dtype is Dtype.FLOAT32 else 2
 
 
-def read_card(folder: Path) -> ModelCard:
+def read_card(place: Place) -> ModelCard:
     """Read config.json, generation_config.json and the headers of the weights.
 
     Raises:
         ConfigError: A file is missing or broken, or asks for what no model here has.
     """
-    config = _decode(folder / "config.json", _Config)
+    files = files_at(place)
+    folder = files.folder
+    config = _convert(files.config(), folder / "config.json", _Config)
     generation_file = folder / "generation_config.json"
     generation = (
         _decode(generation_file, _Generation) if generation_file.exists() else _Generation()
     )
     if not config.architectures:
         raise ConfigError(f"{folder / 'config.json'}: architectures names none")
-    weights = read_weights(folder)
+    weights = _weights(files, config)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelCard(
         architecture=config.architectures[0],
@@ -95,6 +85,7 @@ def read_card(folder: Path) -> ModelCard:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
+        mlp_width=config.intermediate_size or 4 * config.hidden_size,
         vocabulary_size=config.vocab_size,
         context_tokens=config.max_position_embeddings,
         dtype=_dtype(config, weights, folder),
@@ -105,27 +96,6 @@ def read_card(folder: Path) -> ModelCard:
         tied=config.tie_word_embeddings,
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,
-    )
-
-
-def read_weights(folder: Path) -> Weights:
-    """Add up the headers of every safetensors file; no tensor is read.
-
-    Raises:
-        ConfigError: A file is no safetensors file.
-    """
-    counts: Counter[str] = Counter()
-    size_bytes = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        for tensor in _header(file).values():
-            counts[tensor.dtype] += math.prod(tensor.shape)
-            start, end = tensor.data_offsets
-            size_bytes += end - start
-    common = counts.most_common(1)
-    return Weights(
-        count=counts.total(),
-        bytes=size_bytes,
-        dtype=DTYPES.get(common[0][0]) if common else None,
     )
 
 
@@ -141,6 +111,7 @@ class _Config(msgspec.Struct):
     num_attention_heads: int
     vocab_size: int
     max_position_embeddings: int
+    intermediate_size: int | None = None
     architectures: tuple[str, ...] = ("",)
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -157,33 +128,36 @@ class _Generation(Sampling, frozen=True):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 def _decode(file: Path, type_: type[T]) -> T:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=type_)
+        return _convert(file.read_bytes(), file, type_)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def _convert(content: bytes, file: Path, type_: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=type_)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _header(file: Path) -> dict[str, _Tensor]:
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            text = stream.read(length) if length <= HEADER_BYTES_MAX else b""
-        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        return {name: msgspec.json.decode(tensor, type=_Tensor) for name, tensor in raw.items()}
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
+def _weights(files: ModelFiles, config: _Config) -> Weights:
+    if files.format is LoadFormat.DUMMY:
+        return Weights(count=_parameters(config), bytes=0, dtype=None)
+    named = config.dtype or config.torch_dtype
+    wide = named in (None, Dtype.FLOAT32)
+    return read_weights(files, item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16))
+
+
+def _parameters(config: _Config) -> int:
+    """About how many a dense model of this shape has."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_size = config.head_dim or config.hidden_size // heads
+    attention = 2 * (heads + (kv_heads or heads)) * head_size
+    mlp = 3 * (config.intermediate_size or 4 * config.hidden_size)
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
+    return config.hidden_size * (config.num_hidden_layers * (attention + mlp) + tables)
 
 
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
@@ -191,7 +165,7 @@ def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
     named = config.dtype or config.torch_dtype
     if named is None:
         return weights.dtype or Dtype.FLOAT32
-    known = {dtype.value: dtype for dtype in DTYPES.values()}
+    known = {dtype.value: dtype for dtype in sorted(Dtype) if dtype is not Dtype.AUTO}
     if named not in known:
         raise ConfigError(
             f"{folder / 'config.json'}: dtype = {named!r}: must be one of {', '.join(known)}"

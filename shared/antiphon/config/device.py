@@ -13,11 +13,18 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Where a model runs. `memory_bytes` is what was free before anything was loaded."""
+    """Where a model runs.
+
+    Attributes:
+        memory_bytes: What was free before anything was loaded.
+        lacking: Why the CPU's own kernels do not run in this process; None where they do. Only
+            the worker can tell.
+    """
 
     kind: str
     cores: int
     memory_bytes: int
+    lacking: str | None = None
 
 
 def this_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> Device:
@@ -29,13 +36,18 @@ def this_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> Device:
 
 
 def _cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
-    """Our cgroup and all above it, each of which may hold the limit that counts (version 2)."""
-    lines = _read(proc / "self" / "cgroup").splitlines()
-    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if path is None:
-        return []
-    folder = cgroups / path
-    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(cgroups))]
+    """Our cgroups and all above them, each of which may hold the limit that counts.
+
+    A line of version 2 names no controller and lies under the mount itself; version 1 has a mount a
+    controller. In a container the path may be the host's, of which only the mount is there.
+    """
+    folders: list[Path] = []
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = cgroups / controllers
+        folder = mount / path.lstrip("/")
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
+    return folders
 
 
 def _available_bytes(proc: Path) -> int:
@@ -47,23 +59,30 @@ def _available_bytes(proc: Path) -> int:
 
 
 def _room_bytes(folder: Path) -> float:
-    limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
-    if not limit.isdecimal() or not used.isdecimal():  # "max", or no such controller
-        return math.inf
-    return int(limit) - int(used) + _reclaimable_bytes(folder)
+    """What a cgroup leaves of its limit; unlimited ones say so, or name a number beyond all."""
+    for limit_file, used_file, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _read(folder / limit_file), _read(folder / used_file)
+        if limit.isdecimal() and used.isdecimal():
+            return int(limit) - int(used) + _reclaimable_bytes(folder, cached)
+    return math.inf
 
 
-def _reclaimable_bytes(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path, cached: str) -> int:
     """File pages that nobody used lately: they count as used but go when memory is asked for."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
-        if name == "inactive_file":
+        if name == cached:
             return int(value)
     return 0
 
 
 def _cores(folder: Path) -> float:
     quota, _, period = _read(folder / "cpu.max").partition(" ")
+    if not period:
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     return math.ceil(int(quota) / int(period)) if quota.isdecimal() else math.inf
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
+from msgspec import Meta
+
 from antiphon.config.schema import Config, Help, Seed, Threads, Tokens
 
 
@@ -17,14 +19,33 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Linear(StrEnum):
+    """How the weights of linears are kept; `auto` packs them where the CPU's own kernels run.
+
+    `plain` leaves the multiplication to torch, `packed` lays the same numbers out for our kernels.
+    `int8` rounds each output's weights to 255 steps, `int8_dynamic` each token's activations too.
+    """
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    PACKED = "packed"
+    INT8 = "int8"
+    INT8_DYNAMIC = "int8_dynamic"
+
+
 class ModelConfig(Config):
     """Where the model is and how it is loaded."""
 
     path: Annotated[
-        str, Help("Folder with config.json and safetensors; `embedded` is the one in the package.")
+        str,
+        Help(
+            "Folder with config.json and weights, a GGUF file, or a model of the Hugging Face hub "
+            "(owner/name); `embedded` is the one in the package."
+        ),
     ] = "embedded"
     tokenizer_path: Annotated[
-        str, Help("Folder with tokenizer.json; empty means the model's own.")
+        str,
+        Help("Folder or model of the hub with tokenizer.json; empty means the model's own."),
     ] = ""
     chat_template: Annotated[
         str, Help("File with a jinja template; empty means the tokenizer's own.")
@@ -35,8 +56,26 @@ class ModelConfig(Config):
     dtype: Annotated[Dtype, Help("Number format; auto takes what the checkpoint says.")] = (
         Dtype.AUTO
     )
+    linear: Annotated[
+        Linear,
+        Help(
+            "How weights are kept: by torch, packed for the CPU, or rounded to 8 bits at loading; "
+            "int8_dynamic rounds activations too. auto packs where the CPU's kernels are built."
+        ),
+    ] = Linear.AUTO
+    deterministic: Annotated[
+        bool,
+        Help(
+            "Hold that a request has the same bits whatever runs beside it, however its prompt is "
+            "cut or cached; refused where an operation cannot hold it."
+        ),
+    ] = False
     device: Annotated[Literal["auto", "cpu"], Help("Where the model runs.")] = "auto"
     threads: Annotated[
         Threads | None, Help("Threads of one worker's arithmetic; unset: one fewer than the cores.")
     ] = None
+    weight_version: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)],
+        Help("What the weights are called; an update of them comes with another name."),
+    ] = "default"
     random_seed: Annotated[Seed, Help("Seed of requests that name none; -1 draws one each.")] = -1

@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from antiphon.config.card import ModelCard, item_bytes
 from antiphon.config.errors import ConfigError
-from antiphon.config.model import Dtype
+from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, weight_bytes
+from antiphon.config.model import Dtype, Linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from antiphon.config.card import ModelCard
     from antiphon.config.device import Device
     from antiphon.config.settings import Settings
 
 T = TypeVar("T")
+
+WHOLE = -1
+"""The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""
+CPU_CHUNK_TOKENS = 512
+CPU_FILL_TOKENS = 256
+"""With this many rows a CPU computes at nearly the rate of any more: layers of a small model, a
+core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of the rate of 1,024."""
 
 
 class Decided(msgspec.Struct, Generic[T], frozen=True):
@@ -31,15 +39,26 @@ class Plan(msgspec.Struct, frozen=True):
 
     device: Decided[str]
     dtype: Decided[Dtype]
+    linear: Decided[Linear]
+    deterministic: Decided[bool]
     threads: Decided[int]
     context_tokens: Decided[int]
     eos_ids: Decided[tuple[int, ...]]
     page_tokens: Decided[int]
+    memory_bytes: Decided[int]
+    weight_bytes: Decided[int]
+    activation_bytes: Decided[int]
+    logit_bytes: Decided[int]
     cache_pages: Decided[int]
     cache_bytes: Decided[int]
     step_tokens: Decided[int]
+    whole_prompts: Decided[bool]
     chunk_tokens: Decided[int]
+    fill_tokens: Decided[int]
+    mixed: Decided[bool]
     running_max: Decided[int]
+    overlap: Decided[bool]
+    grammar: Decided[str]
 
     @property
     def cache_tokens(self) -> int:
@@ -51,28 +70,44 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
     """Decide everything that the operator left open. Pure; `device` was read before loading.
 
     Raises:
-        ConfigError: The model was not made for this context, or memory holds not one page.
+        ConfigError: The model was not made for this context, or memory does not hold its weights,
+            its largest step and the cache; it says what it would take. Or what was asked for
+            cannot be held.
     """
-    batching = settings.batching
     dtype = _dtype(settings, card)
+    linear = _linear(settings, device, dtype.value)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
-    pages = _pages(settings, card, device, dtype.value, context.value)
+    step = _step(settings, context.value)
+    drawing = min(settings.batching.running_max, step.value)
+    memory = _memory(settings, card, device, dtype.value, linear.value, step.value)
+    pages = _pages(settings, card, memory, dtype.value, context.value)
     return Plan(
         device=_device(settings, device),
         dtype=dtype,
+        linear=linear,
+        deterministic=_deterministic(settings, linear),
         threads=_threads(settings, device),
         context_tokens=_fit(context, pages.value * page_tokens),
-        eos_ids=Decided(card.eos_ids, "config.json and generation_config.json"),
+        eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
         page_tokens=Decided(page_tokens, "cluster.page_tokens"),
+        memory_bytes=Decided(memory.free, "free here, within the limits of the containers"),
+        weight_bytes=Decided(memory.weights, f"{card.weights.count} parameters"),
+        activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
+        logit_bytes=Decided(memory.logits, f"{drawing} rows of the vocabulary"),
         cache_pages=pages,
         cache_bytes=Decided(
             pages.value * page_tokens * card.kv_bytes(dtype.value),
             f"{card.kv_bytes(dtype.value)} bytes a token",
         ),
-        step_tokens=Decided(batching.tokens_max, "batching.tokens_max"),
-        chunk_tokens=_chunk(settings),
-        running_max=_running(settings, pages.value),
+        step_tokens=step,
+        whole_prompts=_whole(settings),
+        chunk_tokens=_chunk(settings, device, context.value),
+        fill_tokens=_fill(settings, device, step.value),
+        mixed=_mixed(settings),
+        running_max=_running(settings, pages.value, step.value),
+        overlap=_overlap(settings, device),
+        grammar=_grammar(settings, card),
     )
 
 
@@ -106,6 +141,31 @@ def _dtype(settings: Settings, card: ModelCard) -> Decided[Dtype]:
     return Decided(settings.model.dtype, "model.dtype")
 
 
+def _linear(settings: Settings, device: Device, dtype: Dtype) -> Decided[Linear]:
+    said, lacking = settings.model.linear, device.lacking
+    if lacking is None and dtype is Dtype.FLOAT16:
+        lacking = "the CPU's own kernels do not compute in float16"
+    if said is Linear.AUTO and lacking is None:
+        return Decided(Linear.PACKED, "read at the speed of memory, and one copy")
+    if said is Linear.AUTO:
+        return Decided(Linear.PLAIN, lacking or "")
+    if said is not Linear.PLAIN and lacking is not None:
+        raise ConfigError(f"model.linear = {said}: {lacking}")
+    return Decided(said, "model.linear")
+
+
+def _deterministic(settings: Settings, linear: Decided[Linear]) -> Decided[bool]:
+    if not settings.model.deterministic:
+        return Decided(value=False, reason="model.deterministic")
+    if linear.value is Linear.PLAIN:
+        raise ConfigError(
+            "model.deterministic: torch multiplies a row with other bits in another batch, and "
+            f"model.linear is plain ({linear.reason})"
+        )
+    reason = "the CPU's own kernels give a row its bits whatever runs beside it"
+    return Decided(value=True, reason=reason)
+
+
 def _threads(settings: Settings, device: Device) -> Decided[int]:
     if settings.model.threads is None:
         # OpenMP spins at barriers: beside busy neighbours, as many threads as there are cores run
@@ -132,19 +192,34 @@ def _fit(context: Decided[int], cache_tokens: int) -> Decided[int]:
     return Decided(cache_tokens, f"the pool holds no more of {context.value} ({context.reason})")
 
 
+def _memory(
+    settings: Settings,
+    card: ModelCard,
+    device: Device,
+    dtype: Dtype,
+    linear: Linear,
+    step_tokens: int,
+) -> Memory:
+    memory = Memory(
+        free=device.memory_bytes,
+        weights=weight_bytes(card, dtype, linear),
+        activations=activation_bytes(card, dtype, step_tokens),
+        logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
+    )
+    if memory.weights > memory.free:
+        raise ConfigError(f"too little memory for the weights: {memory}")
+    return memory
+
+
 def _pages(
-    settings: Settings, card: ModelCard, device: Device, dtype: Dtype, context_tokens: int
+    settings: Settings, card: ModelCard, memory: Memory, dtype: Dtype, context_tokens: int
 ) -> Decided[int]:
     page_tokens = settings.cluster.page_tokens
+    page_bytes = page_tokens * card.kv_bytes(dtype)
     if settings.cache.tokens_max is not None:
-        pages = settings.cache.tokens_max // page_tokens
-        if pages < 1:
-            raise ConfigError(
-                f"cache.tokens_max = {settings.cache.tokens_max}: one page has {page_tokens} tokens"
-            )
-        return Decided(pages, f"cache.tokens_max = {settings.cache.tokens_max}")
-    pool = _pool_bytes(settings, card, device, dtype)
-    pages = pool.value // (page_tokens * card.kv_bytes(dtype))
+        return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory)
+    pool = _pool_bytes(settings, memory)
+    pages = pool.value // page_bytes
     if pages < 1:
         raise ConfigError(f"no memory for one page of the cache: {pool.reason}")
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)
@@ -153,32 +228,92 @@ def _pages(
     return Decided(pages, pool.reason)
 
 
-def _pool_bytes(settings: Settings, card: ModelCard, device: Device, dtype: Dtype) -> Decided[int]:
-    """Bytes for the pool: a share of what the weights leave, or the rest of a share of all."""
+def _said_pages(tokens_max: int, page_tokens: int, page_bytes: int, memory: Memory) -> Decided[int]:
+    """The operator's own size, which must fit all the same: found out now, not in mid-service."""
+    pages = tokens_max // page_tokens
+    if pages < 1:
+        raise ConfigError(f"cache.tokens_max = {tokens_max}: one page has {page_tokens} tokens")
+    if pages * page_bytes > memory.rest:
+        raise ConfigError(
+            f"cache.tokens_max = {tokens_max}: its {gib(pages * page_bytes)} do not fit: {memory}"
+        )
+    return Decided(pages, f"cache.tokens_max = {tokens_max}")
+
+
+def _pool_bytes(settings: Settings, memory: Memory) -> Decided[int]:
+    """Bytes for the pool: a share of what the rest leaves, or the rest of a share of all."""
     cache = settings.cache
-    weights = card.weights.count * item_bytes(dtype)
-    free = f"{_gib(device.memory_bytes)} free, {_gib(weights)} of weights"
     if cache.static_ratio is not None:
-        rest = int(device.memory_bytes * cache.static_ratio) - weights
-        return Decided(max(rest, 0), f"cache.static_ratio = {cache.static_ratio} of {free}")
-    share = int((device.memory_bytes - weights) * cache.memory_ratio)
+        share = int(memory.free * cache.static_ratio) - memory.weights
+        reason = f"cache.static_ratio = {cache.static_ratio} of {memory}"
+        return Decided(max(min(share, memory.rest), 0), reason)
+    share = int(memory.rest * cache.memory_ratio)
     if share > cache.bytes_max:
-        return Decided(cache.bytes_max, f"cache.bytes_max = {_gib(cache.bytes_max)}; {free}")
-    return Decided(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {free}")
+        return Decided(cache.bytes_max, f"cache.bytes_max = {gib(cache.bytes_max)}; {memory}")
+    return Decided(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {memory}")
 
 
-def _chunk(settings: Settings) -> Decided[int]:
-    if settings.batching.chunk_tokens is None:
-        return Decided(settings.batching.tokens_max, "as long as a step")
-    return Decided(settings.batching.chunk_tokens, "batching.chunk_tokens")
+def _step(settings: Settings, context_tokens: int) -> Decided[int]:
+    batching = settings.batching
+    if batching.chunk_tokens == WHOLE and context_tokens > batching.tokens_max:
+        return Decided(context_tokens, "the longest prompt, for none is cut")
+    return Decided(batching.tokens_max, "batching.tokens_max")
 
 
-def _running(settings: Settings, pages: int) -> Decided[int]:
-    """A running request holds at least a page."""
+def _whole(settings: Settings) -> Decided[bool]:
+    whole = settings.batching.chunk_tokens == WHOLE
+    reason = "batching.chunk_tokens = -1" if whole else "a prompt may be computed in pieces"
+    return Decided(whole, reason)
+
+
+def _chunk(settings: Settings, device: Device, context_tokens: int) -> Decided[int]:
+    batching = settings.batching
+    if batching.chunk_tokens == WHOLE:
+        return Decided(context_tokens, "the longest prompt, for none is cut")
+    if batching.chunk_tokens is not None:
+        return Decided(batching.chunk_tokens, "batching.chunk_tokens")
+    if device.kind == "cpu" and batching.tokens_max > CPU_CHUNK_TOKENS:
+        reason = "longer passes are no faster on a CPU, and whoever decodes waits for them"
+        return Decided(CPU_CHUNK_TOKENS, reason)
+    return Decided(batching.tokens_max, "as long as a step")
+
+
+def _fill(settings: Settings, device: Device, step_tokens: int) -> Decided[int]:
+    batching = settings.batching
+    if batching.fill_tokens is not None:
+        return Decided(batching.fill_tokens, "batching.fill_tokens")
+    if device.kind == "cpu" and step_tokens > CPU_FILL_TOKENS:
+        reason = "keeps a CPU busy; more would only make the first prompts wait for the last"
+        return Decided(CPU_FILL_TOKENS, reason)
+    return Decided(step_tokens, "a step takes what fits")
+
+
+def _mixed(settings: Settings) -> Decided[bool]:
+    if not settings.batching.mixed:
+        return Decided(value=False, reason="batching.mixed")
+    reason = "a pass reads all weights for a prompt anyway: decodes beside it are almost free"
+    return Decided(value=True, reason=reason)
+
+
+def _grammar(settings: Settings, card: ModelCard) -> Decided[str]:
+    if not card.eos_ids:
+        return Decided("none", "the model names no token that ends an answer")
+    return Decided(settings.grammar.backend, "grammar.backend")
+
+
+def _overlap(settings: Settings, device: Device) -> Decided[bool]:
+    if not settings.batching.overlap:
+        return Decided(value=False, reason="batching.overlap")
+    if device.kind == "cpu":
+        reason = "the CPU does not compute apart from the worker that plans"
+        return Decided(value=False, reason=reason)
+    return Decided(value=True, reason="batching.overlap")
+
+
+def _running(settings: Settings, pages: int, step_tokens: int) -> Decided[int]:
+    """A running request holds at least a page, and decodes a token in each step."""
+    if settings.batching.running_max > step_tokens:
+        return Decided(min(pages, step_tokens), "all of them fit in a step")
     if settings.batching.running_max > pages:
         return Decided(pages, "one page each")
     return Decided(settings.batching.running_max, "batching.running_max")
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 1024**3:.2f} GiB"

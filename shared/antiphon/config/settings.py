@@ -6,14 +6,16 @@ from antiphon.config.cluster import ClusterConfig
 from antiphon.config.detokenizer import DetokenizerConfig
 from antiphon.config.encoder import EncoderConfig
 from antiphon.config.gateway import GatewayConfig
+from antiphon.config.grammar import GrammarConfig
 from antiphon.config.kv_storage import KvStorageConfig
+from antiphon.config.loading import LoadConfig
 from antiphon.config.model import ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
 from antiphon.config.scheduler import SchedulerConfig
 from antiphon.config.schema import Config
 from antiphon.config.supervisor import SupervisorConfig
 from antiphon.config.tokenizer import TokenizerConfig
-from antiphon.config.worker import BatchingConfig, CacheConfig
+from antiphon.config.worker import BatchingConfig, CacheConfig, QueueConfig
 
 
 class Settings(Config):
@@ -21,6 +23,7 @@ class Settings(Config):
 
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig = ModelConfig()
+    load: LoadConfig = LoadConfig()
     bus: BusConfig = BusConfig()
     service: ServiceConfig = ServiceConfig()
     health: HealthConfig = HealthConfig()
@@ -29,7 +32,9 @@ class Settings(Config):
     tokenizer: TokenizerConfig = TokenizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     batching: BatchingConfig = BatchingConfig()
+    queue: QueueConfig = QueueConfig()
     cache: CacheConfig = CacheConfig()
+    grammar: GrammarConfig = GrammarConfig()
     detokenizer: DetokenizerConfig = DetokenizerConfig()
     encoder: EncoderConfig = EncoderConfig()
     kv_storage: KvStorageConfig = KvStorageConfig()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import msgspec
 
+from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 
 
@@ -17,13 +19,23 @@ class Written(msgspec.Struct, frozen=True):
     """By path: what it needs beside, where nothing else says."""
 
 
+def _checksum(text: str) -> Written:
+    """SGLang's flag without a value compares with the hub's model of the same name."""
+    return Written(text or "hub")
+
+
 def _chunk(text: str) -> Written:
-    """-1 leaves the step as the only limit; a chunk above our default step raises the step."""
+    """A chunk above our default step raises the step."""
     if not text.isdecimal():
-        return Written("null" if text == "-1" else text)
+        return Written(text)
     step = fields()["batching.tokens_max"].default
     assert isinstance(step, int)
     return Written(text, {"batching.tokens_max": str(max(step, int(text)))})
+
+
+def _deterministic(_: str) -> Written:
+    """SGLang's switch also gives a seed to requests that name none."""
+    return Written("true", {"model.random_seed": "42"})
 
 
 def _dtype(text: str) -> Written:
@@ -32,6 +44,16 @@ def _dtype(text: str) -> Written:
 
 def _lower(text: str) -> Written:
     return Written(text.lower())
+
+
+def _off(_: str) -> Written:
+    """A switch of SGLang's that turns one of ours off."""
+    return Written("false")
+
+
+def _on(_: str) -> Written:
+    """A switch of SGLang's that turns one of ours on."""
+    return Written("true")
 
 
 def _plain(text: str) -> Written:
@@ -47,12 +69,30 @@ def _http(text: str) -> Written:
     return Written(text if "://" in text else f"http://{text}")
 
 
+def _whitespace(text: str) -> Written:
+    """A bounded run of JSON's own white space; of other patterns nothing would be held."""
+    match = _WHITESPACE.fullmatch(text)
+    if match is None or set(re.findall(r"\\.| ", match[1])) != {" ", "\\n", "\\r", "\\t"}:
+        raise ConfigError(
+            f"--constrained-json-whitespace-pattern {text}: refused: only a bound can be set, as "
+            r"[ \n\r\t]{0,8}"
+        )
+    return Written(match[2])
+
+
+_WHITESPACE = re.compile(r"\[((?: |\\[nrt])+)\]\{0,(\d+)\}")
+
 SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "": _plain,
+    "checksum": _checksum,
     "chunk": _chunk,
+    "deterministic": _deterministic,
     "dtype": _dtype,
     "http": _http,
     "lower": _lower,
+    "off": _off,
+    "on": _on,
     "trace": _trace,
+    "whitespace": _whitespace,
 }
 """How an SGLang value is written here, by the word after the path."""

@@ -1,10 +1,43 @@
-"""The worker's loop: how much one step holds, and how many pages there are."""
+"""The worker's loop: how much one step holds, who goes first, and how many pages there are."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
+from msgspec import Meta
+
 from antiphon.config.schema import Bytes, Config, Help, Ratio, Requests, Seconds, Tokens
+
+ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
+Conservativeness = Annotated[float, Meta(ge=0)]
+Threshold = Annotated[int, Meta(ge=0)]
+
+
+class Policy(StrEnum):
+    """In which order waiting requests are admitted."""
+
+    FCFS = "fcfs"
+    """First come, first served."""
+    LPM = "lpm"
+    """The longest cached prefix first."""
+    DFS_WEIGHT = "dfs-weight"
+    """Depth first through the prefix tree, the subtrees most waited for first."""
+    LOF = "lof"
+    """The longest answer asked for first."""
+    RANDOM = "random"
+    """Drawn by lot, when a request arrives."""
+    PRIORITY = "priority"
+    """By priority, then first come, first served; as `priority` does for the others."""
+
+
+class Eviction(StrEnum):
+    """Which cached pages are given up first."""
+
+    LRU = "lru"
+    """Those used longest ago."""
+    LFU = "lfu"
+    """Those found least often."""
 
 
 class BatchingConfig(Config):
@@ -13,20 +46,80 @@ class BatchingConfig(Config):
     tokens_max: Annotated[Tokens, Help("Most tokens in one forward pass.")] = 2048
     running_max: Annotated[Requests, Help("Most requests running at once.")] = 64
     chunk_tokens: Annotated[
-        Tokens | None, Help("Longest prefill piece; unset means tokens_max.")
+        ChunkTokens | None,
+        Help("Longest piece of a prompt in one pass; -1 never cuts one; unset: by device."),
+    ] = None
+    fill_tokens: Annotated[
+        Tokens | None,
+        Help("Prompt tokens after which no further prompt joins a pass; unset: by device."),
+    ] = None
+    prefill_max: Annotated[
+        Requests | None, Help("Most prompts in one pass; unset: as many as fit.")
+    ] = None
+    mixed: Annotated[
+        bool, Help("Compute prompts in the passes of decodes, not in turns with them.")
+    ] = True
+    conservativeness: Annotated[
+        Conservativeness,
+        Help("How much is kept free for running answers, as a multiple of the usual share."),
+    ] = 1.0
+    stream_interval: Annotated[Tokens, Help("Tokens of an answer that are sent at once.")] = 1
+    hidden_states: Annotated[
+        bool, Help("Whether a request may be told the hidden states behind its tokens.")
+    ] = False
+    running_timeout_s: Annotated[
+        Seconds | None, Help("A request that has run for longer ends with an error.")
     ] = None
     stall_s: Annotated[
         Seconds, Help("A worker with work and no step for this long is reported stalled.")
     ] = 30.0
+    stall_limit_s: Annotated[
+        Seconds, Help("A worker whose step takes this long ends, to be started again.")
+    ] = 300.0
+    overlap: Annotated[
+        bool, Help("Launch a step while the one before is read, on devices that compute apart.")
+    ] = True
+    dump_folder: Annotated[
+        str, Help("Where a crash, a hang or a command leaves the last plans; empty: nowhere.")
+    ] = ""
 
     def __post_init__(self) -> None:
+        if self.chunk_tokens == 0:
+            raise ValueError("chunk_tokens is 0, so no chunk could ever run")
         if self.chunk_tokens is not None and self.chunk_tokens > self.tokens_max:
             raise ValueError("chunk_tokens exceeds tokens_max, so no chunk could ever run")
+
+
+class QueueConfig(Config):
+    """Who waits at a worker, and who goes first."""
+
+    policy: Annotated[Policy, Help("Order in which waiting requests are admitted.")] = Policy.FCFS
+    waiting_max: Annotated[
+        Requests, Help("Most choices that wait beside those that run; one more is a 503.")
+    ] = 256
+    timeout_s: Annotated[
+        Seconds | None, Help("A request that was not started by then is a 503.")
+    ] = None
+    max_overtake_s: Annotated[
+        Seconds, Help("How long later requests may go first; then this one is next.")
+    ] = 10.0
+    priority: Annotated[bool, Help("Whether the priority of a request counts.")] = False
+    low_first: Annotated[bool, Help("Whether low priorities go first.")] = False
+    preempt_threshold: Annotated[
+        Threshold, Help("A request preempts those whose priority is lower by more than this.")
+    ] = 10
+    refuse_priority: Annotated[
+        bool, Help("Whether a request with a priority is refused where none counts.")
+    ] = False
 
 
 class CacheConfig(Config):
     """The KV page pool."""
 
+    prefix: Annotated[
+        bool, Help("Keep what was computed, so that equal beginnings are computed once.")
+    ] = True
+    eviction: Annotated[Eviction, Help("Which kept pages are given up first.")] = Eviction.LRU
     tokens_max: Annotated[
         Tokens | None, Help("Tokens that the pool holds; unset: from free memory.")
     ] = None

@@ -60,6 +60,7 @@ def run(role: str, build: Callable[[Settings], Service]) -> NoReturn:
     except ConfigError as error:
         sys.stderr.write(f"antiphon {role}: {error}\n")
         sys.exit(BAD_SETTINGS)
+    faulthandler.enable()  # a crash in a kernel leaves its stack in the log
     telemetry = arguments.settings.telemetry
     logs.set_up(level=telemetry.log_level, form=telemetry.log_format, instance=arguments.instance)
     with _traces(role, arguments):

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from antiphon.bus.server import ServerFailed, ServerMissing
 from antiphon.config.errors import ConfigError
+from antiphon.supervisor.fetching import fetched
 from antiphon.supervisor.stack import CannotServe, Stack
 from antiphon.telemetry import log as logs
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAILED = 1
+INTERRUPTED = 130
 
 
 def serve(settings: Settings, console: Console | None = None) -> int:
@@ -33,7 +35,9 @@ def serve(settings: Settings, console: Console | None = None) -> int:
     telemetry = settings.telemetry
     logs.set_up(level="warning", form=telemetry.log_format, instance="supervisor")
     try:
-        asyncio.run(_serve(settings, console))
+        asyncio.run(_serve(fetched(settings, console), console))
+    except KeyboardInterrupt:
+        return INTERRUPTED  # while it fetched: once it serves, signals are handled
     except (ConfigError, CannotServe, ServerMissing, ServerFailed) as error:
         console.print(
             f"antiphon serve: {error}", style="red", highlight=False, markup=False, soft_wrap=True

@@ -15,7 +15,7 @@ from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
-from antiphon.service.model import model_folder, tokenizer_folder
+from antiphon.service.model import model_files, tokenizer_folder
 from antiphon.supervisor.broker import Broker
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.ports import free_port, is_free
@@ -113,7 +113,7 @@ class Stack:
                 f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
-        model_folder(self._settings)
+        model_files(self._settings)
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:

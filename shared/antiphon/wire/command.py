@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, StopStrings
 
 
 class ChoiceOutput(Value):
-    """What a choice has said before this attempt; empty the first time. int32, little-endian."""
+    """What a choice has said before this attempt; empty the first time. int32, little-endian.
+
+    `details` are those that were sealed with the ids: of the prompt's tokens, then of the outputs.
+    """
 
     choice: int
     output_ids: bytes = b""
+    details: TokenDetails | None = None
 
 
 class Admit(Value, tag=True):
@@ -103,7 +113,51 @@ class FlushCache(Message):
     """Drop every cached page that no running request holds."""
 
 
+class PauseMode(StrEnum):
+    """What becomes of the requests of a worker that pauses."""
+
+    ABORT = "abort"
+    """They end, as aborted."""
+    RETRACT = "retract"
+    """They give their pages back and are computed again when the worker goes on."""
+    IN_PLACE = "in_place"
+    """They keep their pages, and go on from there."""
+
+
+class PauseWorker(Message):
+    """Run no more steps. What comes meanwhile waits; what has ended is still sent."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+
+class ContinueWorker(Message):
+    """Run steps again. A worker that is not paused does so anyway."""
+
+
+class SetWeightVersion(Message):
+    """The weights have another name from here on, and so has all that they compute.
+
+    Nothing that was computed before is found again in the prefix cache. Requests that run end as
+    aborted; with `abort_all` unset they go on, on the keys and values that they have.
+    """
+
+    version: Annotated[str, Meta(min_length=1, max_length=256)]
+    abort_all: bool = True
+
+
+class DumpPlans(Message):
+    """Write the last plans to a file, so that they can be run again elsewhere."""
+
+
 class ControlDone(Message):
-    """A control call has taken effect. `pages_freed` tells what a flush gave back."""
+    """A control call has taken effect.
+
+    Attributes:
+        pages_freed: What a flush, or a new weight version, gave back.
+        requests: Choices that a pause or a new weight version met.
+        file: What a dump has written, on the worker's machine.
+    """
 
     pages_freed: int = 0
+    requests: int = 0
+    file: str = ""

@@ -10,13 +10,32 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from antiphon.wire.base import FinishReason, Message, Usage, Value
+from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import ErrorReply
+from antiphon.wire.grammar import Grammar
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
-from antiphon.wire.sampling import MinP, Seed, StopString, Temperature, TopP
+from antiphon.wire.processors import LogitProcessors, TokenId
+from antiphon.wire.sampling import (
+    BIASES_MAX,
+    AdditivePenalty,
+    DetailParams,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    StopString,
+    Temperature,
+    TokenIds,
+    TopP,
+)
 from antiphon.wire.tokenize import ChatMessage
+
+CHOICES_MAX = 128
+"""Most answers to one request, as in the OpenAI API."""
+LogitBiases = Annotated[dict[TokenId, float], Meta(max_length=BIASES_MAX)]
 
 
 class GenerateRequest(Message):
@@ -24,6 +43,12 @@ class GenerateRequest(Message):
 
     The same `key` with the same content is a retry and answered as the first; with another
     content it is refused while the first is live. Unset sampling fields take the model's defaults.
+
+    Attributes:
+        n: How many answers; each has its own choice index, and a seed of its own from `seed`.
+        logit_bias: Added to the logits of single tokens; finite.
+        grammar: The form that each answer must have.
+        details: What is told of each token beside its text; `token_texts` adds the text of each.
     """
 
     key: ClientKey
@@ -36,39 +61,64 @@ class GenerateRequest(Message):
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: MinP | None = None
+    frequency_penalty: AdditivePenalty = 0.0
+    presence_penalty: AdditivePenalty = 0.0
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    logit_bias: LogitBiases = msgspec.field(default_factory=dict[int, float])
+    processors: LogitProcessors = ()
+    grammar: Grammar | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] = 1
     seed: Seed | None = None
     stop: Annotated[tuple[StopString, ...], Meta(max_length=32)] = ()
-    stop_token_ids: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
+    details: DetailParams | None = None
+    token_texts: bool = False
     stream: bool = True
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     traceparent: str | None = None
 
 
 class GenerateAccepted(Message):
-    """The gateway owns the request from now on; cancel and resume go to this gateway."""
+    """The gateway owns the request from now on; cancel and resume go to this gateway.
+
+    `details_from` is the token offset at which the details of each choice begin: 0, or less if
+    tokens of the prompt are told of. Unset, none are told.
+    """
 
     key: ClientKey
     request_id: RequestId
     gateway: InstanceId
+    details_from: int | None = None
 
 
 class GenerateText(Message):
-    """More text of one choice, beginning at a byte offset of the choice's UTF-8 text."""
+    """More of one choice: text from a byte offset of its UTF-8 text on, details by token offset.
+
+    Either may be empty. Outputs are counted from 0; tokens of the prompt lie before, if the request
+    wanted to be told of them.
+    """
 
     request_id: RequestId
     choice: int
     text_offset: int
     text: str
+    details: DetailPiece | None = None
 
 
 class ChoiceEnd(Value):
-    """How one choice ended. `text` is the whole text where the client did not stream."""
+    """How one choice ended. `text` and `details` are whole where the client did not stream.
+
+    `details_end` is the token offset after the last one that was told of.
+    """
 
     choice: int
     finish_reason: FinishReason
     text_bytes: int
     text: str | None = None
+    details: DetailPiece | None = None
+    details_end: int = 0
     matched_stop: str | int | None = None
 
 
@@ -82,10 +132,14 @@ class GenerateEnd(Message):
 
 
 class TextPlace(Value):
-    """How much of a choice's text somebody has, in bytes."""
+    """How much of a choice somebody has: text in bytes, details up to a token offset.
+
+    `token_offset` unset stands for the beginning of the details.
+    """
 
     choice: int
     text_offset: int
+    token_offset: int | None = None
 
 
 class GenerateResume(Message):

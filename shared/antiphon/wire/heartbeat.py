@@ -33,6 +33,8 @@ class WorkerLoad(Value):
         step_age_s: Time since the last step ended; with work in flight it shows a stall.
         context_tokens: Most tokens of prompt and answer together.
         commands_seq: The last command batch applied, of the leader `term`.
+        paused: It runs no steps until it is told to go on; no new work, and no stall.
+        weight_version: What its weights are called.
     """
 
     pages_free: int
@@ -46,6 +48,8 @@ class WorkerLoad(Value):
     context_tokens: int
     term: Term | None = None
     commands_seq: int = 0
+    paused: bool = False
+    weight_version: str = ""
 
 
 class Heartbeat(Message):

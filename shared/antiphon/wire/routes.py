@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from antiphon.wire.base import Message, Role
 from antiphon.wire.command import (
     CommandBatch,
+    ContinueWorker,
     ControlDone,
     DrainWorker,
+    DumpPlans,
     FlushCache,
+    PauseWorker,
     ResendTokens,
+    SetWeightVersion,
     StopChoice,
 )
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
@@ -224,7 +228,14 @@ STOP = Feed(
 WORKER_CONTROL = Call(
     name="worker.control",
     subject="worker.{worker}.control",
-    carries=(DrainWorker, FlushCache),
+    carries=(
+        DrainWorker,
+        FlushCache,
+        PauseWorker,
+        ContinueWorker,
+        SetWeightVersion,
+        DumpPlans,
+    ),
     replies=(ControlDone,),
     senders=(Role.SCHEDULER,),
     listeners=(Role.WORKER,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Usage, Value
+from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
 
@@ -14,6 +15,7 @@ class TextRow(Value):
         attempt: The attempt that said it.
         continues: The sealed attempt that this one goes on from, if any.
         text_offset: Where `text` begins, in UTF-8 bytes of the choice's text.
+        details: Of more of its tokens, about those whose text this is, if the request wanted any.
         finish_reason: The detokenizer's proposal to end the choice; the owner writes the terminal.
         usage: The request's tokens as far as this detokenizer has seen.
     """
@@ -24,6 +26,7 @@ class TextRow(Value):
     continues: Attempt | None = None
     text_offset: int
     text: str = ""
+    details: DetailPiece | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     usage: Usage | None = None
@@ -40,11 +43,15 @@ class TextBatch(Message):
 
 
 class ChoicePlace(Value):
-    """How much of a choice's text the gateway has, in UTF-8 bytes."""
+    """How much of a choice the gateway has: text in UTF-8 bytes, details up to a token offset.
+
+    `token_offset` unset stands for the beginning of the details.
+    """
 
     request_id: RequestId
     choice: int
     text_offset: int
+    token_offset: int | None = None
 
 
 class ResumeText(Message):

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
 from antiphon.wire.ids import ModelName, RequestId
-from antiphon.wire.sampling import MinP, Temperature, TopP
+from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
 
 class ChatMessage(Value):
@@ -42,6 +42,7 @@ class SamplingDefaults(Value):
     top_p: TopP | None = None
     top_k: int | None = None
     min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
 
 class EncodeReply(Message):

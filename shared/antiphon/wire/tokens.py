@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Value
+from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import StopStrings
 
 
 class TokenStream(Value):
-    """What a detokenizer must know of a request; on an attempt's first row, and on a resend."""
+    """What a detokenizer must know of a request; on an attempt's first row, and on a resend.
+
+    `details_from` is the offset from which on the tokens of each choice are told of: 0, or less if
+    tokens of the prompt are, too. Unset, nothing is told.
+    """
 
     owner: Process
     prompt_tokens: int
+    details_from: int | None = None
     cached_tokens: int = 0
     choices: int = 1
     continues: Attempt | None = None
@@ -26,8 +32,10 @@ class TokenRow(Value):
 
     Attributes:
         attempt: A receiver refuses rows of a lower one.
-        offset: Index of the first id in this choice's output.
+        offset: Index of the first token in this choice's output; negative for tokens of the prompt,
+            which have details and no ids here.
         token_ids: int32, little-endian.
+        details: Of exactly the tokens of this row, if the request wanted any.
         finish_reason: On the last row of a choice, and only there.
         matched_stop: The token id that ended the choice, if one did. It is not among the ids.
         error: Why the request cannot go on; then `finish_reason` is `error`.
@@ -38,6 +46,7 @@ class TokenRow(Value):
     attempt: Attempt
     offset: int
     token_ids: bytes = b""
+    details: TokenDetails | None = None
     stream: TokenStream | None = None
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None

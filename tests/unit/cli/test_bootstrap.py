@@ -51,6 +51,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(bootstrap, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(bootstrap, "PIP", tmp_path / ".venv" / "bin" / "pip")
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / ".venv" / "ready")
+    monkeypatch.setattr(bootstrap, "KERNELS_STAMP", tmp_path / ".venv" / "kernels")
+    (tmp_path / bootstrap.KERNELS / "csrc").mkdir(parents=True)
+    (tmp_path / bootstrap.KERNELS / "csrc" / "simd.h").write_text("lanes")
     return tmp_path
 
 
@@ -101,6 +104,7 @@ def test_a_change_of_what_is_wanted_is_noticed(name: str, checkout: Path) -> Non
 def test_a_checkout_that_is_ready_is_left_alone(checkout: Path, programs: FakePrograms) -> None:
     bootstrap.STAMP.parent.mkdir()
     bootstrap.STAMP.write_text(bootstrap.wanted())
+    bootstrap.KERNELS_STAMP.write_text(bootstrap.kernels_wanted())
     assert bootstrap.main() == 0
     assert programs.commands == []
 
@@ -111,9 +115,35 @@ def test_a_checkout_that_was_set_up_is_ready(checkout: Path, programs: FakeProgr
     programs.output = report_of()
     assert bootstrap.main() == 0
     assert bootstrap.is_ready()
-    *_, torch, everything = programs.commands
+    *_, torch, everything, kernels = programs.commands
     assert torch[-2:] == ["--no-deps", bootstrap.TORCH]
     assert everything[-2:] == ["-e", f"{checkout}[dev]"]
+    assert kernels[-2:] == ["-m", "antiphon.kernels.cpu.build"]
+
+
+def test_kernels_are_compiled_again_when_a_source_or_the_compiler_changed(
+    checkout: Path, programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bootstrap.VENV.mkdir()
+    bootstrap.build_kernels()
+    bootstrap.build_kernels()
+    assert len(programs.commands) == 1
+    (checkout / bootstrap.KERNELS / "csrc" / "simd.h").write_text("wider lanes")
+    bootstrap.build_kernels()
+    assert len(programs.commands) == 2
+    monkeypatch.setenv("PATH", "")
+    bootstrap.build_kernels()
+    bootstrap.build_kernels()
+    assert len(programs.commands) == 3
+
+
+def test_kernels_that_cannot_be_compiled_do_not_stop_the_setup(
+    checkout: Path, programs: FakePrograms
+) -> None:
+    bootstrap.STAMP.parent.mkdir()
+    bootstrap.STAMP.write_text(bootstrap.wanted())
+    programs.status = 1
+    assert bootstrap.main() == 0
 
 
 def report_of(*needs: str) -> str:

@@ -13,6 +13,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.service.tasks import Tasks
 from antiphon.testing.services import CLUSTER
+from antiphon.wire.sampling import DetailParams
 
 TEXT = "".join(SCRIPT)
 AT_A_TIME = 8
@@ -31,7 +32,10 @@ async def flicker(broker: MemoryBroker, link: MemoryTransport, chance: random.Ra
 async def test_every_answer_is_whole_over_a_bad_link(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said to the client is lost with its link; what it says, by chance too."""
+    """What is said to the client is lost with its link; what it says, by chance too.
+
+    So are the details of an answer's tokens.
+    """
     monkeypatch.setattr(stream, "SILENCE_S", 0.03)
     monkeypatch.setattr(stream, "CALL_TIMEOUT_S", 0.1)
     broker = MemoryBroker(seed=seed)
@@ -39,9 +43,23 @@ async def test_every_answer_is_whole_over_a_bad_link(
     link = FaultyTransport(inner, faults=Faults(drop=0.2, duplicate=0.2, seed=seed))
 
     async def ask(client: Client, n: int) -> str:
+        if n % 3 == 0:
+            return await told(client)
         if n % 2:
             return (await client.ask(MODEL, "hi", timeout_s=10)).text
         return "".join([p.text async for p in client.generate(MODEL, "hi", timeout_s=10)])
+
+    async def told(client: Client) -> str:
+        """An answer of which every token is told of, and of two tokens of its prompt."""
+        wanted = DetailParams(logprobs=True, top=1, prompt_start=0)
+        answer = await client.ask(
+            MODEL, "abc", timeout_s=10, details=wanted, token_texts=True, logit_bias={7: -1.5}
+        )
+        assert answer.details is not None
+        assert answer.details.offset == -2
+        tokens = [detail.token_id for detail in answer.details.details.each()]
+        assert tokens == [5, 5, *range(10, 10 + len(SCRIPT))]
+        return "".join(answer.details.texts[token] for token in tokens[2:])
 
     async with (
         house(lambda: MemoryTransport(broker)),

@@ -108,10 +108,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> None:
     write_model(tmp_path, CONFIG)
     (tmp_path / "a.safetensors").write_bytes(content)
-    if content.endswith(b"{}"):
-        assert read_card(tmp_path).weights.count == 0  # an empty header is one
-        return
-    with pytest.raises(ConfigError, match=r"a\.safetensors: not a safetensors file"):
+    with pytest.raises(ConfigError, match=r"a\.safetensors: (not a safetensors file|cut short)"):
         read_card(tmp_path)
 
 

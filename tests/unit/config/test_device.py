@@ -60,6 +60,57 @@ def test_cores_are_those_that_this_process_may_use(machine: Path) -> None:
     assert this_device(machine / "proc", machine / "groups").cores == 1
 
 
+@pytest.fixture
+def old_machine(tmp_path: Path) -> Path:
+    """A machine with version 1 of cgroups, where a container names its path on the host."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "groups" / "memory").mkdir(parents=True)
+    (tmp_path / "groups" / "cpu,cpuacct").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemAvailable: 102400 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(
+        "9:name=systemd:/docker/a\n4:memory:/docker/a\n1:cpu,cpuacct:/docker/a\n0::/docker/a\n"
+    )
+    return tmp_path
+
+
+def old_limit(folder: Path, *, limit_bytes: int, used_bytes: int, reclaimable_bytes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit_bytes}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used_bytes}\n")
+    stat = f"inactive_file 1\ntotal_inactive_file {reclaimable_bytes}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+def test_a_container_of_version_1_has_its_own_limit(old_machine: Path) -> None:
+    memory = old_machine / "groups" / "memory"
+    old_limit(memory, limit_bytes=50 * MIB, used_bytes=30 * MIB, reclaimable_bytes=5 * MIB)
+    assert memory_bytes(old_machine) == 25 * MIB
+
+
+def test_the_tightest_group_of_version_1_counts_where_they_are_all_seen(old_machine: Path) -> None:
+    memory = old_machine / "groups" / "memory"
+    old_limit(memory, limit_bytes=2**63 - 4096, used_bytes=MIB, reclaimable_bytes=0)
+    old_limit(memory / "docker" / "a", limit_bytes=9 * MIB, used_bytes=2 * MIB, reclaimable_bytes=0)
+    assert memory_bytes(old_machine) == 7 * MIB
+
+
+def test_no_limit_in_version_1_is_a_number_beyond_all(old_machine: Path) -> None:
+    memory = old_machine / "groups" / "memory"
+    old_limit(memory, limit_bytes=2**63 - 4096, used_bytes=MIB, reclaimable_bytes=0)
+    assert memory_bytes(old_machine) == 100 * MIB
+
+
+@pytest.mark.parametrize(("quota_us", "limited"), [("100000", True), ("-1", False)])
+def test_a_quota_of_version_1_limits_the_cores(
+    old_machine: Path, quota_us: str, limited: bool
+) -> None:
+    cpu = old_machine / "groups" / "cpu,cpuacct"
+    (cpu / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    cores = this_device(old_machine / "proc", old_machine / "groups").cores
+    assert cores == (1 if limited else len(os.sched_getaffinity(0)))
+
+
 def test_this_machine_has_something() -> None:
     device = this_device()
     assert device.cores >= 1

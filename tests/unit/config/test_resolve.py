@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from antiphon.config.card import ModelCard, Sampling, Weights
 from antiphon.config.device import Device
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, Linear
 from antiphon.config.resolve import Plan, resolve, table
 
 GIB = 1024**3
@@ -19,6 +20,7 @@ CARD = ModelCard(
     heads=4,
     kv_heads=2,
     head_size=32,
+    mlp_width=256,
     vocabulary_size=100,
     context_tokens=512,
     dtype=Dtype.BFLOAT16,
@@ -31,6 +33,8 @@ CARD = ModelCard(
 )
 DEVICE = Device(kind="cpu", cores=6, memory_bytes=5 * GIB)
 PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 2
+STEP_BYTES = 2048 * 2 * (3 * 64 + 16 * 32 + 4 * 256)
+"""Activations of a step of the default size."""
 
 
 def decide(**said: str) -> Plan:
@@ -48,7 +52,47 @@ def test_what_the_operator_left_open_is_decided() -> None:
     assert (plan.threads.value, plan.device.value) == (5, "cpu")
     assert plan.context_tokens.value == 512
     assert plan.eos_ids.value == (2, 7)
-    assert plan.chunk_tokens.value == plan.step_tokens.value == 2048
+    assert plan.step_tokens.value == 2048
+    assert (plan.chunk_tokens.value, plan.fill_tokens.value) == (512, 256)
+    assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
+
+
+def test_linears_are_packed_where_the_kernels_run() -> None:
+    assert decide().linear.value is Linear.PACKED
+    missing = Device(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
+    plain = decide_on(missing).linear
+    assert (plain.value, plain.reason) == (Linear.PLAIN, "there is no compiler")
+    with pytest.raises(ConfigError, match="int8: there is no compiler"):
+        decide_on(missing, model__linear="int8")
+    assert decide_on(missing, model__linear="plain").linear.reason == "model.linear"
+
+
+def test_linears_in_float16_are_left_to_torch() -> None:
+    assert decide(model__dtype="float16").linear.value is Linear.PLAIN
+    with pytest.raises(ConfigError, match=r"packed: .* float16"):
+        decide(model__dtype="float16", model__linear="packed")
+
+
+def test_deterministic_inference_is_refused_where_torch_multiplies() -> None:
+    assert decide().deterministic.value is False
+    assert decide(model__deterministic="true").deterministic.value is True
+    assert decide(model__deterministic="true", model__linear="int8").deterministic.value is True
+    missing = Device(kind="cpu", cores=6, memory_bytes=5 * GIB, lacking="there is no compiler")
+    for device, said, reason in (
+        (DEVICE, {"model__linear": "plain"}, "model.linear"),
+        (DEVICE, {"model__dtype": "float16"}, "float16"),
+        (missing, {}, "there is no compiler"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model.deterministic: torch .*{reason}"):
+            decide_on(device, model__deterministic="true", **said)
+
+
+def test_rounded_weights_take_a_byte_each() -> None:
+    assert decide(model__linear="int8").weight_bytes.value == GIB // 2
+    assert decide(model__linear="packed").weight_bytes.value == GIB
+    untied = msgspec.structs.replace(CARD, tied=False)
+    settings = load(environ={"ANTIPHON_MODEL__LINEAR": "int8_dynamic"}).settings
+    assert resolve(settings, untied, DEVICE).weight_bytes.value == GIB // 2 + 100 * 64
 
 
 def test_what_the_operator_said_is_taken_and_named() -> None:
@@ -66,6 +110,18 @@ def test_what_the_operator_said_is_taken_and_named() -> None:
     assert plan.cache_tokens == 992
 
 
+def test_prompts_that_are_never_cut_have_steps_for_the_longest() -> None:
+    plan = decide(batching__chunk_tokens="-1", batching__tokens_max="100")
+    assert plan.whole_prompts.value
+    assert plan.step_tokens.value == plan.chunk_tokens.value == 512
+    assert plan.activation_bytes.reason == "512 tokens in a step"
+
+
+def test_everybody_who_runs_fits_in_a_step() -> None:
+    plan = decide(batching__running_max="100", batching__tokens_max="10")
+    assert plan.running_max.value == plan.chunk_tokens.value == plan.fill_tokens.value == 10
+
+
 def test_the_pool_holds_no_more_than_all_requests_at_full_length() -> None:
     plan = decide(batching__running_max="3")
     assert plan.cache_pages.value == 3 * 512 // 16
@@ -73,23 +129,41 @@ def test_the_pool_holds_no_more_than_all_requests_at_full_length() -> None:
     assert plan.cache_bytes.value == plan.cache_pages.value * PAGE_BYTES
 
 
-def test_the_pool_is_a_share_of_what_the_weights_leave() -> None:
+def test_the_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> None:
     plan = decide(batching__running_max="1000000000")
-    assert plan.cache_pages.value == GIB // PAGE_BYTES
-    assert (
-        plan.cache_pages.reason == "cache.memory_ratio = 0.25 of 5.00 GiB free, 1.00 GiB of weights"
+    logits = 3 * 2048 * 100 * 4
+    assert (plan.memory_bytes.value, plan.weight_bytes.value) == (5 * GIB, GIB)
+    assert (plan.activation_bytes.value, plan.logit_bytes.value) == (STEP_BYTES, logits)
+    rest = 5 * GIB - GIB - STEP_BYTES - logits
+    assert plan.cache_pages.value == rest // 4 // PAGE_BYTES
+    assert plan.cache_pages.reason == (
+        "cache.memory_ratio = 0.25 of 5.00 GiB free, 1.00 GiB of weights, "
+        "0.01 GiB of activations, 0.00 GiB of logits"
     )
 
 
-def test_weights_in_a_wider_format_leave_less() -> None:
+def test_weights_and_activations_in_a_wider_format_leave_less() -> None:
     plan = decide(batching__running_max="1000000000", model__dtype="float32")
-    assert plan.cache_bytes.value == 3 * GIB // 4
+    rest = 5 * GIB - 2 * GIB - 2 * STEP_BYTES - plan.logit_bytes.value
+    assert plan.cache_pages.value == rest // 4 // (2 * PAGE_BYTES)
+
+
+def test_more_rows_take_more_logits_but_not_more_than_a_step_has_tokens() -> None:
+    assert decide(batching__running_max="7").logit_bytes.value == 3 * 7 * 100 * 4
+    plan = decide(batching__running_max="99", batching__tokens_max="10")
+    assert plan.logit_bytes.value == 3 * 10 * 100 * 4
 
 
 def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
     plan = decide(batching__running_max="1000000000", cache__static_ratio="0.8")
     assert plan.cache_bytes.value == 3 * GIB
     assert plan.cache_pages.reason.startswith("cache.static_ratio = 0.8 of 5.00 GiB free")
+
+
+def test_a_static_ratio_of_all_still_leaves_room_for_a_step() -> None:
+    plan = decide(batching__running_max="1000000000", cache__static_ratio="1")
+    needed = plan.weight_bytes.value + plan.activation_bytes.value + plan.logit_bytes.value
+    assert 0 <= 5 * GIB - needed - plan.cache_bytes.value < PAGE_BYTES
 
 
 def test_the_pool_has_a_limit_in_bytes() -> None:
@@ -111,6 +185,10 @@ def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
         ({"model__context_tokens": "513"}, "513: the model was made for 512"),
         ({"cache__tokens_max": "15"}, "cache.tokens_max = 15: one page has 16 tokens"),
         ({"cache__static_ratio": "0.2"}, "no memory for one page"),
+        (
+            {"cache__tokens_max": "100000000"},
+            r"tokens_max = 100000000: its 47.68 GiB do not fit: 5.00 GiB free, 1.00 GiB of weights",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(said: dict[str, str], message: str) -> None:
@@ -119,7 +197,7 @@ def test_what_cannot_be_is_refused(said: dict[str, str], message: str) -> None:
 
 
 def test_weights_larger_than_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no memory .* 0\.50 GiB free, 1\.00 GiB of weights"):
+    with pytest.raises(ConfigError, match=r"too little memory .* 0\.50 GiB free, 1\.00 GiB of w"):
         decide_on(Device(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
@@ -128,5 +206,5 @@ def test_the_table_gives_each_value_a_line_and_a_reason() -> None:
     lines = table(plan).splitlines()
     assert len(lines) == len(plan.__struct_fields__)
     by_name = {line.split()[0]: line for line in lines}
-    assert by_name["eos_ids"].endswith("2 7  config.json and generation_config.json")
+    assert by_name["eos_ids"].endswith("2 7  config.json, generation_config.json and the tokenizer")
     assert by_name["dtype"].endswith("bfloat16  the checkpoint's")

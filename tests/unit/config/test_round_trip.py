@@ -32,7 +32,9 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     "telemetry.otlp_endpoint": st.sampled_from(["", "http://collector:4318"]),
     "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
+    "grammar.whitespace_max": st.integers(1, 256),
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
+    "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},
 }
 """Fields with bounds of their own."""
@@ -57,6 +59,13 @@ def text(value: Value) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def typed_flag(field: Field, value: Value) -> str:
+    """How a value is said on the command line: a boolean is a flag or its negation."""
+    if field.kind == "boolean":
+        return field.flag if value else f"--no-{field.flag[2:]}"
+    return f"{field.flag}={text(value)}"
+
+
 OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 
 
@@ -65,7 +74,7 @@ OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 @given(data=st.data())
 def test_flag_and_variable_set_what_they_say(field: Field, data: st.DataObject) -> None:
     value = data.draw(values(field))
-    typed = PARSER.parse([f"{field.flag}={text(value)}"])
+    typed = PARSER.parse([typed_flag(field, value)])
     by_flag = load(flags=typed.layer(), environ={}).settings
     by_variable = load(environ={field.variable: text(value)}).settings
     assert value_at(by_flag, field) == value

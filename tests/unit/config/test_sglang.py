@@ -16,8 +16,14 @@ from antiphon.config.spellings import SPELLINGS
 PARSER = serve_parser("antiphon serve", "")
 SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}'}
 SETTABLE = {
+    "grammar.backend": "none",
+    "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
+    "load.config_overrides": '{"a": 1}',
+    "load.format": "dummy",
     "model.dtype": "half",
     "model.device": "cpu",
+    "queue.policy": "lpm",
+    "cache.eviction": "lfu",
     "telemetry.log_level": "DEBUG",
     "telemetry.otlp_endpoint": "collector:4318",
 }
@@ -119,14 +125,29 @@ def test_a_large_chunk_raises_the_step_unless_somebody_set_the_step() -> None:
         serve("--chunked-prefill-size 4096 --batching-tokens-max 1024")
 
 
+def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:
+    flag = "--constrained-json-whitespace-pattern"
+    assert serve([flag, r"[\n\t\r ]{0,12}"]).settings.grammar.whitespace_max == 12
+    for pattern in (r"[\n\t ]*", r"[ ]{0,4}", " ?", ""):
+        with pytest.raises(ConfigError, match="only a bound can be set"):
+            serve([flag, pattern])
+    assert serve("--constrained-json-disable-any-whitespace").settings.grammar.compact_json
+
+
 def test_chunks_can_be_switched_off() -> None:
-    assert serve("--chunked-prefill-size -1").settings.batching.chunk_tokens is None
+    assert serve("--chunked-prefill-size -1").settings.batching.chunk_tokens == -1
 
 
 def test_tracing_has_a_collector_as_soon_as_it_is_switched_on() -> None:
     assert serve("--enable-trace").settings.telemetry.otlp_endpoint == "http://localhost:4318"
     line = "--otlp-traces-endpoint far:4318 --enable-trace"
     assert serve(line).settings.telemetry.otlp_endpoint == "http://far:4318"
+
+
+def test_deterministic_inference_gives_a_seed_to_requests_that_name_none() -> None:
+    model = serve("--enable-deterministic-inference").settings.model
+    assert (model.deterministic, model.random_seed) == (True, 42)
+    assert serve("--enable-deterministic-inference --random-seed 7").settings.model.random_seed == 7
 
 
 def test_our_short_forms_work() -> None:

@@ -18,6 +18,7 @@ from antiphon.testing.services import QUICK, Running, client_bus, running
 from antiphon.testing.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
 from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.errors import EngineError, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
@@ -105,7 +106,7 @@ class Cluster:
                 token_ids=pack_ids(list(text.encode())),
                 vocabulary_size=256,
                 context_tokens=CONTEXT_TOKENS,
-                defaults=SamplingDefaults(temperature=0.25, top_k=7),
+                defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
             )
         )
 
@@ -122,23 +123,49 @@ class Cluster:
         for step in range(len(self.script)):
             if step == self.hold_at:
                 await self.go.wait()
-            await self.say(request, self.row(request, step))
+            for choice in range(request.choices):
+                await self.say(request, self.row(request, step, choice))
 
-    def row(self, request: SubmitRequest, step: int) -> TextRow:
-        """What a step says."""
+    def row(self, request: SubmitRequest, step: int, choice: int = 0) -> TextRow:
+        """What a step says: a piece of the script, as one token."""
         last = step == len(self.script) - 1
         failed = last and self.row_error is not None
         reason = FinishReason.ERROR if failed else FinishReason.STOP
         return TextRow(
             request_id=request.request_id,
-            choice=0,
+            choice=choice,
             attempt=Attempt(term=TERM, n=1),
             text_offset=len("".join(self.script[:step]).encode()),
             text="" if failed else self.script[step],
+            details=self._details(request, step),
             finish_reason=reason if last else None,
             matched_stop=2 if last else None,
             usage=Usage(prompt_tokens=id_count(request.prompt_ids), completion_tokens=step + 1),
             error=encode_error(self.row_error) if failed and self.row_error else None,
+        )
+
+    def _details(self, request: SubmitRequest, step: int) -> DetailPiece | None:
+        """Token n of the script has the id 10 + n and n to the power of two; the prompt id 5."""
+        params = request.sampling.details
+        first = request.sampling.details_from(id_count(request.prompt_ids))
+        if params is None or first is None:
+            return None
+        offsets = range(first if step == 0 else step, step + 1)
+        tops = [10 + offset + other for offset in offsets for other in range(params.top)]
+        ids = [10 + offset if offset >= 0 else 5 for offset in offsets]
+        texts = dict(enumerate(self.script, 10)) | {5: "p"}
+        details = TokenDetails(
+            count=len(offsets),
+            token_ids=pack_ids(ids),
+            logprobs=pack_floats(-0.5 * (offset + 1) for offset in offsets),
+            top_ids=pack_ids(tops),
+            top_logprobs=pack_floats(-float(token) for token in tops),
+        )
+        spoken_of = details.ids() if request.stop.token_texts else ()
+        return DetailPiece(
+            offset=offsets.start,
+            details=details,
+            texts={token: texts.get(token, "?") for token in spoken_of},
         )
 
     async def say(self, request: SubmitRequest, row: TextRow) -> None:

@@ -17,7 +17,8 @@ from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
 from antiphon.wire.base import Message
-from antiphon.wire.codec import decode, encode, encode_json, speaks_json
+from antiphon.wire.codec import decode, encode, encode_json, pack_ids, speaks_json
+from antiphon.wire.details import join_pieces, pack_floats
 from antiphon.wire.errors import ErrorReply, InvalidRequest, Overloaded, WorkerLost
 from antiphon.wire.generate import (
     GenerateAccepted,
@@ -30,7 +31,9 @@ from antiphon.wire.generate import (
     TextPlace,
 )
 from antiphon.wire.ids import ClientKey, RequestId
+from antiphon.wire.processors import AllowRange, DisallowTokens
 from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
+from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams
 from antiphon.wire.tokenize import ChatMessage
 
 if TYPE_CHECKING:
@@ -178,7 +181,11 @@ async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) 
         ({"model": "other"}, "model_not_found"),
         ({"messages": None}, "invalid_request"),
         ({"prompt": "also"}, "invalid_request"),
-        ({"max_tokens": 0}, "invalid_request"),
+        ({"min_tokens": 9, "max_tokens": 8}, "invalid_request"),
+        ({"logit_bias": {256: 1.0}}, "invalid_request"),
+        ({"logit_bias": {5: float("nan")}}, "invalid_request"),
+        ({"processors": (DisallowTokens(token_ids=(256,)),)}, "invalid_request"),
+        ({"details": DetailParams(named_ids=(256,))}, "invalid_request"),
         ({"max_tokens": 1000}, "invalid_request"),
         ({"messages": (ChatMessage(role="user", content="x" * 64),)}, "prompt_too_long"),
     ],
@@ -189,6 +196,74 @@ async def test_bad_request_is_refused_in_place_of_accepting(
     await client.ask(msgspec.structs.replace(request(), **fields))
     assert (await client.first(ErrorReply)).code == code
     assert client.all(GenerateAccepted) == []
+
+
+async def test_everything_a_request_may_say_reaches_the_leader(at: House, client: Client) -> None:
+    processors = (DisallowTokens(token_ids=(5,)), AllowRange(first=0, last=99))
+    details = DetailParams(logprobs=True, top=3, named_ids=(9,), prompt_start=1)
+    await client.ask(
+        request(
+            n=3,
+            max_tokens=0,
+            frequency_penalty=0.5,
+            presence_penalty=-0.25,
+            repetition_penalty=1.5,
+            logit_bias={7: -1.5},
+            processors=processors,
+            details=details,
+            token_texts=True,
+        )
+    )
+    await client.first(GenerateEnd)
+    (submit,) = at.cluster.submits
+    assert (submit.choices, submit.stop.token_texts) == (3, True)
+    assert submit.sampling == SamplingParams(
+        max_new_tokens=0,
+        temperature=0.25,
+        top_k=7,
+        frequency_penalty=0.5,
+        presence_penalty=-0.25,
+        repetition_penalty=1.5,
+        logit_bias=LogitBias(token_ids=pack_ids([7]), values=pack_floats([-1.5])),
+        processors=processors,
+        seed=submit.sampling.seed,
+        details=details,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_details_come_once_and_in_order_and_again_from_any_place(
+    client: Client, stream: bool
+) -> None:
+    asked = DetailParams(logprobs=True, top=1, prompt_start=0)
+    await client.ask(request(stream=stream, details=asked, token_texts=True, n=2))
+    end = await client.first(GenerateEnd)
+    accepted = client.all(GenerateAccepted)[0]
+    assert accepted.details_from == -1
+    assert [choice.details_end for choice in end.choices] == [len(SCRIPT)] * 2
+    if stream:
+        pieces = [text.details for text in client.all(GenerateText) if text.choice == 1]
+        whole = join_pieces(pieces)
+    else:
+        whole = end.choices[1].details
+    assert whole is not None
+    assert (whole.offset, whole.end) == (-1, len(SCRIPT))
+    assert [detail.token_id for detail in whole.details.each()] == [5, 10, 11, 12, 13]
+    assert whole.texts[5] == "p"
+    assert [whole.texts[10 + n] for n in range(len(SCRIPT))] == list(SCRIPT)
+    if not stream:
+        return
+    client.heard.clear()
+    place = TextPlace(choice=1, text_offset=0, token_offset=2)
+    await client.control(GenerateResume(request_id=end.request_id, places=(place,)))
+    again = await client.first(GenerateEnd)
+    assert again == end
+    told = {
+        c: join_pieces(t.details for t in client.all(GenerateText) if t.choice == c) for c in (0, 1)
+    }
+    assert told[0] is not None
+    assert (told[0].offset, told[0].end) == (-1, len(SCRIPT))
+    assert told[1] == whole.beyond(2)
 
 
 async def test_deadline_that_passes_while_encoding_is_a_deadline(at: House, client: Client) -> None:

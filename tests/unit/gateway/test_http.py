@@ -20,7 +20,10 @@ from antiphon.service.sockets import CannotStart
 from antiphon.testing.services import running
 from antiphon.testing.wait import until
 from antiphon.wire.base import Role
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
+from antiphon.wire.sampling import DetailParams, LogitBias
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -153,6 +156,7 @@ async def test_request_comes_before_the_model_and_the_model_before_openai() -> N
         said, unsaid = (submit.sampling for submit in at.cluster.submits)
     assert (said.temperature, said.top_k, said.seed) == (0.0, 0, 5)
     assert (unsaid.temperature, unsaid.top_k, unsaid.top_p) == (0.25, 7, 1.0)
+    assert unsaid.repetition_penalty == 1.25
     assert unsaid.max_new_tokens == CONTEXT_TOKENS - 2
     assert said.max_new_tokens == unsaid.max_new_tokens
 
@@ -178,10 +182,16 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
         "rid": "mine",
         "user": "me",
         "nobody_documents_this": 1,
-        "n": 1,
+        "n": 2,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.25,
+        "repetition_penalty": 1.5,
+        "min_tokens": 3,
+        "logit_bias": {"7": -1.5, "8": 100},
+        "logprobs": True,
+        "top_logprobs": 2,
         "tools": [],
         "response_format": {"type": "text"},
-        "logprobs": None,
     }
     async with house() as at:
         status, reply, _ = await post(at, CHAT, body, traceparent=TRACE)
@@ -195,10 +205,71 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
     assert (submit.sampling.top_p, submit.sampling.min_p) == (0.5, 0.1)
     assert submit.sampling.stop_token_ids == (3,)
     assert submit.sampling.ignore_eos
+    assert submit.choices == 2
+    assert (submit.sampling.frequency_penalty, submit.sampling.presence_penalty) == (0.5, -0.25)
+    assert (submit.sampling.repetition_penalty, submit.sampling.min_new_tokens) == (1.5, 3)
+    bias = submit.sampling.logit_bias
+    assert bias == LogitBias(token_ids=pack_ids([7, 8]), values=pack_floats([-1.5, 100.0]))
+    assert submit.sampling.details == DetailParams(logprobs=True, top=2)
+    assert submit.stop.token_texts
     assert (submit.stop.strings, submit.stop.include) == (("x",), True)
     assert not submit.stop.skip_special_tokens
     assert submit.traceparent == TRACE
     assert "antiphon_gateway_unknown_fields_total 1.0" in counted
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_every_choice_is_told_of_in_a_chat(at: House, streamed: bool) -> None:
+    async with client(at) as openai_client:
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "hi"}],
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        texts, tokens = ["", ""], [[], []]
+        if streamed:
+            chunks = await openai_client.chat.completions.create(**asked, stream=True)
+            async for chunk in chunks:
+                choice = chunk.choices[0]
+                texts[choice.index] += choice.delta.content or ""
+                tokens[choice.index] += (choice.logprobs and choice.logprobs.content) or []
+        else:
+            whole = await openai_client.chat.completions.create(**asked)
+            texts = [choice.message.content for choice in whole.choices]
+            tokens = [choice.logprobs.content for choice in whole.choices]
+    assert texts == [TEXT, TEXT]
+    for content in tokens:
+        assert [token.token for token in content] == list(SCRIPT)
+        assert [token.logprob for token in content] == [-0.5, -1.0, -1.5, -2.0]
+        assert bytes(content[2].bytes).decode() == SCRIPT[2]
+        tops = [(top.token, top.logprob) for top in content[0].top_logprobs]
+        assert tops == [(SCRIPT[0], -10.0), (SCRIPT[1], -11.0)]
+
+
+async def test_a_completion_is_told_of_in_columns(at: House) -> None:
+    body = {"prompt": "once", "logprobs": 2}
+    _, whole, _ = await post(at, COMPLETE, body)
+    events = await stream(at, COMPLETE, body)
+    chunks = [json.loads(event)["choices"][0]["logprobs"] for event in events[:-1]]
+    expected = {
+        "tokens": list(SCRIPT),
+        "token_logprobs": [-0.5, -1.0, -1.5, -2.0],
+        "text_offset": [0, 3, 7, 12],
+    }
+    (choice,) = cast("list[dict[str, dict[str, list[object]]]]", whole["choices"])
+    for name, column in expected.items():
+        assert choice["logprobs"][name] == column
+        assert [value for chunk in chunks for value in chunk[name]] == column
+    assert choice["logprobs"]["top_logprobs"][0] == {SCRIPT[0]: -10.0, SCRIPT[1]: -11.0}
+
+
+async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "x"})):
+        status, _, _ = await post(at, path, body | {"max_tokens": 0})
+        assert status == 200
+    assert [submit.sampling.max_new_tokens for submit in at.cluster.submits] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -219,25 +290,30 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
         (CHAT, {"messages": HI, "temperature": "hot"}, "temperature"),
         (CHAT, {"messages": HI, "top_p": 0}, "top_p"),
         (CHAT, {"messages": HI, "top_k": 0}, "top_k"),
-        (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": HI, "max_tokens": 63}, "max_tokens"),
         (CHAT, {"messages": HI, "stop": ["a"] * 33}, "stop"),
         (CHAT, {"messages": HI, "stop_token_ids": [256]}, "stop_token_ids"),
         (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
-        (CHAT, {"messages": HI, "n": 2}, "n"),
+        (CHAT, {"messages": HI, "n": 0}, "n"),
+        (CHAT, {"messages": HI, "n": 129}, "n"),
         (CHAT, {"messages": HI, "n": True}, "n"),
         (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
-        (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty"),
-        (CHAT, {"messages": HI, "logit_bias": {"1": 2}}, "logit_bias"),
+        (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty"),
+        (CHAT, {"messages": HI, "frequency_penalty": -2.5}, "frequency_penalty"),
+        (CHAT, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
+        (CHAT, {"messages": HI, "logit_bias": {"256": 2}}, "logit_bias"),
+        (CHAT, {"messages": HI, "logit_bias": {"1": 1e39}}, "logit_bias"),
         (CHAT, {"messages": HI, "regex": "a+"}, "regex"),
         (CHAT, {"messages": HI, "lora_path": "x"}, "lora_path"),
         (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of"),
         (COMPLETE, {"prompt": "x", "echo": True}, "echo"),
         (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
-        (COMPLETE, {"prompt": "x", "logprobs": 1}, "logprobs"),
+        (COMPLETE, {"prompt": "x", "logprobs": 21}, "logprobs"),
         (COMPLETE, {"prompt": ["x", "y"]}, "prompt"),
         (COMPLETE, {"prompt": []}, "prompt"),
         (COMPLETE, {"prompt": ""}, "prompt"),

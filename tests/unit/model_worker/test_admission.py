@@ -7,62 +7,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.model_worker.steps import LIMITS, Steps, state
 
-from antiphon.model_worker.batching.admission import Limits, check, outputs_max
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import build_plan
-from antiphon.model_worker.batching.plan import Outcome
-from antiphon.model_worker.batching.request import ChoiceKey, Progress, RequestState
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
-from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.batching.plan import future
+from antiphon.model_worker.batching.ratio import NewTokenRatio
+from antiphon.model_worker.batching.room import fits_exactly
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
-from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
-
-LIMITS = Limits(
-    step_tokens_max=16,
-    chunk_tokens=8,
-    running_max=4,
-    context_tokens=40,
-    vocab_size=100,
-    end_ids=frozenset({9}),
-    weights_digest="w",
-    headroom_tokens=4,
-)
-
-
-def state(prompt_tokens: int = 3, **sampling: Any) -> RequestState:
-    params: dict[str, Any] = {"max_new_tokens": 8} | sampling
-    return RequestState(
-        request_id=RequestId("r"),
-        choice=0,
-        prompt_ids=pack_ids(range(10, 10 + prompt_tokens)),
-        sampling=SamplingParams(**params),
-        deadline_unix_ms=0,
-    )
-
-
-def batching(pages: int = 10, **limits: int) -> Batching:
-    group = CacheGroup(
-        kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=pages
-    )
-    return Batching(msgspec.structs.replace(LIMITS, **limits), CachePools([group]))
-
-
-def run(loop: Batching, *tokens: list[int]) -> tuple[Progress, ...]:
-    """One step in which row i accepts `tokens[i]`."""
-    rows = loop.next_rows()
-    assert len(rows) == len(tokens)
-    outcome = Outcome(
-        step=1,
-        starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
-        token_ids=np.array([t for ids in tokens for t in ids], np.int32),
-        status=np.zeros(len(rows), np.int32),
-    )
-    loop.commit(rows, outcome)
-    return loop.take_progress()
 
 
 @pytest.mark.parametrize(
@@ -93,13 +49,28 @@ def test_the_answer_is_clipped_to_the_context() -> None:
     assert outputs_max(state(30, max_new_tokens=1000), LIMITS) == 10
 
 
-def test_no_tokens_asked_for_is_an_end_at_once() -> None:
-    loop = batching()
-    loop.add(ChoiceKey(1), state(max_new_tokens=0))
-    (progress,) = loop.take_progress()
+def test_who_asks_for_no_tokens_has_its_prompt_computed_and_nothing_drawn() -> None:
+    steps = Steps(cached=True)
+    steps.add(1, 12, max_new_tokens=0)
+    assert steps.batching.take_progress() == ()
+    rows = steps.next()
+    assert [(row.length, row.draws) for row in rows] == [(8, False)]
+    assert steps.commit(rows, []) == ()
+    rows = steps.next()
+    assert [(row.length, row.draws) for row in rows] == [(4, False)]
+    (progress,) = steps.commit(rows, [])
     assert progress.finish is not None
     assert (progress.finish.reason, progress.token_ids) == (FinishReason.LENGTH, b"")
-    assert loop.idle
+    assert steps.batching.idle
+    assert steps.batching.index.evictable() == [3]
+
+
+def test_who_asks_for_no_tokens_reserves_none() -> None:
+    steps = Steps(pages=10)
+    for key in range(3):
+        steps.add(key, 12, max_new_tokens=0)
+    assert [row.length for row in steps.next()] == [8, 8]
+    assert steps.batching.credit().pages_promised == 2 * 3 - 4
 
 
 @pytest.mark.parametrize(
@@ -114,57 +85,246 @@ def test_no_tokens_asked_for_is_an_end_at_once() -> None:
 def test_where_a_choice_ends_within_the_tokens_of_one_step(
     sampling: dict[str, Any], said: list[int], matched: int | None
 ) -> None:
-    loop = batching()
-    loop.add(ChoiceKey(1), state(**sampling))
-    (progress,) = run(loop, [5, 9, 7])
+    steps = Steps()
+    steps.add(1, **sampling)
+    (progress,) = steps.run([5, 9, 7])
     assert list(unpack_ids(progress.token_ids)) == said
     assert (progress.finish.matched_stop if progress.finish else None) == matched
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_those_who_decode() -> None:
-    loop = batching(pages=10)
-    loop.add(ChoiceKey(1), state(3))
-    run(loop, [5])
-    loop.add(ChoiceKey(2), state(20))
-    run(loop, [5], [])
-    rows = loop.next_rows()
+    steps = Steps()
+    steps.add(1)
+    steps.run([5])
+    steps.add(2, 20)
+    steps.run([5], [])
+    rows = steps.next()
     assert [(row.start, row.length, row.draws) for row in rows] == [(4, 1, True), (8, 8, False)]
-    plan = build_plan(1, rows, groups=1)
+    plan = build_plan(1, rows, steps.batching.slots)
     assert plan.positions.tolist() == [[4, *range(8, 16)]]
     assert plan.kv_len.tolist() == [5, 16]
     assert plan.logit_tokens.tolist() == [0]
+    assert plan.tokens.tolist() == [5, *range(18, 26)]
 
 
 def test_a_row_that_draws_nothing_is_tried_again() -> None:
-    loop = batching()
-    loop.add(ChoiceKey(1), state(3))
-    assert run(loop, []) == ()
-    (row,) = loop.next_rows()
+    steps = Steps()
+    steps.add(1)
+    assert steps.run([]) == ()
+    (row,) = steps.next()
     assert (row.start, row.length, row.draws) == (2, 1, True)
 
 
 def test_whoever_does_not_fit_beside_the_others_waits() -> None:
-    loop = batching(pages=10)
-    loop.add(ChoiceKey(1), state(16, max_new_tokens=16))
-    loop.add(ChoiceKey(2), state(20, max_new_tokens=16))
-    assert [row.request.key for row in loop.next_rows()] == [1]
-    assert len(loop.waiting) == 1
-    loop.drop(ChoiceKey(1))
-    assert [row.request.key for row in loop.next_rows()] == [2]
+    steps = Steps(pages=10)
+    steps.add(1, 16, max_new_tokens=16, ignore_eos=True)
+    steps.add(2, 20, max_new_tokens=16, ignore_eos=True)
+    steps.add(3, 1)
+    assert [row.request.key for row in steps.next()] == [1]
+    assert len(steps.batching.waiting) == 2, "a small one passed a large one"
+    steps.drop(1)
+    assert [row.request.key for row in steps.next()] == [2]
+
+
+def test_only_a_share_of_an_answer_that_may_end_early_is_kept_free() -> None:
+    steps = Steps(pages=10)
+    for key in (1, 2):
+        steps.add(key, 8, max_new_tokens=16)  # 2 pages, and 3 of the 4 that it may take yet
+    steps.go()
+    assert steps.running() == [1, 2]
+    certain = Steps(pages=10)
+    for key in (1, 2):
+        certain.add(key, 8, max_new_tokens=16, ignore_eos=True)
+    certain.go()
+    assert certain.running() == [1]
+
+
+def test_the_share_falls_step_by_step_and_jumps_when_somebody_is_retracted() -> None:
+    ratio = NewTokenRatio(1.0)
+    assert ratio.value == 0.7
+    for _ in range(300):
+        ratio.decay()
+    assert ratio.value == pytest.approx((0.7 + 0.14 * 0.7) / 2)
+    for _ in range(400):
+        ratio.decay()
+    assert ratio.value == pytest.approx(0.14 * 0.7)
+    steps = Steps(pages=10)
+    steps.add(1, 8, max_new_tokens=30)
+    steps.go()
+    ratio.retracted(steps.batching.running.values())
+    assert ratio.value == pytest.approx((1 + 20) / (30 + 1))
+    ratio.reset()
+    assert ratio.value == 0.7
+    assert NewTokenRatio(3.0).value == 1.0
 
 
 def test_the_youngest_gives_way_and_keeps_its_tokens_and_its_place() -> None:
-    loop = batching(pages=10, context_tokens=40)
-    loop.add(ChoiceKey(1), state(15, max_new_tokens=25))
-    loop.add(ChoiceKey(2), state(15, max_new_tokens=25))
-    run(loop, [], [])
-    run(loop, [1], [1])
-    while len(rows := loop.next_rows()) == 2:
-        run(loop, [1], [1])
-    assert (len(rows), loop.retractions) == (1, 1)
-    assert [request.key for request in loop.running.values()] == [1]
-    waiting = loop.waiting.first()
+    steps = Steps(pages=10, conservativeness=0.0)
+    steps.add(1, 15, max_new_tokens=25)
+    steps.add(2, 15, max_new_tokens=25)
+    while not steps.batching.retractions:
+        steps.go()
+    assert steps.running() == [1]
+    waiting = steps.batching.waiting.first()
     assert waiting is not None
     assert (waiting.key, waiting.outputs > 3, waiting.table) == (2, True, None)
-    loop.add(ChoiceKey(3), state(3))
-    assert loop.waiting.first() is waiting
+    steps.add(3)
+    assert steps.batching.waiting.first() is waiting
+
+
+def test_what_a_retracted_request_had_computed_is_found_again() -> None:
+    steps = Steps(pages=10, conservativeness=0.0, cached=True)
+    steps.add(1, range(15), max_new_tokens=25)
+    steps.add(2, range(50, 65), max_new_tokens=25)
+    while not steps.batching.retractions:
+        steps.go()
+    steps.drop(1)
+    ((key, length),) = steps.go()
+    assert key == 2
+    assert length < 10, "it was computed anew"
+
+
+def test_a_retracted_request_is_not_refused_by_a_full_queue() -> None:
+    steps = Steps(pages=10, conservativeness=0.0, queue_max=1, running_max=2)
+    steps.add(1, 15, max_new_tokens=25)
+    steps.add(2, 15, max_new_tokens=25)
+    steps.go()
+    steps.add(3)
+    while not steps.batching.retractions:
+        steps.go()
+    assert len(steps.batching.waiting) == 2
+    assert steps.batching.take_progress()[-1].finish is None
+    steps.add(4)
+    (progress,) = steps.batching.take_progress()
+    assert (progress.key, progress.finish is not None) == (4, True)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    steps = Steps(queue_max=2, running_max=1)
+    for key in range(4):
+        steps.add(key)
+    (progress,) = steps.batching.take_progress()
+    assert progress.key == 3
+    assert progress.finish is not None
+    error = progress.finish.error
+    assert error is not None
+    assert (error.code, error.retry_after_s) == ("overloaded", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "ends"),
+    [
+        ({"queue_timeout_s": 3.0}, {2: "overloaded"}),
+        ({"running_timeout_s": 3.0}, {1: "deadline"}),
+        ({}, {}),
+    ],
+)
+def test_nobody_waits_or_runs_for_longer_than_allowed(
+    limits: dict[str, Any], ends: dict[int, str]
+) -> None:
+    steps = Steps(running_max=1, **limits)
+    steps.add(1, max_new_tokens=20)
+    steps.add(2, max_new_tokens=20)
+    for _ in range(4):
+        steps.go()
+    finished = [(p.key, p.finish) for p in steps.batching.take_progress() if p.finish]
+    assert {key: finish.error.code for key, finish in finished if finish.error} == ends
+
+
+def test_answers_are_told_in_pieces_with_their_first_and_last_token_at_once() -> None:
+    steps = Steps(stream_interval=3)
+    steps.add(1, max_new_tokens=6)
+    told = [steps.run([token]) for token in range(20, 26)]
+    assert [[list(unpack_ids(p.token_ids)) for p in news] for news in told] == [
+        [[20]],
+        [],
+        [],
+        [[21, 22, 23]],
+        [],
+        [[24, 25]],
+    ]
+
+
+def test_the_next_step_may_be_chosen_before_the_last_is_known() -> None:
+    steps = Steps()
+    steps.add(1, max_new_tokens=3)
+    steps.add(2, max_new_tokens=1)
+    first = steps.next()
+    second = steps.next()
+    assert [(row.request.key, row.start, row.draws) for row in second] == [(1, 3, True)]
+    plan = build_plan(2, second, steps.batching.slots)
+    assert plan.tokens.tolist() == [future(first[0].request.slot)]
+    steps.commit(first, [5], [6])
+    third = steps.next()
+    (progress,) = steps.commit(second, [7])
+    assert list(unpack_ids(progress.token_ids)) == [7]
+    (progress,) = steps.commit(third, [8])
+    assert list(unpack_ids(progress.token_ids)) == [8]
+    assert progress.finish is not None
+    assert steps.batching.idle
+
+
+def test_a_step_chosen_on_a_wrong_guess_is_passed_over() -> None:
+    steps = Steps()
+    steps.add(1, max_new_tokens=5)
+    first, second = steps.next(), steps.next()
+    steps.commit(first, [5, 6])
+    assert steps.commit(second, [7]) == ()
+    (row,) = steps.next()
+    assert (row.start, row.end, row.draws) == (3, 5, True)
+
+
+def test_who_asks_beyond_the_end_of_a_known_length_is_not_run_again() -> None:
+    steps = Steps()
+    steps.add(1, max_new_tokens=1)
+    rows = steps.next()
+    assert steps.next() == []
+    steps.commit(rows, [5])
+    assert steps.batching.idle
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=8),
+    page_tokens=st.sampled_from([1, 4, 16]),
+    spare=st.integers(0, 40),
+)
+def test_who_surely_fits_never_runs_out_of_pages(
+    lengths: list[tuple[int, int]], page_tokens: int, spare: int
+) -> None:
+    """Played through step by step, with every page counted."""
+    held = [-(-length // page_tokens) for length, _ in lengths]
+    columns = np.array([*zip(*lengths, strict=True)], np.int64)
+    fits = fits_exactly(columns[0], columns[1], np.array(held), page_tokens, spare)
+    free, peak = spare + sum(held), 0
+    for step in range(max(left for _, left in lengths) + 1):
+        living = [(length + step) for length, left in lengths if left >= step]
+        peak = max(peak, sum(-(-length // page_tokens) for length in living))
+    if fits:
+        assert peak <= free
+    if peak + len(lengths) <= free:
+        assert fits
+
+
+def test_answers_of_known_length_share_the_pages_that_others_give_back() -> None:
+    """Together they would need 15 pages at their ends, but never more than 10 at once."""
+    steps = Steps(pages=10, running_max=3)
+    for key, answer in enumerate((4, 12, 24)):
+        steps.add(key, 4, max_new_tokens=answer, ignore_eos=True)
+    steps.go()
+    assert steps.running() == [0, 1, 2]
+    while not steps.batching.idle:
+        steps.go()
+    assert steps.batching.retractions == 0
+
+
+def test_a_choice_is_dropped_wherever_it_is() -> None:
+    steps = Steps(running_max=1, cached=True)
+    steps.add(1, 20)
+    steps.add(2)
+    rows = steps.next()  # the first is in the middle of its prompt
+    steps.drop(1)
+    steps.drop(2)
+    assert steps.commit(rows, []) == ()
+    assert steps.batching.idle
+    steps.batching.flush()
+    assert steps.pools.used() == [0]

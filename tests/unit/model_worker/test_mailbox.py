@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.mailbox import ORDERS_MAX, Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker
 from antiphon.wire.errors import Overloaded
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
@@ -27,10 +28,8 @@ def test_mail_is_taken_once_and_in_the_order_of_its_coming() -> None:
     box = Mailbox(4)
     box.run(B, STATE)
     box.run(A, STATE)
-    assert box.take(wait=True) == Mail(
-        runs=((B, STATE), (A, STATE)), drops=frozenset(), flush=False
-    )
-    assert box.take(wait=False) == Mail(runs=(), drops=frozenset(), flush=False)
+    assert box.take(wait=True) == Mail(runs=((B, STATE), (A, STATE)), drops=frozenset())
+    assert box.take(wait=False) == Mail()
 
 
 def test_a_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
@@ -38,7 +37,7 @@ def test_a_choice_dropped_before_it_was_taken_never_reaches_the_loop() -> None:
     box.run(A, STATE)
     box.drop(A)
     box.run(B, STATE)
-    assert box.take(wait=True) == Mail(runs=((B, STATE),), drops=frozenset(), flush=False)
+    assert box.take(wait=True) == Mail(runs=((B, STATE),))
 
 
 def test_a_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
@@ -46,7 +45,7 @@ def test_a_choice_dropped_after_it_was_taken_is_dropped_in_the_loop() -> None:
     box.run(A, STATE)
     box.take(wait=True)
     box.drop(A)
-    assert box.take(wait=True) == Mail(runs=(), drops=frozenset({A}), flush=False)
+    assert box.take(wait=True) == Mail(runs=(), drops=frozenset({A}))
 
 
 def test_a_full_box_says_when_to_come_back() -> None:
@@ -55,6 +54,23 @@ def test_a_full_box_says_when_to_come_back() -> None:
     with pytest.raises(Overloaded) as refused:
         box.run(B, STATE)
     assert refused.value.retry_after_s == 1.0
+
+
+def test_orders_are_taken_once_and_in_the_order_given() -> None:
+    box = Mailbox(1)
+    orders = (PauseWorker(), FlushCache(), ContinueWorker(), FlushCache())
+    for order in orders:
+        box.order(order)
+    assert box.take(wait=True) == Mail(orders=orders)
+    assert box.take(wait=False) == Mail()
+
+
+def test_a_loop_that_never_looks_is_given_a_bounded_number_of_orders() -> None:
+    box = Mailbox(1)
+    for _ in range(ORDERS_MAX):
+        box.order(FlushCache())
+    with pytest.raises(Overloaded):
+        box.order(FlushCache())
 
 
 def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
@@ -68,7 +84,7 @@ def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
 
     thread = threading.Thread(target=loop)
     thread.start()
-    box.flush()
+    box.order(FlushCache())
     box.close()
     thread.join(timeout=5)
     assert not thread.is_alive()

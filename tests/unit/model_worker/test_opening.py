@@ -43,9 +43,9 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         )
         for number, prompt in enumerate(prompts)
     )
-    reports.append(loop.turn(Mail(runs=runs, drops=frozenset(), flush=False)))
+    reports.append(loop.turn(Mail(runs=runs)))
     while not engine.batching.idle:
-        reports.append(loop.turn(Mail(runs=(), drops=frozenset(), flush=False)))
+        reports.append(loop.turn(Mail()))
     said: list[list[int]] = [[] for _ in prompts]
     for news in (news for report in reports for news in report.progress):
         said[news.key] += unpack_ids(news.token_ids)

@@ -45,7 +45,7 @@ def poisoned(llama: Path) -> OpenModel:
     model = opened(llama)
     table = model.runner._model.decoder._embedding
     assert table is not None
-    table._weight[POISON] = torch.nan
+    table._weights.tensors["weight"][POISON] = torch.nan
     return model
 
 

@@ -122,7 +122,7 @@ def test_the_least_loaded_worker_gets_the_next_request() -> None:
     assert len(stage.admits(second)) == 4
 
 
-@pytest.mark.parametrize("fault", ["draining", "suspect", "stalled", "no pages"])
+@pytest.mark.parametrize("fault", ["draining", "suspect", "stalled", "paused", "no pages"])
 def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
     stage = Stage(Rules(stall_s=5.0))
     _, worker, _ = stage.usual()
@@ -136,6 +136,8 @@ def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
             stage.pass_s(1.2)
         case "stalled":
             worker.load = msgspec.structs.replace(worker.load, step_age_s=6.0)
+        case "paused":
+            worker.load = msgspec.structs.replace(worker.load, paused=True)
         case _:
             worker.load = msgspec.structs.replace(worker.load, pages_free=0)
     stage.pass_s(0.6)

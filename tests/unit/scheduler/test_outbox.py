@@ -31,7 +31,7 @@ def admit(name: str, prompt_tokens: int) -> Admit:
 
 def test_commands_are_cut_into_messages_that_fit_and_keep_their_order() -> None:
     commands = [admit(str(number), 1000) for number in range(5)]
-    cut = parts(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4000))
+    cut = parts(commands, command_bytes, bytes_max=2 * (ENVELOPE_BYTES + 4100))
     assert [[command.request_id for command in part] for part in cut] == [
         ["0", "1"],
         ["2", "3"],

@@ -18,8 +18,8 @@ from antiphon.service.peers import Change
 from antiphon.testing.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from antiphon.testing.services import QUICK, client_bus, running
 from antiphon.testing.wait import until
-from antiphon.wire.base import Role, State
-from antiphon.wire.command import ControlDone, DrainWorker, FlushCache
+from antiphon.wire.base import Message, Role, State
+from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.routes import DISCOVER, HEARTBEAT, OPEN, TOKENIZE, WORKER_CONTROL
@@ -297,7 +297,7 @@ class Store(EchoService):
         control = Answer(route=WORKER_CONTROL, handler=self.control, while_draining=True)
         return [*super().endpoints(), control, Follow(route=OPEN, apply=self.follow)]
 
-    async def control(self, message: DrainWorker | FlushCache, _: Delivery) -> ControlDone:
+    async def control(self, message: Message, _: Delivery) -> ControlDone:
         self.flushed = isinstance(message, FlushCache)
         return ControlDone()
 

@@ -78,6 +78,7 @@ class Completions:
                 ask.key or stream.submit.request_id,
                 int(time.time()),
                 self._model,
+                choices=ask.choices,
                 usage_always=posted.continuous_usage,
             )
             if posted.stream:
@@ -99,8 +100,8 @@ class Completions:
 
     def _collect(self, stream: Stream, event: StreamEvent, choices: list[Spoken]) -> None:
         if isinstance(event, Said):
-            choices[event.choice].text.append(event.text)
-            self._driver.read(stream, event.text)
+            choices[event.choice].said.append(event)
+            self._driver.read(stream, event)
         elif isinstance(event, Finished):
             choices[event.choice].finished = event
 
@@ -139,7 +140,7 @@ class Completions:
     def _count(self, stream: Stream, events: list[StreamEvent]) -> None:
         for event in events:
             if isinstance(event, Said):
-                self._driver.read(stream, event.text)
+                self._driver.read(stream, event)
 
 
 def _written(events: list[StreamEvent], voice: Voice, *, usage: bool) -> bytes:

@@ -33,14 +33,8 @@ _NOTHING: Values = ({}, [], "")
 
 _UNBUILT: dict[str, Values] = {
     # Sampling and constraints.
-    "n": _ONE,
     "best_of": _ONE,
     "beam_width": _ONE,
-    "min_tokens": _ZERO,
-    "frequency_penalty": _ZERO,
-    "presence_penalty": _ZERO,
-    "repetition_penalty": _ONE,
-    "logit_bias": _NOTHING,
     "stop_regex": _NOTHING,
     "regex": _EMPTY,
     "ebnf": _EMPTY,
@@ -79,8 +73,6 @@ _UNBUILT: dict[str, Values] = {
 }
 
 _UNBUILT_CHAT: dict[str, Values] = _UNBUILT | {
-    "logprobs": _OFF,
-    "top_logprobs": _ZERO,
     "tools": _NOTHING,
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
@@ -100,7 +92,6 @@ _UNBUILT_CHAT: dict[str, Values] = _UNBUILT | {
 }
 
 _UNBUILT_COMPLETION: dict[str, Values] = _UNBUILT | {
-    "logprobs": (),
     "echo": _OFF,
     "suffix": _EMPTY,
 }

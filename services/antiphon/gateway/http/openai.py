@@ -10,8 +10,19 @@ from msgspec import Meta
 from antiphon.gateway.ask import Ask, Sampling
 from antiphon.gateway.http import fields
 from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import MinP, Seed, StopString, StopStrings, Temperature, TopP
+from antiphon.wire.sampling import (
+    AdditivePenalty,
+    DetailParams,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    StopString,
+    StopStrings,
+    Temperature,
+    TopP,
+)
 from antiphon.wire.tokenize import ChatMessage
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -21,6 +32,8 @@ Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 
 COMPLETION_TOKENS = 16
 _STOPS_MAX = 32
+_STOP_IDS_MAX = 1024
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -39,9 +52,15 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    frequency_penalty: AdditivePenalty | None = None
+    presence_penalty: AdditivePenalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: TokensMax | None = None
+    logit_bias: LogitBiases | None = None
     seed: Seed | None = None
     stop: StopString | list[StopString] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_STOP_IDS_MAX)] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
@@ -74,12 +93,18 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
     max_completion_tokens: TokensMax | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     continue_final_message: bool | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is text or ids, alone or as the one member of a list."""
+    """POST /v1/completions. `prompt` is text or ids, alone or as the one member of a list.
 
+    `logprobs` is how many of the likeliest tokens are told beside each one.
+    """
+
+    logprobs: TopLogprobs | None = None
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
@@ -119,6 +144,7 @@ def read_chat(body: bytes) -> Posted:
             tokens_field="max_completion_tokens" if completing else "max_tokens",
             model_defaults=True,
         ),
+        _chat_details(chat),
     )
 
 
@@ -141,19 +167,28 @@ def read_completion(body: bytes) -> Posted:
             tokens_max=completion.max_tokens,
             tokens_default=COMPLETION_TOKENS,
         ),
+        None
+        if completion.logprobs is None
+        else DetailParams(logprobs=True, top=completion.logprobs),
     )
 
 
-def _posted(body: Body, unknown: int, ask: Ask) -> Posted:
-    if ask.tokens_max == 0:
-        text = f"{ask.tokens_field} 0 is for scoring, which is not supported"
-        raise Unsupported(text, param=ask.tokens_field)
+def _chat_details(chat: ChatBody) -> DetailParams | None:
+    if chat.logprobs:
+        return DetailParams(logprobs=True, top=chat.top_logprobs or 0)
+    if chat.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+def _posted(body: Body, unknown: int, ask: Ask, details: DetailParams | None) -> Posted:
     options = body.stream_options or StreamOptions()
     return Posted(
         ask=msgspec.structs.replace(
             ask,
-            sampling=_sampling(body),
-            stop=_stop(body),
+            choices=body.n or 1,
+            sampling=_sampling(body, details),
+            stop=_stop(body, token_texts=details is not None),
             key=None if body.rid is None else ClientKey(body.rid),
         ),
         stream=bool(body.stream),
@@ -163,7 +198,7 @@ def _posted(body: Body, unknown: int, ask: Ask) -> Posted:
     )
 
 
-def _sampling(body: Body) -> Sampling:
+def _sampling(body: Body, details: DetailParams | None) -> Sampling:
     if body.top_k == 0:
         raise InvalidRequest("top_k: -1 keeps every token, else it is 1 or more", param="top_k")
     return Sampling(
@@ -171,13 +206,19 @@ def _sampling(body: Body) -> Sampling:
         top_p=body.top_p,
         top_k=body.top_k,
         min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty,
+        tokens_min=body.min_tokens or 0,
+        logit_bias=body.logit_bias or {},
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        details=details,
     )
 
 
-def _stop(body: Body) -> StopStrings:
+def _stop(body: Body, *, token_texts: bool) -> StopStrings:
     strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(strings) > _STOPS_MAX:
         raise InvalidRequest(
@@ -187,6 +228,7 @@ def _stop(body: Body) -> StopStrings:
         strings=tuple(strings),
         include=bool(body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
+        token_texts=token_texts,
     )
 
 

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 
+from antiphon.gateway.http.logprobs import (
+    ChatLogprobs,
+    TextLogprobs,
+    chat_logprobs,
+    text_logprobs,
+)
 from antiphon.gateway.http.sse import event
 from antiphon.gateway.owner.actions import Finished, Said
 from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.details import join_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from antiphon.wire.details import DetailPiece
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +60,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     matched_stop: str | int | None
 
@@ -61,7 +70,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: Delta | NoDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
 
@@ -71,7 +80,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
 
@@ -108,8 +117,18 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 class Spoken(msgspec.Struct):
     """A choice of an answer that is told in one piece, as it grows."""
 
-    text: list[str]
+    said: list[Said]
     finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(said.text for said in self.said)
+
+    @property
+    def details(self) -> DetailPiece | None:
+        """All that is told of its tokens."""
+        return join_pieces(said.details for said in self.said)
 
 
 class Voice(ABC):
@@ -119,10 +138,13 @@ class Voice(ABC):
     CHUNK: ClassVar[str]
     """What the `object` of a whole answer and of a piece of one is."""
 
-    def __init__(self, answer_id: str, created: int, model: str, *, usage_always: bool) -> None:
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, choices: int, usage_always: bool
+    ) -> None:
         self._id = answer_id
         self._created = created
         self._model = model
+        self._choices = choices
         self._usage_always = usage_always
 
     @abstractmethod
@@ -140,7 +162,7 @@ class Voice(ABC):
             object=self.WHOLE,
             created=self._created,
             model=self._model,
-            choices=[self._choice(*finished) for finished in _finished(choices)],
+            choices=[self._choice(index, one) for index, one in enumerate(choices)],
             usage=usage_body(usage),
         )
         return msgspec.json.encode(reply)
@@ -150,8 +172,8 @@ class Voice(ABC):
         return self._event(usage=usage_body(usage))
 
     @abstractmethod
-    def _choice(self, index: int, text: str, finished: Finished) -> msgspec.Struct:
-        """One choice of a whole answer."""
+    def _choice(self, index: int, spoken: Spoken) -> msgspec.Struct:
+        """One choice of a whole answer, which has ended well."""
 
     def _event(self, *choices: msgspec.Struct, usage: UsageBody | None = None) -> bytes:
         chunk = Chunk(
@@ -175,24 +197,33 @@ class ChatVoice(Voice):
     CHUNK = "chat.completion.chunk"
 
     def begin(self) -> bytes:
-        """The role comes first and alone."""
-        return self._event(ChatChunkChoice(index=0, delta=Delta(role="assistant", content="")))
+        """The role comes first and alone, of each choice."""
+        delta = Delta(role="assistant", content="")
+        return b"".join(
+            self._event(ChatChunkChoice(index=index, delta=delta)) for index in range(self._choices)
+        )
 
     def chunks(self, events: Iterable[Said | Finished]) -> bytes:
         """A chunk for each text, and one without any for the end of a choice."""
         return b"".join(map(self._chunk, events))
 
-    def _choice(self, index: int, text: str, finished: Finished) -> ChatChoice:
+    def _choice(self, index: int, spoken: Spoken) -> ChatChoice:
+        finished = _finish(spoken)
         return ChatChoice(
             index=index,
-            message=AnswerMessage(content=text),
+            message=AnswerMessage(content=spoken.text),
+            logprobs=chat_logprobs(spoken.details),
             finish_reason=finished.reason,
             matched_stop=finished.matched_stop,
         )
 
     def _chunk(self, said: Said | Finished) -> bytes:
         if isinstance(said, Said):
-            choice = ChatChunkChoice(index=said.choice, delta=Delta(content=said.text))
+            choice = ChatChunkChoice(
+                index=said.choice,
+                delta=Delta(content=said.text),
+                logprobs=chat_logprobs(said.details),
+            )
             return self._event(choice, usage=self._usage_so_far(said))
         return self._event(
             ChatChunkChoice(
@@ -209,6 +240,12 @@ class CompletionVoice(Voice):
 
     WHOLE = CHUNK = "text_completion"
 
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, choices: int, usage_always: bool
+    ) -> None:
+        super().__init__(answer_id, created, model, choices=choices, usage_always=usage_always)
+        self._characters = [0] * choices
+
     def begin(self) -> bytes:
         """Nothing comes before the text."""
         return b""
@@ -220,6 +257,7 @@ class CompletionVoice(Voice):
                 TextChoice(
                     index=index,
                     text=said.text if said else "",
+                    logprobs=self._logprobs(said) if said else None,
                     finish_reason=finished.reason if finished else None,
                     matched_stop=finished.matched_stop if finished else None,
                 ),
@@ -228,10 +266,18 @@ class CompletionVoice(Voice):
             for index, said, finished in _paired(events)
         )
 
-    def _choice(self, index: int, text: str, finished: Finished) -> TextChoice:
+    def _logprobs(self, said: Said) -> TextLogprobs | None:
+        logprobs = text_logprobs(said.details, self._characters[said.choice])
+        if logprobs is not None:
+            self._characters[said.choice] += sum(map(len, logprobs.tokens))
+        return logprobs
+
+    def _choice(self, index: int, spoken: Spoken) -> TextChoice:
+        finished = _finish(spoken)
         return TextChoice(
             index=index,
-            text=text,
+            text=spoken.text,
+            logprobs=text_logprobs(spoken.details, 0),
             finish_reason=finished.reason,
             matched_stop=finished.matched_stop,
         )
@@ -246,10 +292,9 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def _finished(choices: list[Spoken]) -> Iterator[tuple[int, str, Finished]]:
-    for index, spoken in enumerate(choices):
-        assert spoken.finished is not None  # a request ends well when all its choices have ended
-        yield index, "".join(spoken.text), spoken.finished
+def _finish(spoken: Spoken) -> Finished:
+    assert spoken.finished is not None, "a request ends well when all its choices have ended"
+    return spoken.finished
 
 
 def _paired(

@@ -179,7 +179,7 @@ class Generations:
             if message is not None:
                 await self._send(generation, (message,), probe=probe)
             if isinstance(event, Said):
-                self._driver.read(generation.stream, event.text)
+                self._driver.read(generation.stream, event)
             generation.told |= isinstance(event, Ended)
 
     async def _send(
@@ -250,9 +250,11 @@ async def _respond(
     try:
         await delivery.respond(message, probe=probe)
     except RequestTooLarge as error:
-        # Only the whole text of an answer that was not streamed can be so large.
+        # Only the whole of an answer that was not streamed can be so large.
         assert isinstance(message, GenerateEnd)
-        bare = tuple(msgspec.structs.replace(choice, text=None) for choice in message.choices)
+        bare = tuple(
+            msgspec.structs.replace(choice, text=None, details=None) for choice in message.choices
+        )
         refused = msgspec.structs.replace(message, choices=bare, error=encode_error(error))
         await delivery.respond(refused, probe=probe)
 
@@ -278,8 +280,6 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
     given = (request.messages, request.prompt, request.prompt_ids)
     if sum(each is not None for each in given) != 1:
         raise InvalidRequest("give exactly one of messages, prompt and prompt_ids", param="prompt")
-    if request.max_tokens == 0:
-        raise InvalidRequest("max_tokens: must be 1 or more", param="max_tokens")
     if request.timeout_s is not None and request.timeout_s > _TIMEOUT_MAX_S:
         raise InvalidRequest(f"timeout_s: at most {_TIMEOUT_MAX_S:g}", param="timeout_s")
     return Ask(
@@ -289,16 +289,25 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,
         tokens_max=request.max_tokens,
+        choices=request.n,
         sampling=Sampling(
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             min_p=request.min_p,
+            frequency_penalty=request.frequency_penalty,
+            presence_penalty=request.presence_penalty,
+            repetition_penalty=request.repetition_penalty,
+            tokens_min=request.min_tokens,
+            logit_bias=request.logit_bias,
+            processors=request.processors,
+            grammar=request.grammar,
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
+            details=request.details,
         ),
-        stop=StopStrings(strings=request.stop),
+        stop=StopStrings(strings=request.stop, token_texts=request.token_texts),
         model_defaults=True,
         tenant=tenant,
         key=request.key,

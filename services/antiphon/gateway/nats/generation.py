@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.owner.actions import Ended, Finished, Said
 from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import id_count
+from antiphon.wire.details import DetailPiece, DetailStore
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import ChoiceEnd, GenerateAccepted, GenerateEnd, GenerateText
 
@@ -23,7 +25,7 @@ _PIECE_BYTES_MAX = 128 * 1024
 
 
 class Generation:
-    """Keeps the text of a request until some time after its end. No bus and no clock.
+    """Keeps what was said of a request until some time after its end. No bus and no clock.
 
     Attributes:
         delivery: How the client is answered: its last try, whose inbox and form hold from then on.
@@ -47,7 +49,7 @@ class Generation:
         self.unheard = False
         self.looked_for = False
         self._stream: Stream | None = None
-        self._texts: list[bytearray] = []
+        self._spoken: list[_Spoken] = []
         self._finished: dict[int, Finished] = {}
         self._ended: Ended | None = None
 
@@ -65,19 +67,26 @@ class Generation:
     def enter(self, stream: Stream) -> None:
         """The request is open."""
         self._stream = stream
-        self._texts = [bytearray() for _ in range(stream.submit.choices)]
+        self._spoken = [_Spoken() for _ in range(stream.submit.choices)]
 
     def accepted(self, gateway: InstanceId) -> GenerateAccepted:
         """The answer to each try."""
-        return GenerateAccepted(key=self.request.key, request_id=self.id, gateway=gateway)
+        submit = self.stream.submit
+        return GenerateAccepted(
+            key=self.request.key,
+            request_id=self.id,
+            gateway=gateway,
+            details_from=submit.sampling.details_from(id_count(submit.prompt_ids)),
+        )
 
     def hear(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
         """Keep what an event says, and write it for the client if it is news for it."""
         match event:
             case Said():
-                self._texts[event.choice] += event.text.encode()
+                self._spoken[event.choice].add(event)
                 if self.request.stream:
-                    return self._piece(event.choice, event.text_offset, event.text)
+                    piece = (event.text_offset, event.text, event.details)
+                    return self._piece(event.choice, *piece)
             case Finished():
                 self._finished[event.choice] = event
             case Ended():
@@ -98,47 +107,88 @@ class Generation:
         Raises:
             InvalidRequest: A place is not between two characters of the text.
         """
-        starts = {place.choice: place.text_offset for place in places}
+        starts = {place.choice: place for place in places}
         if self.request.stream:
-            for choice, text in enumerate(self._texts):
-                yield from self._pieces(choice, text, starts.get(choice, 0))
+            for choice, spoken in enumerate(self._spoken):
+                for piece in spoken.beyond(starts.get(choice)):
+                    yield self._piece(choice, *piece)
         # A terminal that waits in the stream still has text before it, which it would leave out.
         if self._ended is not None:
             yield self._end(self._ended)
 
     def ping(self) -> GenerateText:
         """Something to say that changes nothing, to see whether anybody listens."""
-        return self._piece(0, len(self._texts[0]), "")
+        return self._piece(0, len(self._spoken[0].text), "", None)
 
-    def _pieces(self, choice: int, text: bytearray, start: int) -> Iterator[GenerateText]:
-        try:
-            rest = text[start:].decode()
-        except UnicodeDecodeError:
-            raise InvalidRequest(f"offset {start} is inside a character", param="places") from None
-        step = _PIECE_BYTES_MAX // 4  # a character has at most four bytes
-        for first in range(0, len(rest), step):
-            piece = rest[first : first + step]
-            yield self._piece(choice, start, piece)
-            start += len(piece.encode())
-
-    def _piece(self, choice: int, text_offset: int, text: str) -> GenerateText:
-        return GenerateText(request_id=self.id, choice=choice, text_offset=text_offset, text=text)
+    def _piece(
+        self, choice: int, text_offset: int, text: str, details: DetailPiece | None
+    ) -> GenerateText:
+        return GenerateText(
+            request_id=self.id,
+            choice=choice,
+            text_offset=text_offset,
+            text=text,
+            details=details,
+        )
 
     def _end(self, ended: Ended) -> GenerateEnd:
         return GenerateEnd(
             request_id=self.id,
-            choices=tuple(self._choice_end(choice) for choice in range(len(self._texts))),
+            choices=tuple(self._choice_end(choice) for choice in range(len(self._spoken))),
             usage=ended.usage,
             error=None if ended.error is None else encode_error(ended.error),
         )
 
     def _choice_end(self, choice: int) -> ChoiceEnd:
         finished = self._finished.get(choice)
-        text = self._texts[choice]
+        spoken, streamed = self._spoken[choice], self.request.stream
+        details = spoken.details
         return ChoiceEnd(
             choice=choice,
             finish_reason=finished.reason if finished else FinishReason.ERROR,
-            text_bytes=len(text),
-            text=None if self.request.stream else text.decode(),
+            text_bytes=len(spoken.text),
+            text=None if streamed else spoken.text.decode(),
+            details=None if streamed or not details else spoken.piece(details.first, details.end),
+            details_end=details.end,
             matched_stop=finished.matched_stop if finished else None,
         )
+
+
+class _Spoken:
+    """All that was said of one choice."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.details = DetailStore()
+        self._texts: dict[int, str] = {}
+
+    def add(self, said: Said) -> None:
+        self.text += said.text.encode()
+        if said.details is not None:
+            if not self.details:
+                self.details = DetailStore(said.details.offset)
+            self.details.append(said.details.details)
+            self._texts |= said.details.texts
+
+    def beyond(self, place: TextPlace | None) -> Iterator[tuple[int, str, DetailPiece | None]]:
+        """What lies beyond a place, as (offset, text, details), text first."""
+        start = place.text_offset if place else 0
+        try:
+            rest = self.text[start:].decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"offset {start} is inside a character", param="places") from None
+        step = _PIECE_BYTES_MAX // 4  # a character has at most four bytes
+        for first in range(0, len(rest), step):
+            piece = rest[first : first + step]
+            yield start, piece, None
+            start += len(piece.encode())
+        told = place.token_offset if place else None
+        told = self.details.first if told is None else told
+        tokens = max(1, _PIECE_BYTES_MAX // 2 // max(1, self.details.token_bytes))
+        for first in range(told, self.details.end, tokens):
+            yield len(self.text), "", self.piece(first, first + tokens)
+
+    def piece(self, start: int, stop: int) -> DetailPiece:
+        details = self.details.take(start, stop)
+        texts = {i: self._texts[i] for i in sorted(details.ids()) if i in self._texts}
+        return DetailPiece(offset=max(start, self.details.first), details=details, texts=texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from antiphon.wire.base import FinishReason, Process, Usage
+from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
@@ -16,12 +17,27 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes."""
+    """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes.
+
+    `details` are of its next tokens, where the request wanted any; then the text may be empty.
+    """
 
     choice: int
     text_offset: int
     text: str
     usage: Usage | None = None
+    details: DetailPiece | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts for while nobody has read it.
+
+        Details of the prompt count for nothing: they come at once, and no reader is that fast.
+        """
+        text = len(self.text) if self.text.isascii() else len(self.text.encode())
+        if self.details is None or self.details.offset < 0:
+            return text
+        return text + self.details.size_bytes
 
 
 class Finished(msgspec.Struct, frozen=True):

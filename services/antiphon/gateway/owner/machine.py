@@ -114,7 +114,7 @@ class Owner:
         return self._take()
 
     def read(self, request_id: RequestId, size: int) -> None:
-        """The client has taken so many bytes of text."""
+        """The client has taken so many bytes of what was said."""
         request = self._requests.get(request_id)
         if request is not None:
             request.unread_bytes -= size
@@ -320,7 +320,7 @@ class Owner:
                 self._actions.append(Deliver(request.id, event))
                 if isinstance(event, Said):
                     request.quiet_s = rules.QUIET_S
-                    request.unread_bytes += len(event.text.encode())
+                    request.unread_bytes += event.size_bytes
         except Internal as error:
             self._abandon(request, error)
             return

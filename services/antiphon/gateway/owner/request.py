@@ -8,6 +8,7 @@ import msgspec
 
 from antiphon.gateway.owner.actions import Finished, Said
 from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
 from antiphon.wire.submit import OpenRequest
 from antiphon.wire.text import ChoicePlace
@@ -16,37 +17,63 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from antiphon.wire.base import Attempt, Process, Term
+    from antiphon.wire.details import DetailPiece
     from antiphon.wire.ids import RequestId
     from antiphon.wire.submit import SubmitRequest
     from antiphon.wire.text import TextRow
 
 
 class Choice:
-    """How much of one choice's text has been shown; places what comes by its byte offset."""
+    """How much of one choice has been shown; places text by its byte offset, details by token."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_token: int = 0) -> None:
         self.bytes_shown = 0
-        self.bytes_known = 0
+        self.tokens_shown = first_token
         self.finished = False
+        self._first_token = first_token
+        self._bytes_known = 0
+        self._tokens_known = first_token
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has seen anything of it."""
+        return bool(self.bytes_shown) or self.finished or self.tokens_shown > self._first_token
 
     @property
     def lacks_text(self) -> bool:
         """Whether something beyond a hole has been seen."""
-        return not self.finished and self.bytes_known > self.bytes_shown
+        beyond = self._bytes_known > self.bytes_shown or self._tokens_known > self.tokens_shown
+        return beyond and not self.finished
 
-    def place(self, offset: int, text: str) -> str | None:
-        """Return what is new in `text`, or None if something before it is missing.
+    def forget_holes(self) -> None:
+        """What was seen beyond a hole was another attempt's."""
+        self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
+
+    def joins(self, row: TextRow) -> bool:
+        """Whether nothing is missing before a row."""
+        token_offset = self.tokens_shown if row.details is None else row.details.offset
+        self._bytes_known = max(self._bytes_known, row.text_offset)
+        self._tokens_known = max(self._tokens_known, token_offset)
+        return row.text_offset <= self.bytes_shown and token_offset <= self.tokens_shown
+
+    def place(self, offset: int, text: str) -> str:
+        """Return what is new in `text`, which joins what was shown.
 
         Raises:
-            Internal: The text does not join what was shown: two generations were mixed.
+            Internal: It does not after all: two generations were mixed.
         """
-        if offset > self.bytes_shown:
-            self.bytes_known = max(self.bytes_known, offset)
-            return None
         if offset < self.bytes_shown:
             text = _cut(text, self.bytes_shown - offset)
         self.bytes_shown += len(text) if text.isascii() else len(text.encode())
         return text
+
+    def place_details(self, piece: DetailPiece | None) -> DetailPiece | None:
+        """Return what is new in a piece that joins what was shown, if anything is."""
+        if piece is None or piece.end <= self.tokens_shown:
+            return None
+        piece = piece.beyond(self.tokens_shown)
+        self.tokens_shown = piece.end
+        return piece
 
 
 class Request:
@@ -75,7 +102,8 @@ class Request:
         self.quiet_s = 0.0
         self.usage = Usage()
         self.unread_bytes = 0
-        self._choices = [Choice() for _ in range(submit.choices)]
+        self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
+        self._choices = [Choice(self._details_from or 0) for _ in range(submit.choices)]
 
     @property
     def id(self) -> RequestId:
@@ -85,7 +113,7 @@ class Request:
     @property
     def shown(self) -> bool:
         """Whether the client has seen anything of the followed attempt."""
-        return any(choice.bytes_shown or choice.finished for choice in self._choices)
+        return any(choice.begun for choice in self._choices)
 
     @property
     def finished(self) -> bool:
@@ -114,7 +142,12 @@ class Request:
     def places(self) -> Iterator[ChoicePlace]:
         """How much of each choice has been shown, for the detokenizer to go on from."""
         for index, choice in enumerate(self._choices):
-            yield ChoicePlace(request_id=self.id, choice=index, text_offset=choice.bytes_shown)
+            yield ChoicePlace(
+                request_id=self.id,
+                choice=index,
+                text_offset=choice.bytes_shown,
+                token_offset=None if self._details_from is None else choice.tokens_shown,
+            )
 
     def beyond(self, attempt: Attempt | None) -> bool:
         """Whether a later attempt than this one is followed; every one is later than none."""
@@ -135,7 +168,7 @@ class Request:
         self.attempt = row.attempt
         self.detokenizer = detokenizer
         for choice in self._choices:
-            choice.bytes_known = choice.bytes_shown
+            choice.forget_holes()
         return True
 
     def apply(self, row: TextRow) -> Iterator[Said | Finished]:
@@ -149,14 +182,15 @@ class Request:
         choice = self._choices[row.choice]
         if choice.finished:
             return
-        text = choice.place(row.text_offset, row.text)
-        if text is None:
+        if not choice.joins(row):
             return
+        text = choice.place(row.text_offset, row.text)
+        details = choice.place_details(row.details)
         if row.usage is not None:
             self.usage = row.usage
-        if text:
+        if text or details:
             offset = choice.bytes_shown - len(text.encode())
-            yield Said(row.choice, offset, text, row.usage)
+            yield Said(row.choice, offset, text, row.usage, details)
         if row.finish_reason is not None:
             choice.finished = True
             yield Finished(row.choice, row.finish_reason, row.matched_stop, choice.bytes_shown)

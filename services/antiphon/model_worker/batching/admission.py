@@ -1,21 +1,13 @@
-"""Who may come in: requests that can run at all, and now only those whose pages are there."""
+"""Who may come in at all: what can never run here is refused before it costs anything."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from antiphon.model_worker.batching import steering, telling
 from antiphon.model_worker.batching.request import WIRE_IDS, RequestState
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.cache.index import PrefixIndex
-    from antiphon.model_worker.cache.table import CachePools, PageTable
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,31 +15,53 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step_tokens_max: Most tokens of one plan.
-        chunk_tokens: Longest piece of one prompt in a plan.
+        chunk_tokens: Longest piece of one prompt in a plan. None: prompts are never cut, and one
+            that is longer than a step has a step to itself.
+        fill_tokens: Prompt tokens with which a plan is full: no further prompt joins it, so that
+            the first prompts have their answers begun before the last are computed. None: a plan
+            takes as many as fit.
+        prefill_max: Most prompts in one plan; None: as many as fit.
+        mixed: Whether prompts are computed in the same plans as decodes. If not they take turns,
+            so that neither waits for more than one plan of the others.
+        running_max: Most requests with pages.
+        queue_max: Most requests that wait beyond those that have a slot coming.
         context_tokens: Most tokens of prompt and answer, by the model and by the page pool.
         end_ids: Tokens with which the model ends an answer.
-        headroom_tokens: How far each running request can surely go on before pages must be found
-            for it. Reserving whole answers would leave most of the pool idle, for answers end
-            early; reserving nothing would admit requests only to retract them.
+        weight_version: What the weights are called, beyond what was loaded at the start.
+        stream_interval: Tokens of an answer that are worth a word.
+        hidden_states: Whether a request may be told hidden states.
+        queue_timeout_s: How long a request may wait until it is started. None: for ever.
+        running_timeout_s: How long a request may take once it is started. None: for ever.
+        conservativeness: By how much more of their answers is kept free for running requests than
+            experience asks for; see `NewTokenRatio`.
     """
 
     step_tokens_max: int
-    chunk_tokens: int
+    chunk_tokens: int | None
+    fill_tokens: int | None = None
+    prefill_max: int | None = None
+    mixed: bool = True
     running_max: int
+    queue_max: int = 256
     context_tokens: int
     vocab_size: int
     end_ids: frozenset[int]
     weights_digest: str
-    headroom_tokens: int = 64
+    weight_version: str = "default"
+    stream_interval: int = 1
+    hidden_states: bool = False
+    queue_timeout_s: float | None = None
+    running_timeout_s: float | None = None
+    conservativeness: float = 1.0
 
 
 def check(state: RequestState, limits: Limits) -> None:
     """Refuse what can never run here, before it costs anything.
 
     Raises:
-        InvalidRequest: There is no prompt, or it holds ids that are not in the vocabulary.
+        InvalidRequest: There is no prompt, or an id is not in the vocabulary.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
-        Unsupported: It was begun with other weights or an adapter.
+        Unsupported: It was begun with other weights or an adapter, or wants hidden states.
     """
     if len(state.prompt_ids) % 4 or len(state.output_ids) % 4:
         raise InvalidRequest("token ids are not a multiple of 4 bytes", param="input_ids")
@@ -61,6 +75,8 @@ def check(state: RequestState, limits: Limits) -> None:
         )
     if len(ids) + min(state.sampling.max_new_tokens, 1) > limits.context_tokens:
         raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=limits.context_tokens)
+    steering.check(state.sampling, limits.vocab_size)
+    telling.check(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
     if state.adapter_digest:
         raise Unsupported("this worker runs no adapters")
     if state.weights_digest not in {"", limits.weights_digest}:
@@ -71,19 +87,3 @@ def outputs_max(state: RequestState, limits: Limits) -> int:
     """Length of the longest answer: what was asked for, as far as the context goes."""
     prompt_tokens = len(state.prompt_ids) // 4
     return min(state.sampling.max_new_tokens, limits.context_tokens - prompt_tokens)
-
-
-def headroom(request: Request, table: PageTable, tokens: int) -> list[int]:
-    """Pages a group that a request lacks to go on for so many tokens, or to its end."""
-    return table.need(min(request.length + tokens, request.tokens_max))
-
-
-def find_pages(needs: Sequence[int], pools: CachePools, index: PrefixIndex) -> bool:
-    """Whether so many pages a group are free, after the index gave up what it can."""
-    if _short(needs, pools):
-        index.evict([max(0, n - f) for n, f in zip(needs, pools.free(), strict=True)])
-    return not _short(needs, pools)
-
-
-def _short(needs: Sequence[int], pools: CachePools) -> bool:
-    return any(need > free for need, free in zip(needs, pools.free(), strict=True))

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.batching.admission import (
-    check,
-    find_pages,
-    headroom,
-    outputs_max,
-)
+from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import Row
-from antiphon.model_worker.batching.decode import grow
-from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.batching.credit import Credit, credit
+from antiphon.model_worker.batching.holdings import Holdings
+from antiphon.model_worker.batching.plan import RowStatus, future
+from antiphon.model_worker.batching.planner import Planner
+from antiphon.model_worker.batching.policy import Order, Rules
 from antiphon.model_worker.batching.queue import WaitingQueue
 from antiphon.model_worker.batching.request import (
-    WIRE_IDS,
     ChoiceKey,
     Finish,
     Phase,
@@ -26,36 +22,57 @@ from antiphon.model_worker.batching.request import (
     Request,
     RequestState,
 )
-from antiphon.model_worker.cache.index import CacheKey, NoIndex, PrefixIndex
-from antiphon.model_worker.cache.table import PageTable
-from antiphon.wire.errors import EngineError, Internal
+from antiphon.model_worker.batching.telling import Told
+from antiphon.model_worker.batching.timeouts import Timeouts
+from antiphon.model_worker.cache.hashing import Namespace
+from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
+from antiphon.wire.base import FinishReason
+from antiphon.wire.command import PauseMode
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.admission import Limits
-    from antiphon.model_worker.batching.plan import Ints, Outcome
+    from antiphon.model_worker.batching.guide import Guide
+    from antiphon.model_worker.batching.plan import Outcome
+    from antiphon.model_worker.batching.slots import Slots
     from antiphon.model_worker.cache.table import CachePools
+
+_RETRY_AFTER_S = 1.0
 
 
 class Batching:
     """Waiting and running requests, their slots and pages.
 
     Called from one thread only: `add` and `drop` between steps, then `next_rows`, then `commit` or
-    `fail` with what became of them. Knows no clock: deadlines are kept by whoever calls `drop`.
+    `fail` with what became of them. The next rows may be chosen before the last are committed;
+    their tokens are `future` then. Knows no clock: `now` is any that never goes back, in seconds.
     """
 
-    def __init__(self, limits: Limits, pools: CachePools, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pools: CachePools,
+        index: PrefixIndex | None = None,
+        rules: Rules | None = None,
+        namespace: Namespace | None = None,
+    ) -> None:
         assert limits.context_tokens <= pools.tokens_max, "the longest request would never fit"
+        assert limits.running_max <= limits.step_tokens_max, "not everybody could decode"
         self.limits = limits
         self.pools = pools
-        self.index: PrefixIndex = index or NoIndex()
-        self.running: dict[int, Request] = {}  # by slot
-        self.waiting = WaitingQueue()
-        self.retractions = 0
+        self.rules = rules or Rules()
+        self.index: PrefixIndex = index or NoIndex(len(pools.groups))
+        self.waiting = WaitingQueue(self.rules)
+        namespace = namespace or Namespace(model_digest=limits.weights_digest)
+        self._holdings = Holdings(limits, pools, self.index, namespace)
+        self._timeouts = Timeouts(limits)
+        self._planner = Planner(limits, self.rules, self._holdings, self.waiting, self._timeouts)
+        self._order = Order(self.rules)
         self._requests: dict[ChoiceKey, Request] = {}
-        self._slots = list(range(limits.running_max))  # a heap, so that low slots are used first
         self._arrivals = 0
+        self._rows_launched = 0
         self._progress: list[Progress] = []
 
     @property
@@ -63,25 +80,48 @@ class Batching:
         """Whether there is nothing to run."""
         return not self._requests
 
-    def add(self, key: ChoiceKey, state: RequestState) -> None:
-        """Take a choice in. One that can never run ends at once, with the reason."""
+    @property
+    def running(self) -> dict[int, Request]:
+        """Requests with pages by slot, in the order in which they were started."""
+        return self._holdings.running
+
+    @property
+    def slots(self) -> Slots:
+        """What plans are gathered from."""
+        return self._holdings.slots
+
+    @property
+    def retractions(self) -> int:
+        """Requests that lost their pages because none were left, since start."""
+        return self._planner.retractions
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their pages to one that outranks them, since start."""
+        return self._planner.preemptions
+
+    def add(
+        self, key: ChoiceKey, state: RequestState, now: float, guide: Guide | None = None
+    ) -> None:
+        """Take a choice in. One that can never run, or not wait, ends at once with the reason.
+
+        `guide` belongs to its grammar, and stands where its answer stands.
+        """
+        assert (guide is None) == (state.sampling.grammar is None), "not the guide of this choice"
         try:
             check(state, self.limits)
+            self._check_priority(state)
+            request = self._request(key, state, now, guide)
+            self._check_queue(request)
         except EngineError as error:
             self._progress.append(Progress(key=key, finish=Finish.failed(error)))
             return
-        request = Request(
-            key,
-            msgspec.structs.replace(state, weights_digest=self.limits.weights_digest),
-            arrival=self._arrivals,
-            outputs_max=outputs_max(state, self.limits),
-        )
-        self._arrivals += 1
         if (progress := request.progress()) is not None:
             self._progress.append(progress)
         if request.finish is None:
             self._requests[key] = request
             self.waiting.put(request)
+            self._timeouts.arrived(request)
 
     def drop(self, key: ChoiceKey) -> None:
         """Free what a choice holds and say no more of it. An unknown key is no error."""
@@ -89,114 +129,177 @@ class Batching:
         if request is not None:
             self._free(request)
 
-    def next_rows(self) -> list[Row]:
-        """Choose the work of the next step; nothing only if nothing is left to do.
+    def next_rows(self, now: float) -> list[Row]:
+        """Choose the work of the next step.
 
-        Who decodes goes first, then prompts that are begun, then those who wait: a long prompt
-        slows the others down by one chunk a step, and never stops them.
+        Nothing only if nothing is left to do, or nothing before launched rows are committed.
         """
-        grow(self.running, self.pools, self.index, self._retract)
-        begun = sorted(self.running.values(), key=lambda r: (r.pending > 1, r.arrival))
-        budget = self.limits.step_tokens_max
-        rows: list[Row] = []
-        for request in begun:
-            budget -= self._plan_row(rows, request, budget)
-        if len(self.waiting) and self._slots:
-            self._admit(rows, begun, budget)
-        assert rows or self.idle, "requests wait and nothing runs"
+        for request, error in self._timeouts.take_due(now):
+            self._end(request, Finish.failed(error))
+        rows = [
+            self._launch(request, end)
+            for request, end in self._planner.wants(now)
+            if request.phase is Phase.RUNNING
+        ]
+        self._rows_launched += len(rows)
+        assert rows or self._rows_launched or self.idle, "requests wait and nothing runs"
         return rows
 
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
-        """Apply what a plan produced. Rows that were dropped meanwhile are passed over."""
+        """Apply what a plan produced. Rows whose requests went other ways are passed over."""
+        self._rows_launched -= len(rows)
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
+        token_ids = outcome.token_ids.tolist()
+        details = outcome.details
         for index, row in enumerate(rows):
-            request = row.request
-            if request.phase is not Phase.RUNNING:
+            if not row.current:
                 continue
-            if status[index] == RowStatus.NON_FINITE:
-                self._end(request, Finish.failed(Internal("the model produced no finite number")))
-                continue
-            self._commit_row(row, outcome.token_ids[starts[index] : starts[index + 1]])
+            if status[index] == RowStatus.OK:
+                accepted = token_ids[starts[index] : starts[index + 1]]
+                told = None if details is None else Told.of(details, index)
+                self._commit_row(row, accepted, told)
+            elif status[index] == RowStatus.NO_TOKEN:
+                error = InvalidRequest("what the request allows leaves no token to go on with")
+                self._end(row.request, Finish.failed(error))
+            else:
+                error = Internal("the model produced no finite number")
+                self._end(row.request, Finish.failed(error))
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
+        self._rows_launched -= len(rows)
         for row in rows:
-            if row.request.phase is Phase.RUNNING:
+            if row.current:
                 self._end(row.request, Finish.failed(error))
+
+    def recall(self, rows: Sequence[Row]) -> None:
+        """Forget launched rows: nobody will say what became of them."""
+        self._rows_launched -= len(rows)
+        for row in rows:
+            if row.current:
+                row.request.resume(row.request.computed)
+
+    def set_aside(self, mode: PauseMode) -> int:
+        """Prepare for a pause; return how many choices it meets. What they are told is in the mode.
+
+        Only between steps of which nothing is in flight.
+        """
+        running = list(self.running.values())
+        match mode:
+            case PauseMode.ABORT:
+                everybody = list(self._requests.values())
+                for request in everybody:
+                    self._end(request, Finish(reason=FinishReason.ABORT))
+                return len(everybody)
+            case PauseMode.RETRACT:
+                for request in running:
+                    self._planner.retract(request)
+            case PauseMode.IN_PLACE:
+                pass
+        return len(running)
+
+    def renew(self, weight_version: str) -> int:
+        """Compute with other weights from here on; return the pages that nobody could use.
+
+        Only between steps of which nothing is in flight. Whoever answers goes on with the pages
+        that it has, and shares them with nobody; who does not begins its prompt again.
+        """
+        for request in list(self.running.values()):
+            if request.prefilling:
+                self._planner.retract(request)
+        for request in self._requests.values():
+            request.following = None
+        self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
+        return self._holdings.renew(weight_version)
+
+    def flush(self) -> int:
+        """Forget every page that no request holds; return how many."""
+        return self.index.clear()
 
     def take_progress(self) -> tuple[Progress, ...]:
         """What happened to each choice since the last call."""
         progress, self._progress = tuple(self._progress), []
         return progress
 
-    def flush(self) -> int:
-        """Forget every page that no request holds; return how many."""
-        return self.index.clear()
+    def credit(self) -> Credit:
+        """What could be taken on now."""
+        return credit(self.pools, self.index, self._holdings.room, self.slots)
 
-    def _admit(self, rows: list[Row], begun: Sequence[Request], budget: int) -> None:
-        kept = self._kept(begun)
-        while budget and self._slots and (request := self.waiting.first()) is not None:
-            table = self._admissible(request, kept)
-            if table is None:
-                return
-            self._start(request, table)
-            kept = _sum(kept, self._headroom(request, table))
-            budget -= self._plan_row(rows, request, budget)
+    def _request(
+        self, key: ChoiceKey, state: RequestState, now: float, guide: Guide | None
+    ) -> Request:
+        self._arrivals += 1
+        return Request(
+            key,
+            msgspec.structs.replace(state, weights_digest=self.limits.weights_digest),
+            arrival=self._arrivals,
+            arrived_s=now,
+            outputs_max=outputs_max(state, self.limits),
+            end_ids=self.limits.end_ids,
+            place=self._order.place(state, self._arrivals),
+            guide=guide,
+        )
 
-    def _kept(self, running: Sequence[Request]) -> list[int]:
-        """Pages a group that are kept free for those who run already."""
-        kept = [0] * len(self.pools.groups)
-        for request in running:
-            assert request.table is not None, "a running request has no pages"
-            kept = _sum(kept, self._headroom(request, request.table))
-        return kept
+    def _check_priority(self, state: RequestState) -> None:
+        if state.priority and self.rules.refuse_priority and not self.rules.priority:
+            raise InvalidRequest("this worker goes by no priorities", param="priority")
 
-    def _headroom(self, request: Request, table: PageTable) -> list[int]:
-        return headroom(request, table, self.limits.headroom_tokens)
+    def _check_queue(self, request: Request) -> None:
+        """Refuse one more than may wait: the last by rank, of those that were never started."""
+        if len(self.waiting) < self.limits.queue_max + self.slots.free_count:
+            return
+        full = Overloaded("the worker's queue is full", retry_after_s=_RETRY_AFTER_S)
+        last = self.waiting.last()
+        if last is None or last.started_s is not None or last.rank <= request.rank:
+            raise full
+        self._end(last, Finish.failed(full))
 
-    def _plan_row(self, rows: list[Row], request: Request, budget: int) -> int:
-        length = min(request.pending, self.limits.chunk_tokens, budget)
-        if length:
-            rows.append(Row(request, request.computed, length))
-        return length
+    def _launch(self, request: Request, end: int) -> Row:
+        start, expected = request.planned, request.length + request.ahead
+        if end > request.length:
+            request.ids[request.length : end] = future(request.slot)
+        draws = end == expected and not request.scores
+        row = Row(request, start, end - start, draws, request.life)
+        request.launch(end, draws=draws)
+        return row
 
-    def _admissible(self, request: Request, kept: Sequence[int]) -> PageTable | None:
-        """A table for a waiting request, if its pages and everybody's headroom are there."""
-        match = self.index.match(self._cache_key(request, request.length))
-        # The match holds its pages before we count what is free: counted first, they would pass
-        # for evictable and admit a request that cannot run.
-        table = match.table or PageTable(self.pools)
-        needs = _sum(kept, self._headroom(request, table))
-        if find_pages(needs, self.pools, self.index):
-            return table
-        table.release()
-        return None
-
-    def _start(self, request: Request, table: PageTable) -> None:
-        table.allocate(request.length)
-        self.waiting.remove(request)
-        request.start(heapq.heappop(self._slots), table)
-        self.running[request.slot] = request
-
-    def _commit_row(self, row: Row, accepted: Ints) -> None:
+    def _commit_row(self, row: Row, accepted: list[int], told: Told | None) -> None:
         request, table = row.request, row.request.table
         assert table is not None, "a running request has no pages"
-        assert row.draws or not len(accepted), "a token was drawn in the middle of a prompt"
-        request.accept(accepted, self.limits.end_ids)
+        assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
+        outputs = request.outputs
         # A row that should have drawn and did not computes its last token again, and draws then.
-        retried = row.draws and not len(accepted)
-        table.commit(row.end - 1 if retried else row.end)
-        if request.finish is not None:
-            self.index.insert(self._cache_key(request, table.committed), table)
-            self._end(request)
-        elif (progress := request.progress()) is not None:
-            self._progress.append(progress)
+        computed = row.end - (row.draws and not accepted)
+        table.commit(computed)
+        if len(accepted) == row.draws:
+            request.computed = computed
+            request.ahead -= row.draws
+        else:
+            request.resume(computed)
+        if accepted:
+            request.accept(accepted)
+            self.slots.length[request.slot] = request.length
+        if told is not None:
+            told.tell(request, accepted=len(accepted), kept=request.outputs - outputs)
+        self._settle(request, drew=bool(accepted))
 
-    def _retract(self, request: Request) -> None:
-        self._give_back(request)
-        request.retract()
-        self.waiting.put(request)
-        self.retractions += 1
+    def _settle(self, request: Request, *, drew: bool) -> None:
+        """What a row changes beside the tokens: what others find, and what is told."""
+        if request.scores and request.computed == request.length:
+            request.finish = Finish.at_length()
+        if request.finish is not None:
+            self._holdings.share(request)
+            self._end(request)
+            return
+        if request.prefilling:
+            self._holdings.share(request)
+            if drew:
+                request.prefilling = False
+                self._holdings.sharing.retire(request)
+        elif self.pools.windows:
+            self.slots.update(request)
+        if (progress := request.progress(self.limits.stream_interval)) is not None:
+            self._progress.append(progress)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
         request.finish = request.finish or finish
@@ -207,24 +310,8 @@ class Batching:
 
     def _free(self, request: Request) -> None:
         if request.phase is Phase.RUNNING:
-            self._give_back(request)
+            self._holdings.release(request)
         else:
             self.waiting.remove(request)
-        request.phase = Phase.ENDED
+        request.end()
         del self._requests[request.key]
-
-    def _give_back(self, request: Request) -> None:
-        assert request.table is not None, "a running request has no pages"
-        request.table.release()
-        del self.running[request.slot]
-        heapq.heappush(self._slots, request.slot)
-
-    def _cache_key(self, request: Request, tokens: int) -> CacheKey:
-        return CacheKey(
-            namespace=self.limits.weights_digest,
-            token_ids=request.ids[:tokens].astype(WIRE_IDS).tobytes(),
-        )
-
-
-def _sum(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    return [x + y for x, y in zip(a, b, strict=True)]

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Plan, SamplingColumns
+from antiphon.model_worker.batching.plan import Plan
+from antiphon.model_worker.batching.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.slots import Slots
 
 
-_INT32_MAX = 2**31 - 1
+class Row(msgspec.Struct, frozen=True):
+    """The tokens of one request that a plan computes: `[start, start + length)`.
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The tokens of one request that a plan computes: `[start, start + length)`."""
+    Attributes:
+        draws: Whether a token is drawn after it: a chunk in the middle of a prompt draws none.
+        life: The request's when the row was made; of another life its outcome says nothing.
+    """
 
     request: Request
     start: int
     length: int
+    draws: bool
+    life: int
 
     @property
     def end(self) -> int:
@@ -33,25 +36,32 @@ class Row:
         return self.start + self.length
 
     @property
-    def draws(self) -> bool:
-        """Whether a token is drawn after it: a chunk in the middle of a prompt draws none."""
-        return self.end == self.request.length
+    def current(self) -> bool:
+        """Whether its request still waits for its outcome."""
+        return self.life == self.request.life
+
+    def repeat(self) -> None:
+        """It is run once more: what is counted of its request is counted from here."""
+        self.request.began = self.start
 
 
-def build_plan(step: int, rows: Sequence[Row], groups: int) -> Plan:
-    """Lay the rows out, in the order given."""
+def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
+    """Lay the rows out, in the order given. None of their requests has lost its slot."""
+    slot = np.array([row.request.slot for row in rows], np.int32)
     query_len = np.array([row.length for row in rows], np.int32)
-    kv_len = np.array([row.end for row in rows], np.int32)
+    start = np.array([row.start for row in rows], np.int32)
+    draws = np.array([row.draws for row in rows], np.bool_)
+    kv_len = start + query_len
     query_end = np.cumsum(query_len, dtype=np.int32)
     query_start = query_end - query_len
-    draws = np.array([row.draws for row in rows], np.bool_)
     tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
     # Position of a token: its index in the plan, shifted by how far its row lies from there.
-    shift = np.repeat(kv_len - query_end, query_len)
-    positions = np.arange(len(tokens), dtype=np.int32) + shift
+    positions = np.arange(len(tokens), dtype=np.int32)
+    positions += np.repeat(start - query_start, query_len)
+    masks, masked = slots.steering.masks(rows)
     return Plan(
         step=step,
-        slot=np.array([row.request.slot for row in rows], np.int32),
+        slot=slot,
         query_start=query_start,
         query_len=query_len,
         kv_len=kv_len,
@@ -59,31 +69,12 @@ def build_plan(step: int, rows: Sequence[Row], groups: int) -> Plan:
         tokens=tokens,
         positions=positions[np.newaxis, :],
         logit_tokens=(query_end - 1)[draws],
-        sampling=_sampling(rows),
-        page_tables=tuple(_page_table(rows, group) for group in range(groups)),
+        sampling=slots.sampling(slot),
+        page_tables=slots.page_tables(slot),
+        penalties=slots.steering.penalties(rows, slot, draws),
+        token_masks=masks,
+        token_mask_rows=masked,
+        biases=slots.steering.biases(rows),
+        details=slots.telling.rows(rows, query_start),
         release_fence=step,
     )
-
-
-def _sampling(rows: Sequence[Row]) -> SamplingColumns:
-    states = [row.request.state for row in rows]
-    params = [state.sampling for state in states]
-    return SamplingColumns(
-        # Greedy is written one way, so that the runner has one thing to look for.
-        temperature=np.array([0 if p.greedy else p.temperature for p in params], np.float32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        top_k=np.array([min(p.top_k, _INT32_MAX) for p in params], np.int32),
-        seed=np.array([p.seed for p in params], np.int64),
-        choice=np.array([state.choice for state in states], np.int32),
-    )
-
-
-def _page_table(rows: Sequence[Row], group: int) -> Ints:
-    tables = [row.request.table for row in rows]
-    pages = [[] if table is None else table.pages(group) for table in tables]
-    width = max(map(len, pages))
-    array = np.full((len(rows), width), -1, np.int32)
-    for index, row_pages in enumerate(pages):
-        array[index, : len(row_pages)] = row_pages
-    return array

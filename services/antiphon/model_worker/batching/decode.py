@@ -1,35 +1,68 @@
-"""Pages for the next token of whoever runs."""
+"""Pages for the next tokens of whoever runs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.admission import find_pages
 from antiphon.model_worker.batching.retraction import choose_victim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.cache.index import PrefixIndex
-    from antiphon.model_worker.cache.table import CachePools
+    from antiphon.model_worker.batching.room import Room
+    from antiphon.model_worker.batching.slots import Slots
+
+Want = tuple["Request", int]
+"""A running request, and up to which of its tokens the next row goes."""
 
 
 def grow(
-    running: dict[int, Request],
-    pools: CachePools,
-    index: PrefixIndex,
+    wants: Sequence[Want],
+    room: Room,
+    slots: Slots,
+    running: Callable[[], Collection[Request]],
     retract: Callable[[Request], None],
-) -> None:
-    """Give every running request pages for the tokens that it knows, retracting some if it must.
+) -> list[Want]:
+    """Give running requests the pages of their next row, retracting some if it must.
 
     The oldest are served first. A request that runs alone always fits, as `check` saw to, so
-    somebody is left. `retract` takes its victim out of `running`.
+    somebody is left. Where pages are on their way back, because a launched plan may still read
+    them, nobody is retracted: whoever waits for them has no row in this plan.
+
+    Args:
+        wants: Rows to make room for.
+        room: Where pages are found.
+        slots: Where they are written down.
+        running: All that could give way.
+        retract: Takes its victim out of `running`.
+
+    Returns:
+        Those of `wants` that have their pages, in their order.
     """
-    short = [request for request in running.values() if not request.covered]
-    for request in sorted(short, key=lambda r: r.arrival):
-        while request.slot in running and request.table is not None:
-            if find_pages(request.table.need(request.length), pools, index):
-                request.table.allocate(request.length)
+    short = [want for want in wants if not _covered(*want)]
+    if not short:
+        return list(wants)
+    # One eviction for all of them: page by page it took longer than all else in a step of decodes.
+    room.find(_needs(short))
+    short.sort(key=lambda want: want[0].arrival)
+    for request, end in short:
+        # Its table goes when it is retracted itself, maybe for one before it.
+        while request.table is not None and not room.take(request.table, end):
+            if room.coming(request.table.need(end)):
                 break
-            retract(choose_victim(running.values()))
+            retract(choose_victim(running()))
+        if _covered(request, end):
+            slots.update(request)
+    return [want for want in wants if _covered(*want)]
+
+
+def _needs(wants: Sequence[Want]) -> list[int]:
+    """Pages a group that all of these rows take."""
+    each = [request.table.need(end) for request, end in wants if request.table is not None]
+    return [sum(needs) for needs in zip(*each, strict=True)]
+
+
+def _covered(request: Request, end: int) -> bool:
+    """Whether it runs, and has pages for its row."""
+    return request.table is not None and end <= request.table.reserved

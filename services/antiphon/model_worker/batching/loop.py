@@ -1,22 +1,37 @@
-"""The batching loop: a thread that plans, runs and commits, one step after the other."""
+"""The batching loop: a thread that plans, launches and commits, one step after the other."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.builder import build_plan
+from antiphon.model_worker.batching.recorder import Recorder
+from antiphon.model_worker.batching.runner import ApartRunner
+from antiphon.wire.command import (
+    ContinueWorker,
+    ControlDone,
+    FlushCache,
+    PauseMode,
+    PauseWorker,
+    SetWeightVersion,
+)
 from antiphon.wire.errors import Internal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from antiphon.model_worker.batching.batching import Batching
     from antiphon.model_worker.batching.builder import Row
-    from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+    from antiphon.model_worker.batching.credit import Credit
+    from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
+    from antiphon.model_worker.batching.plan import Outcome, Plan
+    from antiphon.model_worker.batching.recorder import Record
     from antiphon.model_worker.batching.request import Progress
     from antiphon.model_worker.batching.runner import Runner
 
@@ -26,19 +41,26 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep the interpreter from the other one. Python's default, 5 ms, is longer
 than a step of a small model: the bus side would run in the gaps only."""
 
+CREDIT_PERIOD_S = 0.1
+"""How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one turn of the loop did, and how things stand after it.
 
     Attributes:
-        step: Plans run since start.
-        seconds: Of the plan; 0 in a turn that ran none.
-        tokens: Tokens in the plan.
-        rows: Choices in the plan.
+        step: Plans launched since start.
+        seconds: Of the turn's step; 0 in a turn that launched none.
+        tokens: Tokens in the plan that was launched.
+        rows: Choices in it.
+        credit: What could be taken on, lately.
         pages_free: In the group that has the fewest left.
         retractions: Since start.
-        pages_flushed: Pages that a flush gave back, in the turn that did it.
+        preemptions: Since start.
+        failures: Plans that raised, since start.
+        paused: Whether steps are run.
+        done: Replies to the orders that the turn has obeyed, in their order.
     """
 
     step: int
@@ -46,18 +68,39 @@ class StepReport:
     tokens: int = 0
     rows: int = 0
     progress: tuple[Progress, ...]
+    credit: Credit
     pages_free: int
     running: int
     waiting: int
     retractions: int
-    pages_flushed: int | None = None
+    preemptions: int = 0
+    failures: int = 0
+    paused: bool = False
+    done: tuple[ControlDone, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan that was launched and whose outcome nobody has read yet."""
+
+    rows: Sequence[Row]
+    record: Record
+    outcome: Callable[[], Outcome]
 
 
 class BatchingLoop:
     """Turns mail into steps and steps into reports, until the mailbox is closed.
 
-    `deliver` gets every report, in order, in the loop's thread. A plan that cannot be run ends its
-    requests; a bug in the loop itself leaves `run` as what it is, and ends the process.
+    With `overlap` a step is launched before the outcome of the one before it is read. `deliver`
+    gets every report, in order, in the loop's thread. A plan that raises is run again in halves
+    until whoever is to blame is alone; a bug in the loop itself leaves `run` as what it is, and
+    ends the process.
+
+    Attributes:
+        recorder: The last plans.
+        pulse: Grows with whatever the loop begins; 0 while it rests. For a watchdog.
+        thread: Which thread it runs in, once it does.
+        paused: Whether it runs no steps.
     """
 
     def __init__(
@@ -66,58 +109,187 @@ class BatchingLoop:
         runner: Runner,
         mailbox: Mailbox,
         deliver: Callable[[StepReport], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        overlap: bool = False,
     ) -> None:
+        self.recorder = Recorder()
+        self.pulse = 0
+        self.thread: int | None = None
+        self.paused = False
         self._batching = batching
-        self._runner = runner
+        self._launch_plan = _launcher(runner, overlap=overlap)
         self._mailbox = mailbox
         self._deliver = deliver
+        self._clock = clock
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._credit = batching.credit()
+        self._credit_due_s = 0.0
         self._step = 0
+        self._beats = 0
+        self._failures = 0
 
     def run(self) -> None:
         """Go on until the mailbox is closed. The body of the loop's thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        while (mail := self._mailbox.take(wait=self._batching.idle)) is not None:
+        self.thread = threading.get_ident()
+        while (mail := self._take()) is not None:
             self._deliver(self.turn(mail))
+        self.pulse = 0
 
     def turn(self, mail: Mail) -> StepReport:
-        """Apply mail, then run one step if there is something to run."""
-        batching = self._batching
+        """Apply mail, then launch one step and read one, if there are any."""
+        batching, now = self._batching, self._clock()
         for key, state in mail.runs:
-            batching.add(key, state)
+            batching.add(key, state, now, mail.guides.get(key))
         for key in mail.drops:
             batching.drop(key)
-        pages_flushed = batching.flush() if mail.flush else None
-        rows = batching.next_rows()
+        done = self._obey(mail.orders) if mail.orders else ()
+        rows = [] if self.paused else batching.next_rows(now)
         started = time.perf_counter()
-        if rows:
-            self._step += 1
-            self._run_rows(rows)
+        self._run_step(rows)
         return StepReport(
             step=self._step,
             seconds=time.perf_counter() - started if rows else 0.0,
             tokens=sum(row.length for row in rows),
             rows=len(rows),
             progress=batching.take_progress(),
+            credit=self._count_credit(now),
             pages_free=min(batching.pools.free()),
             running=len(batching.running),
             waiting=len(batching.waiting),
             retractions=batching.retractions,
-            pages_flushed=pages_flushed,
+            preemptions=batching.preemptions,
+            failures=self._failures,
+            paused=self.paused,
+            done=done,
         )
 
-    def _run_rows(self, rows: list[Row]) -> None:
-        pools = self._batching.pools
-        plan = build_plan(self._step, rows, groups=len(pools.groups))
-        pools.launched(plan.step)
+    def _count_credit(self, now: float) -> Credit:
+        """What could be taken on, counted anew when it is due: it costs as much as a short plan."""
+        if now >= self._credit_due_s or self._batching.idle:
+            self._credit_due_s = now + CREDIT_PERIOD_S
+            self._credit = self._batching.credit()
+        return self._credit
+
+    def _take(self) -> Mail | None:
+        rests = self._flight is None and (self.paused or self._batching.idle)
+        if rests:
+            self.pulse = 0
+        mail = self._mailbox.take(wait=rests)
+        self._beat()
+        return mail
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self.pulse = self._beats
+
+    def _obey(self, orders: Sequence[Order]) -> tuple[ControlDone, ...]:
+        """Obey orders while nothing is in flight, so that they mean the same with overlap."""
+        landed, self._flight = self._flight, None
+        if landed is not None:
+            self._land(landed)
+        return tuple(map(self._obey_one, orders))
+
+    def _obey_one(self, order: Order) -> ControlDone:
+        batching = self._batching
+        match order:
+            case FlushCache():
+                return ControlDone(pages_freed=batching.flush())
+            case PauseWorker():
+                self.paused = True
+                return ControlDone(requests=batching.set_aside(order.mode))
+            case ContinueWorker():
+                self.paused = False
+                return ControlDone()
+            case SetWeightVersion():
+                mode = PauseMode.ABORT if order.abort_all else PauseMode.IN_PLACE
+                met = batching.set_aside(mode)
+                return ControlDone(pages_freed=batching.renew(order.version), requests=met)
+
+    def _run_step(self, rows: Sequence[Row]) -> None:
+        """Launch these rows, then read what was launched before them; or they, without overlap."""
+        landed, self._flight = self._flight, self._launch(rows) if rows else None
+        if not self._overlap:
+            landed, self._flight = self._flight, None
+        if landed is not None:
+            self._land(landed)
+
+    def _launch(self, rows: Sequence[Row]) -> Flight:
+        self._step += 1
+        self._beat()
+        plan = build_plan(self._step, rows, self._batching.slots)
+        record = self.recorder.begin(plan)
+        self._batching.pools.launched(plan.step)
+        return Flight(rows, record, self._launch_plan(plan))
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a plan and commit it; if it failed, find out who is to blame."""
+        outcome = self._read(flight)
+        if outcome is not None:
+            self._batching.commit(flight.rows, outcome)
+            return
+        spoiled, self._flight = self._flight, None
+        if spoiled is not None:
+            self._read(spoiled)
+            spoiled.record.spoil()
+        self._halve(flight.rows)
+        if spoiled is not None:
+            self._batching.recall(spoiled.rows)
+
+    def _halve(self, rows: Sequence[Row]) -> None:
+        """Run the rows of a plan that failed again, in halves, until whoever fails is alone."""
+        error = Internal("the step of this request failed")
+        self._batching.fail([row for row in rows if not row.current], error)
+        rows = [row for row in rows if row.current]
+        if len(rows) <= 1:
+            self._batching.fail(rows, error)
+            return
+        for row in rows:
+            row.repeat()
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            flight = self._launch(half)
+            outcome = self._read(flight)
+            if outcome is not None:
+                self._batching.commit(half, outcome)
+            else:
+                self._halve(half)
+
+    def _read(self, flight: Flight) -> Outcome | None:
+        """Wait for a plan; nothing if it raised."""
+        step = flight.record.plan.step
         try:
-            outcome = self._runner.run(plan)
-        except Exception:
-            # One of the process's outermost borders: whatever a kernel raises ends these requests,
-            # with the traceback here, and not the service.
-            log.exception("plan failed", extra={"step": plan.step, "rows": len(rows)})
-            pools.finished(plan.step)
-            self._batching.fail(rows, Internal("the step of this request failed"))
-        else:
-            assert outcome.step == plan.step, "the outcome is another plan's"
-            pools.finished(plan.step)
-            self._batching.commit(rows, outcome)
+            outcome = flight.outcome()
+        except Exception as error:
+            # One of the process's outermost borders: whatever a kernel raises ends the request
+            # that it is to blame on, with the traceback here, and not the service.
+            log.exception("plan failed", extra={"step": step, "rows": len(flight.rows)})
+            flight.record.failure = f"{type(error).__name__}: {error}"
+            self._failures += 1
+            self._batching.pools.finished(step)
+            return None
+        assert outcome.step == step, "the outcome is another plan's"
+        flight.record.end(outcome)
+        self._batching.pools.finished(step)
+        return outcome
+
+
+def _launcher(runner: Runner, *, overlap: bool) -> Callable[[Plan], Callable[[], Outcome]]:
+    """What begins a plan and returns what waits for its outcome."""
+    if not overlap:
+        return lambda plan: partial(runner.run, plan)
+    assert isinstance(runner, ApartRunner), "this runner does not compute apart"
+    return partial(_launch_apart, runner)
+
+
+def _launch_apart(runner: ApartRunner, plan: Plan) -> Callable[[], Outcome]:
+    try:
+        return runner.launch(plan)
+    except Exception as error:  # noqa: BLE001  # told where the outcome would have been
+        return partial(_raise, error)
+
+
+def _raise(error: Exception) -> Outcome:
+    raise error

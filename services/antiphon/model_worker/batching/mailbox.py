@@ -1,26 +1,36 @@
-"""What the bus side tells the batching loop: choices to run, choices to drop, and to stop."""
+"""What the bus side tells the batching loop: choices to run and to drop, orders, and to stop."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker, SetWeightVersion
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
+    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+
+Order = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
+"""What an operator wants of the loop. Each is obeyed between two steps, in the order given."""
+
+ORDERS_MAX = 64
+"""Orders that may wait: the loop takes them all before each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mail:
-    """Everything that came since the loop last looked."""
+    """Everything that came since the loop last looked; `guides` of the choices with grammars."""
 
-    runs: tuple[tuple[ChoiceKey, RequestState], ...]
-    drops: AbstractSet[ChoiceKey]
-    flush: bool
+    runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
+    guides: Mapping[ChoiceKey, Guide] = field(default_factory=dict["ChoiceKey", "Guide"])
+    drops: AbstractSet[ChoiceKey] = frozenset()
+    orders: tuple[Order, ...] = ()
 
 
 class Mailbox:
@@ -34,12 +44,13 @@ class Mailbox:
         self._capacity = capacity
         self._news = threading.Condition()
         self._runs: dict[ChoiceKey, RequestState] = {}
+        self._guides: dict[ChoiceKey, Guide] = {}
         self._drops: set[ChoiceKey] = set()
-        self._flush = False
+        self._orders: list[Order] = []
         self._closed = False
 
-    def run(self, key: ChoiceKey, state: RequestState) -> None:
-        """Hand a choice over.
+    def run(self, key: ChoiceKey, state: RequestState, guide: Guide | None = None) -> None:
+        """Hand a choice over, with its guide if it has a grammar.
 
         Raises:
             Overloaded: The loop has not looked for long and the box is full.
@@ -48,19 +59,28 @@ class Mailbox:
             if len(self._runs) >= self._capacity:
                 raise Overloaded("the worker takes no more requests now", retry_after_s=1.0)
             self._runs[key] = state
+            if guide is not None:
+                self._guides[key] = guide
             self._news.notify()
 
     def drop(self, key: ChoiceKey) -> None:
         """Take a choice back, wherever it is by now."""
         with self._news:
+            self._guides.pop(key, None)
             if self._runs.pop(key, None) is None:
                 self._drops.add(key)
                 self._news.notify()
 
-    def flush(self) -> None:
-        """Ask for the prefix cache to be emptied."""
+    def order(self, order: Order) -> None:
+        """Have something done between two steps.
+
+        Raises:
+            Overloaded: The loop has not looked for long and too many wait.
+        """
         with self._news:
-            self._flush = True
+            if len(self._orders) >= ORDERS_MAX:
+                raise Overloaded("the worker obeys no more orders now", retry_after_s=1.0)
+            self._orders.append(order)
             self._news.notify()
 
     def close(self) -> None:
@@ -72,14 +92,23 @@ class Mailbox:
     def take(self, *, wait: bool) -> Mail | None:
         """Empty the box; with `wait`, sleep until there is something in it. None: closed."""
         with self._news:
-            while wait and not (self._runs or self._drops or self._flush or self._closed):
+            while wait and not (self._runs or self._drops or self._orders or self._closed):
                 self._news.wait()
             if self._closed:
                 return None
+            if not (self._runs or self._drops or self._orders):
+                return _NOTHING
             mail = Mail(
-                runs=tuple(self._runs.items()), drops=frozenset(self._drops), flush=self._flush
+                runs=tuple(self._runs.items()),
+                guides=self._guides,
+                drops=frozenset(self._drops),
+                orders=tuple(self._orders),
             )
             self._runs.clear()
+            self._guides = {}
             self._drops.clear()
-            self._flush = False
+            self._orders.clear()
             return mail
+
+
+_NOTHING = Mail()

@@ -5,12 +5,12 @@ a recorded plan can be replayed offline. The outcome is ragged: a row may accept
 (speculation), one, or none (a prefill chunk), and the loop never assumes one.
 
 Axes: R rows, T tokens of all rows, A position axes (3 for M-RoPE, else 1), L rows of logits,
-N pages of the longest row, S accepted tokens of all rows.
+N pages of the longest row, S accepted tokens of all rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -45,6 +45,63 @@ class SamplingColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """What lowers tokens that a row has drawn before; rows that draw in this plan.
+
+    The rank counts drawn tokens by slot: `begun` are the slots whose count begins anew with the
+    outputs given here, because their request has just got them. A plan that is run again says the
+    same again.
+
+    Axes: P penalised rows, B slots that begin.
+    """
+
+    rows: Ints  # (P,) rising
+    frequency: Floats  # (P,)
+    presence: Floats  # (P,)
+    repetition: Floats  # (P,)
+    begun: Ints  # (B,) slots
+    begun_starts: Ints  # (B + 1,)
+    begun_ids: Ints  # (begun_starts[-1],) output ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Biases:
+    """Numbers added to single logits; -inf forbids a token. A pair of row and token comes once."""
+
+    rows: Ints  # (B,) rising
+    token_ids: Ints  # (B,)
+    values: Floats  # (B,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetailRows:
+    """Which rows tell more of their tokens than ids, and of which prompt tokens.
+
+    Axes: D rows that tell, Q prompt tokens to score, M ids named by all rows.
+
+    Attributes:
+        rows: (D,) rising; what a row draws is told of after its prompt tokens.
+        logprobs: (D,) whether log-probabilities are told, the drawn token's and those below.
+        top: (D,) how many of the likeliest tokens are told.
+        named_starts: (D + 1,) the ids of `named_ids` whose log-probabilities are told, a row.
+        named_ids: (M,)
+        hidden: (D,) whether the hidden state before each token is told.
+        prompt_tokens: (Q,) indices into the plan's `tokens`, rising: what follows them is scored,
+            by plain softmax.
+        prompt_targets: (Q,) the ids that do follow; -1 where the prompt ends.
+    """
+
+    rows: Ints
+    logprobs: NDArray[np.bool_]
+    top: Ints
+    named_starts: Ints
+    named_ids: Ints
+    hidden: NDArray[np.bool_]
+    prompt_tokens: Ints
+    prompt_targets: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageMove:
     """Bring a page of a cache group in before the step, or put it out after."""
 
@@ -75,7 +132,12 @@ class Plan:
         adapter: Index of the row's adapter, -1 without one.
         tokens: Token ids, or `future(slot)`.
         positions: Of each token, an axis a row.
-        logit_tokens: Indices into `tokens` whose logits are wanted; any number a row.
+        logit_tokens: Indices into `tokens` after which a token is drawn; any number a row.
+        penalties: For the rows that have any. What follows is None where no row needs it.
+        token_masks: (G, ceil(V / 32)) bit i % 32 of word i // 32 says whether token i may be drawn.
+        token_mask_rows: (G,) the row of each mask, rising; rows that draw in this plan.
+        biases: Added after the masks.
+        details: What is told of the tokens beside their ids.
         page_tables: (R, N) a cache group, -1 beyond a row's pages. Token p of a row lies in page
             `table[r, p // page_tokens]` at `p % page_tokens`; the pass writes its own there first.
         tree_mask: For tree verification: (T, T), which tokens of the pass see which.
@@ -94,6 +156,11 @@ class Plan:
     logit_tokens: Ints  # (L,)
     sampling: SamplingColumns
     page_tables: tuple[Ints, ...]
+    penalties: Penalties | None = None
+    token_masks: Ints | None = None
+    token_mask_rows: Ints | None = None
+    biases: Biases | None = None
+    details: DetailRows | None = None
     tree_mask: NDArray[np.bool_] | None = None
     splices: tuple[Splice, ...] = ()
     loads: tuple[PageMove, ...] = ()
@@ -107,6 +174,36 @@ class RowStatus(IntEnum):
     OK = 0
     NON_FINITE = 1
     """Its logits held a NaN or infinity; the request ends with an error, the batch goes on."""
+    NO_TOKEN = 2
+    """Masks and biases forbade every token; the request ends with an error, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What is told of tokens: of a row's prompt tokens first, then of those that it accepted.
+
+    Axes: K tokens of all rows, N the widest top, M the most named ids of a row, H hidden size. A
+    row that asked for fewer fills the first columns. NaN where a row did not ask, or nothing is
+    known.
+
+    Attributes:
+        starts: (R + 1,) row r's are [starts[r], starts[r + 1]).
+        token_ids: (K,) -1 behind a prompt after which nothing is drawn.
+        logprobs: (K,) after penalties, masks, biases and temperature; greedy rows have
+            temperature 1.
+        top_ids: (K, N) the likeliest first.
+        top_logprobs: (K, N)
+        named_logprobs: (K, M)
+        hidden: (K, H) float32, the normalised last hidden state that the token followed from.
+    """
+
+    starts: Ints
+    token_ids: Ints
+    logprobs: Floats
+    top_ids: Ints
+    top_logprobs: Floats
+    named_logprobs: Floats
+    hidden: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,5 +214,5 @@ class Outcome:
     starts: Ints  # (R + 1,)
     token_ids: Ints  # (S,)
     status: Ints  # (R,)
-    logprobs: Floats | None = field(default=None)  # (S,)
-    drafts: Ints | None = field(default=None)  # (R, k)
+    details: Details | None = None
+    drafts: Ints | None = None  # (R, k)

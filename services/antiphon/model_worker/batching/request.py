@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from enum import Enum
 from typing import TYPE_CHECKING, NewType
 
 import msgspec
 import numpy as np
 
+from antiphon.model_worker.batching.processors import looks_back
 from antiphon.wire.base import FinishReason
+from antiphon.wire.details import TokenDetails, join
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.policy import Place
+    from antiphon.model_worker.batching.sharing import Following
+    from antiphon.model_worker.cache.index import CacheKey, Prefix
     from antiphon.model_worker.cache.table import PageTable
 
 ChoiceKey = NewType("ChoiceKey", int)
@@ -35,6 +43,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         emitted: How many of the output ids somebody else has handed on already.
         weights_digest: What computed the outputs; empty if nobody has begun.
         adapter_digest: The adapter that was on; empty without one.
+        priority: Who goes first, where the operator has priorities on; 0 is nobody's.
     """
 
     request_id: RequestId
@@ -45,6 +54,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     weights_digest: str = ""
     adapter_digest: str = ""
+    priority: int = 0
     deadline_unix_ms: int
 
 
@@ -56,17 +66,22 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorReply | None = None
 
     @classmethod
+    def at_length(cls) -> Finish:
+        """It said as much as it was asked for."""
+        return cls(reason=FinishReason.LENGTH)
+
+    @classmethod
     def failed(cls, error: EngineError) -> Finish:
         """It ended with an error."""
         return cls(reason=FinishReason.ERROR, error=encode_error(error))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """What a step did to one choice: more ids, an end, or both."""
 
     key: ChoiceKey
     token_ids: bytes = b""
+    details: TokenDetails = TokenDetails()
     cached_tokens: int = 0
     finish: Finish | None = None
 
@@ -84,58 +99,129 @@ class Request:
 
     Its tokens are known up to `length`; those below `computed` have their keys and values in the
     cache. Prefill and decode differ in nothing but how many tokens lie between.
+
+    A plan may be launched before the outcome of the one before it is known: `planned` is where the
+    launched rows end, and `ahead` counts the tokens that they draw and nobody has seen yet.
+
+    Attributes:
+        arrival: Its number in the order of arrival, which it keeps when it is retracted.
+        arrived_s: When it came.
+        place: Its place in the order of the policy.
+        rank: By priority; the lower outranks the higher.
+        life: Grows when launched rows no longer speak for it: their outcome is passed over.
+        began: Tokens that were computed when it was started, or had to go back.
+        told: Tokens of the prompt of which it has been told, or nobody wants to be.
+        prefilling: It has not drawn a token since it was started.
+        scores: It ends with its prompt and draws nothing.
+        urgent: It was overtaken for too long, and gives way to nobody any more.
+        prefix: What the index had for it, and at which of the index's generations.
+        following: The request that computes its prefix at this moment.
+        namespace: What has computed its pages, from its start on.
+        guide: Where it stands in its grammar, if it has one.
+        stepwise: What may be drawn depends on the token before, which must be known here.
     """
 
     def __init__(
-        self, key: ChoiceKey, state: RequestState, *, arrival: int, outputs_max: int
+        self,
+        key: ChoiceKey,
+        state: RequestState,
+        *,
+        arrival: int,
+        arrived_s: float,
+        outputs_max: int,
+        end_ids: frozenset[int],
+        place: Place,
+        guide: Guide | None = None,
     ) -> None:
         prompt = np.frombuffer(state.prompt_ids, WIRE_IDS)
         outputs = np.frombuffer(state.output_ids, WIRE_IDS)
         self.key = key
         self.state = state
         self.arrival = arrival
+        self.arrived_s = arrived_s
+        self.place = place
+        self.rank = place[0]
         self.phase = Phase.WAITING
         self.prompt_tokens = len(prompt)
         self.tokens_max = len(prompt) + max(outputs_max, len(outputs))
         self.length = len(prompt) + len(outputs)
-        self.ids: Ints = np.empty(self.tokens_max, np.int32)
+        self.ids: Ints = np.empty(self.tokens_max, WIRE_IDS)
         self.ids[: len(prompt)] = prompt
         self.ids[len(prompt) : self.length] = outputs
+        self.end_ids = _end_ids(state.sampling, end_ids)
+        self.guide = guide
+        self.stepwise = guide is not None or looks_back(state.sampling.processors)
         self.emitted = state.emitted
         self.slot = -1
         self.table: PageTable | None = None
+        self.computed = self.planned = self.ahead = self.life = self.began = 0
+        self.told = _told(state.sampling, self.prompt_tokens, len(outputs))
+        self._details: list[TokenDetails] = []
+        self.prefilling = True
         self.cached_tokens = 0
+        self.started_s: float | None = None
+        self.urgent = False
+        self.prefix: tuple[int, Prefix] | None = None
+        self.following: Following | None = None
+        self.cache_key: CacheKey | None = None
+        self.namespace = b""
         self.finish: Finish | None = None
-        if outputs_max <= len(outputs):
-            self.finish = Finish(reason=FinishReason.LENGTH)
-
-    @property
-    def computed(self) -> int:
-        """Tokens whose keys and values are in the cache."""
-        return 0 if self.table is None else self.table.committed
-
-    @property
-    def pending(self) -> int:
-        """Tokens still to be computed before the next one can be drawn."""
-        return self.length - self.computed
-
-    @property
-    def covered(self) -> bool:
-        """Whether it has pages for all tokens that it knows."""
-        return self.table is not None and self.length <= self.table.reserved
+        self.scores = outputs_max == 0 and not len(outputs)
+        if outputs_max <= len(outputs) and not self.scores:
+            self.finish = Finish.at_length()
 
     @property
     def outputs(self) -> int:
         """Tokens of the answer so far."""
         return self.length - self.prompt_tokens
 
-    def start(self, slot: int, table: PageTable) -> None:
-        """It has a slot and pages."""
+    @property
+    def pending(self) -> int:
+        """Tokens that no launched row computes yet; 0 if it only waits for an outcome.
+
+        A token that is drawn by a launched row counts, unless it will be the last one, or what may
+        follow it depends on it.
+        """
+        expected = self.length + self.ahead
+        if self.ahead and (expected >= self.tokens_max or self.stepwise):
+            return 0
+        return expected - self.planned
+
+    @property
+    def answers(self) -> bool:
+        """Whether its prompt is computed, or launched to the end: the next token is drawn."""
+        return not self.prefilling or self.ahead > 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the length of its answer is known beforehand."""
+        return self.state.sampling.ignore_eos
+
+    @property
+    def shared_max(self) -> int:
+        """Leading tokens that need not be computed here if somebody else has done so.
+
+        What is told of the prompt's tokens comes from computing the one before them.
+        """
+        return self.length if self.told >= self.prompt_tokens else self.told - 1
+
+    def token_bytes(self, tokens: int) -> bytes:
+        """The first `tokens` of its tokens, as a cache key has them."""
+        return self.ids[:tokens].tobytes()
+
+    def start(self, slot: int, table: PageTable, now: float) -> None:
+        """It has a slot, and the pages of what is cached of it."""
         assert self.phase is Phase.WAITING, "a request was started twice"
         self.phase = Phase.RUNNING
         self.slot = slot
         self.table = table
+        self.computed = self.planned = self.began = table.committed
+        self.ahead = 0
+        self.life += 1
+        self.prefilling = True
         self.cached_tokens = max(self.cached_tokens, table.committed)
+        if self.started_s is None:
+            self.started_s = now
 
     def retract(self) -> None:
         """It lost its slot and its pages, and keeps its tokens."""
@@ -143,29 +229,71 @@ class Request:
         self.phase = Phase.WAITING
         self.slot = -1
         self.table = None
+        self.computed = self.planned = self.ahead = 0
+        self.life += 1
+        self.prefix = self.following = self.cache_key = None
 
-    def accept(self, token_ids: Ints, end_ids: frozenset[int]) -> None:
+    def end(self) -> None:
+        """It is over, and holds nothing any more."""
+        self.phase = Phase.ENDED
+        self.table = None
+        self.life += 1
+
+    def promote(self) -> None:
+        """It was overtaken for too long: it is next, and gives way to nobody any more."""
+        self.urgent = True
+        self.place = (-math.inf, 0.0, self.arrival)
+
+    def launch(self, end: int, *, draws: bool) -> None:
+        """A row up to `end` is launched."""
+        self.planned = end
+        if draws:
+            self.ahead += 1
+
+    def resume(self, computed: int) -> None:
+        """Go on from here: what was launched after it rests on a guess that was wrong."""
+        self.computed = self.planned = self.began = computed
+        self.ahead = 0
+        self.life += 1
+
+    def accept(self, token_ids: Sequence[int]) -> None:
         """Append what a step drew, up to the end. The token that ends a choice is not kept."""
         assert self.finish is None, "tokens were drawn for a request that has ended"
-        for token in token_ids.tolist():
-            if self._ends_at(token, end_ids):
+        for token in token_ids:
+            if self.guide is not None and (finish := self.guide.follow(token)) is not None:
+                self.finish = finish
+                return
+            if token in self.end_ids:
                 self.finish = Finish(reason=FinishReason.STOP, matched_stop=token)
                 return
             self.ids[self.length] = token
             self.length += 1
             if self.length == self.tokens_max:
-                self.finish = Finish(reason=FinishReason.LENGTH)
+                self.finish = Finish.at_length()
                 return
 
-    def progress(self) -> Progress | None:
-        """What nobody was told yet, once; None if there is nothing."""
-        fresh = self.ids[self.prompt_tokens + self.emitted : self.length]
-        if not len(fresh) and self.finish is None:
+    def tell(self, details: TokenDetails, prompt_entries: int) -> None:
+        """Keep what is told of its next tokens, of which so many belong to the prompt."""
+        self.told += prompt_entries
+        self._details.append(details)
+
+    def progress(self, interval: int = 1) -> Progress | None:
+        """What nobody was told yet, once; None if there is nothing.
+
+        Args:
+            interval: Tokens that are worth a word. The first one and the last ones always are.
+        """
+        outputs = self.length - self.prompt_tokens
+        fresh = outputs - self.emitted
+        if self.finish is None and (fresh == 0 or (fresh < interval and self.emitted)):
             return None
-        self.emitted = self.outputs
+        told = self.ids[self.prompt_tokens + self.emitted : self.length]
+        self.emitted = outputs
+        details, self._details = self._details, []
         return Progress(
             key=self.key,
-            token_ids=fresh.astype(WIRE_IDS).tobytes(),
+            token_ids=told.tobytes(),
+            details=join(details) if details else _UNTOLD,
             cached_tokens=self.cached_tokens,
             finish=self.finish,
         )
@@ -174,11 +302,23 @@ class Request:
         """The value that goes on from here, wherever it is run."""
         outputs = self.ids[self.prompt_tokens : self.length]
         return msgspec.structs.replace(
-            self.state, output_ids=outputs.astype(WIRE_IDS).tobytes(), emitted=self.emitted
+            self.state, output_ids=outputs.tobytes(), emitted=self.emitted
         )
 
-    def _ends_at(self, token: int, end_ids: frozenset[int]) -> bool:
-        sampling = self.state.sampling
-        if sampling.ignore_eos:
-            return False
-        return token in end_ids or token in sampling.stop_token_ids
+
+_NONE: frozenset[int] = frozenset()
+_UNTOLD = TokenDetails()
+
+
+def _told(sampling: SamplingParams, prompt_tokens: int, outputs: int) -> int:
+    """The first token of a prompt of which it is yet to be told, or where the prompt ends."""
+    details = sampling.details
+    if details is None or details.prompt_start < 0 or outputs:
+        return prompt_tokens
+    return min(prompt_tokens, max(1, details.prompt_start))
+
+
+def _end_ids(sampling: SamplingParams, end_ids: frozenset[int]) -> frozenset[int]:
+    if sampling.ignore_eos:
+        return _NONE
+    return end_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else end_ids

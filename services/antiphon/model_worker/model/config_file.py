@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.config.errors import ConfigError
+from antiphon.config.model_files import files_at
 from antiphon.kernels.rotary import LinearScaling, Llama3Scaling, Rotary, RotaryScaling
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from antiphon.config.model_files import Place
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -54,7 +56,9 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float = 10000.0
     rope_scaling: RopeField | None = None
     rope_parameters: RopeField | None = None
-    sliding_window: int | None = None
+    use_sliding_window: bool = False
+    sliding_window: Size | None = None
+    max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
     quantization_config: msgspec.Raw | None = None
     dtype: str | None = None
@@ -79,6 +83,11 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         if self.hidden_act != activation:
             raise ModelLoadError(
                 f"config.json: hidden_act {self.hidden_act!r} is not supported: use {activation!r}"
+            )
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ModelLoadError(
+                f"config.json: layer_types names {len(self.layer_types)} of"
+                f" {self.num_hidden_layers} layers"
             )
         if self.quantization_config is not None:
             raise ModelLoadError("config.json: quantization_config: no quantized weights are read")
@@ -120,16 +129,16 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-def read_config(folder: Path) -> ConfigFile:
-    """Read config.json.
+def read_config(place: Place) -> ConfigFile:
+    """Read config.json, and what overrides it.
 
     Raises:
         ModelLoadError: It is missing, or a field is missing or of a wrong type.
     """
-    file = folder / "config.json"
+    files = files_at(place)
     try:
-        return msgspec.json.decode(file.read_bytes(), type=ConfigFile)
-    except OSError as error:
-        raise ModelLoadError(f"{file}: {error.strerror}") from error
+        return msgspec.json.decode(files.config(), type=ConfigFile)
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from error
     except msgspec.DecodeError as error:
-        raise ModelLoadError(f"{file}: {error}") from error
+        raise ModelLoadError(f"{files.folder / 'config.json'}: {error}") from error

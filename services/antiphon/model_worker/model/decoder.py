@@ -8,18 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.kernels.cpu.stack import Stack, StackLayer
 from antiphon.layers.attention import Attention, AttentionShape
 from antiphon.layers.embedding import VocabularyTable
-from antiphon.layers.linear import LinearMethod, PlainLinear
+from antiphon.layers.methods import PlainLinear
 from antiphon.layers.mlp import GatedMlp, MlpShape
 from antiphon.layers.norm import RmsNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
+    from antiphon.kernels.kv import LayerCache
     from antiphon.layers.context import ForwardContext
+    from antiphon.layers.methods import LinearMethod
     from antiphon.layers.weights import Build, WeightSource
     from antiphon.model_worker.model.spec import ModelSpec
 
@@ -31,10 +34,18 @@ class Hidden:
     Attributes:
         last: (T, hidden), ready for the head if this is the last stage, else the residual stream.
         aux: The residual stream that left each layer that was asked for.
+        checked: Whether somebody looked for numbers that are not finite.
+        finite: (T,) bool, whether all of a token's numbers are; None: all are, if checked.
     """
 
     last: Tensor
     aux: dict[int, Tensor]
+    checked: bool = False
+    finite: Tensor | None = None
+
+
+class NotPlain(Exception):
+    """These layers cannot be run as one stack; the message says why."""
 
 
 class DecoderLayer:
@@ -66,6 +77,22 @@ class DecoderLayer:
         normed, residual = self._mlp_norm.add(ctx, attended, residual)
         return self._mlp(ctx, normed), residual
 
+    @property
+    def packed(self) -> StackLayer | None:
+        """What a stack computes this layer with, if its linears are packed for that."""
+        attention, mlp = self._attention.packed, self._mlp.packed
+        if attention is None or mlp is None:
+            return None
+        return StackLayer(
+            qkv=attention[0],
+            out=attention[1],
+            gate_up=mlp[0],
+            down=mlp[1],
+            attention_norm=self._attention_norm.weight,
+            mlp_norm=self._mlp_norm.weight,
+            head_norms=None,
+        )
+
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of all four parts."""
         for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
@@ -89,15 +116,20 @@ class Decoder:
         method: LinearMethod | None = None,
     ) -> None:
         method = method or PlainLinear()
+        self.invariant = method.invariant
+        """Whether its linears give a row the same bits whatever else is in the pass."""
         run = layers if layers is not None else range(spec.layers)
         self._first, self._last = run.start == 0, run.stop == spec.layers
         self.layers = {index: DecoderLayer(spec, index, build, method) for index in run}
         self._embedding = self._norm = self._head = None
         if self._first or (self._last and spec.tied):
-            self._embedding = _table(spec, spec.names.embedding, build)
+            # A table that is only looked up lies best as it comes, a row a token.
+            kept = method if spec.tied else PlainLinear()
+            self._embedding = _table(spec, spec.names.embedding, build, kept)
         if self._last:
             self._norm = RmsNorm(spec.names.final_norm, spec.hidden, spec.norm_eps, build)
-            self._head = self._embedding if spec.tied else _table(spec, spec.names.head, build)
+            head = spec.names.head
+            self._head = self._embedding if spec.tied else _table(spec, head, build, method)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """The residual stream that enters the first layer, (T, hidden)."""
@@ -117,9 +149,13 @@ class Decoder:
 
         A later stage takes the earlier one's `last` as its `inputs_embeds`.
         """
+        owned = inputs_embeds is None
         if inputs_embeds is None:
             assert tokens is not None, "either tokens or their embeddings"
             inputs_embeds = self.embed(ctx, tokens)
+        if ctx.fused is not None and not aux_layers:
+            last, finite = ctx.fused(inputs_embeds if owned else inputs_embeds.clone())
+            return Hidden(last, {}, checked=True, finite=finite)
         pending, residual = None, inputs_embeds
         aux: dict[int, Tensor] = {}
         for index, layer in self.layers.items():
@@ -132,6 +168,21 @@ class Decoder:
             return Hidden(self._norm(ctx, residual), aux)
         normed, _ = self._norm.add(ctx, pending, residual)
         return Hidden(normed, aux)
+
+    def stack(self, caches: Mapping[int, LayerCache], *, eps: float, scale: float) -> Stack:
+        """All layers and the final norm as one call of the CPU's own kernels.
+
+        Raises:
+            NotPlain: The layers are not of the shape that it knows.
+        """
+        if self._norm is None or not self._first:
+            raise NotPlain("this is a stage of a pipeline")
+        layers: list[tuple[StackLayer, LayerCache]] = []
+        for index, layer in self.layers.items():
+            if (packed := layer.packed) is None:
+                raise NotPlain("the linears are not packed whole on one rank")
+            layers.append((packed, caches[index]))
+        return Stack(layers, final_norm=self._norm.weight, eps=eps, scale=scale)
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Score normalised hidden (L, hidden)  ->  (L, V) float32."""
@@ -151,12 +202,16 @@ class Decoder:
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
-        for layer in self.layers.values():
-            layer.pack()
+        for part in (*self.layers.values(), *self._tables()):
+            part.pack()
+
+    def _tables(self) -> set[VocabularyTable]:
+        """The embedding and the head, which may be one."""
+        return {table for table in (self._embedding, self._head) if table is not None}
 
 
-def _table(spec: ModelSpec, name: str, build: Build) -> VocabularyTable:
-    return VocabularyTable(name, spec.vocabulary, spec.hidden, build)
+def _table(spec: ModelSpec, name: str, build: Build, method: LinearMethod) -> VocabularyTable:
+    return VocabularyTable(name, spec.vocabulary, spec.hidden, build, method)
 
 
 def _attention_shape(spec: ModelSpec, name: str) -> AttentionShape:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from antiphon.config.errors import ConfigError
+from antiphon.config.model_files import files_at
+from antiphon.config.weights import read_weights
+from antiphon.layers.methods import METHODS, unfit
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import Build
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.registry import find_family
+from antiphon.model_worker.model.remote_code import family_of
 from antiphon.model_worker.model.spec import ModelSpec, read_spec
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from antiphon.config.model_files import ModelFiles, Place
     from antiphon.layers.tp import Tp
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,29 +36,41 @@ class Model:
     build: Build
 
 
-def load(folder: Path, *, dtype: str = "auto", device: str = "cpu", tp: Tp | None = None) -> Model:
-    """Build the decoder that config.json describes and fill it from the safetensors.
+def load(
+    place: Place,
+    *,
+    dtype: str = "auto",
+    linear: str = "plain",
+    device: str = "cpu",
+    tp: Tp | None = None,
+) -> Model:
+    """Build the decoder that config.json describes and fill it from the weights.
 
     Args:
-        folder: In the Hugging Face layout.
+        place: The model: its folder in the Hugging Face layout, or its files.
         dtype: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
+        linear: How its linears are kept: a name of `layers.methods.METHODS`.
         device: A torch device.
         tp: This rank among those that share the layers; unset for one alone.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; nothing has run by then.
     """
-    config = read_config(folder)
-    spec = read_spec(find_family(config.architectures), config)
-    checkpoint = Checkpoint.open(folder)
-    named = config.dtype or config.torch_dtype
-    chosen = _dtype(dtype, named, checkpoint)
-    build = Build(tp or SingleRank(), chosen, torch.device(device))
     try:
-        decoder = Decoder(spec, build)
+        files = files_at(place)
+        config = read_config(files)
+        spec = read_spec(family_of(config.architectures, files), config)
+        chosen = _dtype(dtype, config.dtype or config.torch_dtype, files)
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from error
+    build = Build(tp or SingleRank(), chosen, torch.device(device))
+    if lacks := unfit(linear, build.device, chosen):
+        raise ModelLoadError(f"linears cannot be kept as {linear!r} here: {lacks}")
+    try:
+        decoder = Decoder(spec, build, method=METHODS[linear])
     except ValueError as error:
-        raise ModelLoadError(f"{folder}: {error}") from error
-    fill(decoder, checkpoint, spec)
+        raise ModelLoadError(f"{files.folder}: {error}") from error
+    fill(decoder, Checkpoint.open(files, list(decoder.sources())), spec)
     return Model(spec, decoder, build)
 
 
@@ -74,16 +88,14 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     decoder.pack()
 
 
-def _dtype(asked: str, named: str | None, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(asked: str, named: str | None, files: ModelFiles) -> torch.dtype:
     if asked != "auto":
         return DTYPES[asked]
-    if named is not None:
-        if named not in DTYPES:
-            raise ModelLoadError(
-                f"config.json: dtype {named!r} is not supported: there are {', '.join(DTYPES)}"
-            )
-        return DTYPES[named]
-    counts: Counter[torch.dtype] = Counter()
-    for tensor in checkpoint.tensors.values():
-        counts[tensor.dtype] += tensor.count
-    return counts.most_common(1)[0][0]
+    if named is None:
+        # As the plan decides it, see `antiphon.config.card`.
+        named = read_weights(files, torch.float32.itemsize).dtype or "float32"
+    if named not in DTYPES:
+        raise ModelLoadError(
+            f"config.json: dtype {named!r} is not supported: there are {', '.join(DTYPES)}"
+        )
+    return DTYPES[named]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
+    "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen2:QWEN2",
 }
 
 

@@ -27,6 +27,9 @@ def accept(
     ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
     """
     rows = len(failed)
+    if len(tokens) == rows == len(logit_tokens) and not failed.any():
+        # Decode rows and nothing else, so nothing was drafted: most steps, and short ones.
+        return np.arange(rows + 1, dtype=np.int32), sampled
     following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
     missed = (following != sampled).astype(np.int64)
     earlier = np.cumsum(missed) - missed  # misses before this one, over all rows

@@ -40,17 +40,23 @@ def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
         PlanRefused: The plan uses a part of the contract that this runner does not have.
     """
     _refuse_unsupported(plan)
-    query_len, kv_len = plan.query_len.astype(np.int64), plan.kv_len.astype(np.int64)
+    groups = tuple(
+        AttentionRows(shape, table, plan.query_len, plan.kv_len)
+        for shape, table in zip(shapes, plan.page_tables, strict=True)
+    )
+    rows = len(plan.slot)
+    if len(plan.tokens) == rows == len(plan.logit_tokens):
+        # Decode rows and nothing else: most steps, and the shortest, in which this would show.
+        row = np.arange(rows)
+        return Batch(groups, row, row, plan.kv_len.astype(np.int64))
+    query_len, kv_len = plan.query_len, plan.kv_len
     ends = np.cumsum(query_len)
     assert (plan.query_start == ends - query_len).all(), "rows follow each other"
     token_row = np.repeat(np.arange(len(query_len)), query_len)
     logit_row = token_row[plan.logit_tokens]
     assert (np.diff(plan.logit_tokens) > 0).all(), "logits are asked for in order"
     return Batch(
-        groups=tuple(
-            AttentionRows(shape, table.astype(np.int64), query_len, kv_len)
-            for shape, table in zip(shapes, plan.page_tables, strict=True)
-        ),
+        groups=groups,
         token_row=token_row,
         logit_row=logit_row,
         logit_position=plan.logit_tokens + (kv_len - ends)[logit_row] + 1,
@@ -84,8 +90,9 @@ class Futures:
             room = np.full(2 * int(slots.max()), _UNKNOWN, np.int32)
             room[: len(self._last)] = self._last
             self._last = room
-        accepted = np.diff(starts) > 0
-        self._last[slots[accepted]] = token_ids[starts[1:][accepted] - 1]
+        ends = starts[1:]
+        accepted = ends > starts[:-1]
+        self._last[slots[accepted]] = token_ids[ends[accepted] - 1]
         self._last[slots[failed]] = 0
 
 

@@ -1,4 +1,4 @@
-"""How many bytes a page takes, and how many a pass needs beside the pages."""
+"""How many bytes a page takes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,3 @@ def cache_groups(
         )
         for window, layers in spec.kv_groups()
     )
-
-
-def activation_bytes(spec: ModelSpec, build: Build, *, tokens: int, logits: int) -> int:
-    """About the most that one pass of `tokens` tokens and `logits` rows of logits holds at once.
-
-    The widest moment of a layer is either block: residual and normalised stream beside the fused
-    projection and its result. The logits are float32, and sampling holds three copies.
-    """
-    item, ranks = build.dtype.itemsize, build.tp.ranks
-    attention = (2 * spec.query_heads + 4 * spec.kv_heads) * spec.head_size // ranks
-    mlp = 4 * spec.mlp_width // ranks
-    layer = tokens * item * (3 * spec.hidden + max(attention, mlp))
-    return layer + 3 * logits * spec.vocabulary * 4

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.kernels.op import table
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from antiphon.config.model_files import Place
     from antiphon.layers.context import Adapters
     from antiphon.layers.tp import Tp
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +31,25 @@ class OpenModel:
 
 
 def open_model(
-    folder: Path,
+    place: Place,
     *,
     page_tokens: int,
     pages: int,
     dtype: str = "auto",
+    linear: str = "plain",
     device: str = "cpu",
     tp: Tp | None = None,
     adapters: Adapters | None = None,
+    deterministic: bool = False,
 ) -> OpenModel:
-    """Load a model and make room for `pages` pages a cache group.
+    """Load a model and make room for `pages` pages a cache group; see `Runner`.
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
-        KernelUnavailable: This build does not compute on that device.
+        KernelUnavailable: This build does not compute on that device, or not deterministically.
     """
-    model = load(folder, dtype=dtype, device=device, tp=tp)
+    model = load(place, dtype=dtype, linear=linear, device=device, tp=tp)
     groups = cache_groups(model.spec, model.build, page_tokens=page_tokens, pages=pages)
-    return OpenModel(Runner(model, groups, adapters=adapters), groups, model.spec)
+    runner = Runner(model, groups, adapters=adapters, deterministic=deterministic)
+    log.info("kernels", extra={"table": "\n" + table(runner.choices)})
+    return OpenModel(runner, groups, model.spec)

@@ -1,4 +1,7 @@
-"""Which token each row of logits gives: by its row's columns, and by nothing else in the batch."""
+"""Which token each row of logits gives: by its row's columns, and by nothing else in the batch.
+
+Axes: R rows, L rows of logits, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,106 @@ import numpy as np
 import torch
 
 from antiphon.kernels.philox import Purpose, uniform
+from antiphon.model_worker.runner.errors import PlanRefused
+from antiphon.model_worker.runner.penalties import DrawnTokens
 from antiphon.wire.sampling import TEMPERATURE_MIN
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.model_worker.batching.plan import Longs, SamplingColumns
+    from antiphon.model_worker.batching.plan import Ints, Longs, Plan, SamplingColumns
 
 
-def sample(
-    ops: Ops, logits: Tensor, columns: SamplingColumns, rows: Longs, positions: Longs
-) -> Tensor:
-    """Draw a token a row of logits.
+class Sampler:
+    """Draws tokens on one rank; every rank draws the same."""
 
-    Axes: L rows of logits, V vocabulary.
-    logits (L, V) float32; rows (L,) the plan's row of each; positions (L,) the index in its
-    sequence of the token being drawn  ->  (L,) int64
-    """
-    temperature, top_k = columns.temperature[rows], columns.top_k[rows]
-    random = (temperature >= TEMPERATURE_MIN) & (top_k != 1)
-    if not random.any():
-        return ops.greedy(logits)
-    if random.all():
-        return _draw(ops, logits, columns, rows, positions)
-    tokens = ops.greedy(logits)
-    drawn = np.flatnonzero(random)
-    index = torch.as_tensor(drawn)
-    tokens[index] = _draw(ops, logits[index], columns, rows[drawn], positions[drawn])
-    return tokens
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._drawn = DrawnTokens()
+
+    def steer(self, plan: Plan, logit_row: Longs, logits: Tensor) -> NDArray[np.bool_] | None:
+        """Apply penalties, masks and biases to the logits, in place and in this order.
+
+        logits (L, V) float32, finite; logit_row (L,) the plan's row of each, rising
+        ->  which rows of the plan are left without a token, (R,); None if surely none is
+
+        Raises:
+            PlanRefused: A row of which several tokens are verified is to be steered.
+        """
+        if plan.penalties is not None:
+            self._drawn.begin(plan.penalties)
+            places = _places(plan.step, logit_row, plan.penalties.rows)
+            slots = plan.slot[plan.penalties.rows]
+            self._drawn.lower(self._ops, logits, places, slots, plan.penalties)
+        if plan.token_masks is not None:
+            assert plan.token_mask_rows is not None, "masks without rows"
+            places = _places(plan.step, logit_row, plan.token_mask_rows)
+            self._ops.mask(logits, torch.as_tensor(places), torch.as_tensor(plan.token_masks))
+        if plan.biases is not None:
+            places = _places(plan.step, logit_row, plan.biases.rows)
+            ids = torch.as_tensor(plan.biases.token_ids.astype(np.int64))
+            values = torch.as_tensor(plan.biases.values)
+            self._ops.bias(logits, torch.as_tensor(places), ids, values)
+        if plan.token_masks is None and plan.biases is None:
+            return None
+        barren = np.zeros(len(plan.slot), np.bool_)
+        nothing = torch.isneginf(logits.amax(dim=-1)).cpu().numpy()
+        barren[logit_row[nothing]] = True
+        return barren
+
+    def draw(
+        self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
+    ) -> Tensor:
+        """Draw a token a row of logits.
+
+        logits (L, V) float32; rows (L,) the plan's row of each; positions (L,) the index in its
+        sequence of the token being drawn  ->  (L,) int64
+        """
+        random = is_random(columns)[rows]
+        if not random.any():
+            return self._ops.greedy(logits)
+        if random.all():
+            return self._draw(columns, logits, rows, positions)
+        tokens = self._ops.greedy(logits)
+        drawn = np.flatnonzero(random)
+        index = torch.as_tensor(drawn)
+        tokens[index] = self._draw(columns, logits[index], rows[drawn], positions[drawn])
+        return tokens
+
+    def count(self, plan: Plan, starts: Ints, token_ids: Ints) -> None:
+        """Remember what the rows with penalties accepted, row r `[starts[r], starts[r + 1])`."""
+        if plan.penalties is None:
+            return
+        rows = plan.penalties.rows
+        accepted = starts[rows + 1] - starts[rows]
+        for number in range(int(accepted.max(initial=0))):
+            more = rows[accepted > number]
+            self._drawn.count(plan.slot[more], token_ids[starts[more] + number])
+
+    def _draw(
+        self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
+    ) -> Tensor:
+        noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
+        return self._ops.draw(
+            logits,
+            torch.as_tensor(noise),
+            torch.as_tensor(columns.temperature[rows]),
+            torch.as_tensor(columns.top_k[rows].astype(np.int64)),
+            torch.as_tensor(columns.top_p[rows]),
+            torch.as_tensor(columns.min_p[rows]),
+        )
 
 
-def _draw(
-    ops: Ops, logits: Tensor, columns: SamplingColumns, rows: Longs, positions: Longs
-) -> Tensor:
-    noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
-    return ops.draw(
-        logits,
-        torch.as_tensor(noise),
-        torch.as_tensor(columns.temperature[rows]),
-        torch.as_tensor(columns.top_k[rows].astype(np.int64)),
-        torch.as_tensor(columns.top_p[rows]),
-        torch.as_tensor(columns.min_p[rows]),
-    )
+def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
+    """Which rows are drawn by chance, (R,); the others take the highest logit."""
+    return (columns.temperature >= TEMPERATURE_MIN) & (columns.top_k != 1)
+
+
+def _places(step: int, logit_row: Longs, rows: Ints) -> Longs:
+    """Where in the logits each of these rows of the plan is."""
+    first = np.searchsorted(logit_row, rows)
+    if (np.searchsorted(logit_row, rows, "right") != first + 1).any():
+        raise PlanRefused(f"step {step}: this runner steers rows that draw one token each")
+    return first

@@ -1,0 +1,103 @@
+"""Log-probabilities as OpenAI clients read them: of a chat, and of a text completion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.wire.details import DetailPiece, TokenDetail
+
+LOWEST = -9999.0
+"""In place of minus infinity, which JSON does not have: as OpenAI writes what is unlikely."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that might have come; `bytes` is its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token that came, and the likeliest in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Of the tokens of a message, or of a piece of one."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """Of the tokens of a text: columns. `text_offset` counts characters of the tokens' texts."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+def chat_logprobs(piece: DetailPiece | None) -> ChatLogprobs | None:
+    """Write details as a chat has them; None without."""
+    if piece is None:
+        return None
+    content = [
+        TokenLogprob(
+            token=text,
+            logprob=_logprob(detail.logprob),
+            bytes=list(text.encode()),
+            top_logprobs=[
+                TopLogprob(token=other, logprob=_logprob(logprob), bytes=list(other.encode()))
+                for other, logprob in likeliest
+            ],
+        )
+        for text, detail, likeliest in _tokens(piece)
+    ]
+    return ChatLogprobs(content)
+
+
+def text_logprobs(piece: DetailPiece | None, start: int) -> TextLogprobs | None:
+    """Write details as a text completion has them; None without.
+
+    Args:
+        piece: Of consecutive tokens.
+        start: How many characters the tokens before had.
+    """
+    if piece is None:
+        return None
+    tokens = list(_tokens(piece))
+    texts = [text for text, _, _ in tokens]
+    tops = [
+        {text: _logprob(logprob) for text, logprob in reversed(likeliest)}
+        for _, _, likeliest in tokens
+    ]
+    offsets = [start + sum(map(len, texts[:number])) for number in range(len(texts))]
+    return TextLogprobs(
+        tokens=texts,
+        token_logprobs=[_logprob(detail.logprob) for _, detail, _ in tokens],
+        top_logprobs=tops if any(tops) else None,
+        text_offset=offsets,
+    )
+
+
+def _tokens(piece: DetailPiece) -> Iterator[tuple[str, TokenDetail, list[tuple[str, float]]]]:
+    for detail in piece.details.each():
+        likeliest = [
+            (piece.texts.get(token, ""), logprob) for token, logprob in detail.top if token >= 0
+        ]
+        yield piece.texts.get(detail.token_id, ""), detail, likeliest
+
+
+def _logprob(value: float | None) -> float:
+    return LOWEST if value is None else max(value, LOWEST)

@@ -1,0 +1,63 @@
+"""What a worker could take on: what the cluster's scheduler counts its credit from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.room import Room
+    from antiphon.model_worker.batching.slots import Slots
+    from antiphon.model_worker.cache.index import PrefixIndex
+    from antiphon.model_worker.cache.table import CachePools
+
+HORIZON_STEPS = 32
+"""How far ahead the release of pages is predicted: about as long as a bound request is on its way
+and queues, and so near that few answers end in between without it being known."""
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of the group that has the fewest to offer.
+
+    Attributes:
+        pages_free: That nobody holds.
+        pages_evictable: That only the prefix cache holds: as good as free.
+        pages_promised: Of these two, those that running requests are expected to take yet.
+        pages_returning: That surely come back within `HORIZON_STEPS` decodes, because their
+            requests reach the end that they asked for. Others come back, too, at ends that nobody
+            knows.
+        slots_free: Requests that could be started.
+    """
+
+    pages_free: int
+    pages_evictable: int
+    pages_promised: int
+    pages_returning: int
+    slots_free: int
+
+    @property
+    def pages_available(self) -> int:
+        """What a new request may count on; negative if too much was promised."""
+        return self.pages_free + self.pages_evictable - self.pages_promised
+
+
+def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> Credit:
+    """How things stand now. Some additions over arrays of slots, whatever the load."""
+    left = slots.tokens_max - slots.length
+    ending = (slots.length > 0) & (left <= HORIZON_STEPS)
+    groups = zip(pools.free(), index.evictable(), room.promised(), slots.page_counts, strict=True)
+    return min(
+        (
+            Credit(
+                pages_free=free,
+                pages_evictable=evictable,
+                pages_promised=promised,
+                pages_returning=int(np.sum(counts, where=ending)),
+                slots_free=slots.free_count,
+            )
+            for free, evictable, promised, counts in groups
+        ),
+        key=lambda one: one.pages_available,
+    )

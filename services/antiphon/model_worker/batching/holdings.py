@@ -1,0 +1,106 @@
+"""Who has a slot and pages, and what others can find of what is computed there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.model_worker.batching.room import Room
+from antiphon.model_worker.batching.sharing import Sharing
+from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.cache.index import CacheKey, NoIndex
+from antiphon.model_worker.cache.table import PageTable
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.cache.hashing import Namespace
+    from antiphon.model_worker.cache.index import Prefix, PrefixIndex
+    from antiphon.model_worker.cache.table import CachePools
+
+
+class Holdings:
+    """The running requests, and all that running takes.
+
+    Attributes:
+        running: By slot, in the order in which they were started.
+        room: How many pages there are for whom.
+        sharing: Which prompts are being computed.
+    """
+
+    def __init__(
+        self, limits: Limits, pools: CachePools, index: PrefixIndex, namespace: Namespace
+    ) -> None:
+        indexed = not isinstance(index, NoIndex)
+        self.pools = pools
+        self.index = index
+        self._namespace = namespace
+        self.running: dict[int, Request] = {}
+        self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
+        self.room = Room(limits, pools, index, self.slots, indexed=indexed)
+        self._namespace_digest = self._namespace.digest()
+        self.sharing = Sharing(pools.page_tokens, self._namespace_digest, indexed=indexed)
+
+    def renew(self, weight_version: str) -> int:
+        """All is computed by other weights from here on; return the pages that nobody could use."""
+        self._namespace = msgspec.structs.replace(self._namespace, weight_version=weight_version)
+        self._namespace_digest = self.sharing.namespace = self._namespace.digest()
+        return self.index.clear()
+
+    def cached_tokens(self, request: Request) -> int:
+        """How much of a waiting request the index has."""
+        return self.prefix(request).length
+
+    def prefix(self, request: Request) -> Prefix:
+        """What the index has of a waiting request; looked up again only if it has changed."""
+        generation = self.index.generation
+        if request.prefix is None or request.prefix[0] != generation:
+            request.prefix = (generation, self.index.peek(self._key(request)))
+        return request.prefix[1]
+
+    def shared_tokens(self, request: Request) -> int:
+        """How far `table` could take a waiting request."""
+        return max(self.cached_tokens(request), self.sharing.shared_tokens(request))
+
+    def table(self, request: Request) -> PageTable:
+        """A table with all that is there already of a waiting request."""
+        match = self.index.match(self._key(request))
+        fork = self.sharing.fork(request, match.length)
+        if fork is not None and match.table is not None:
+            match.table.release()
+        return fork or match.table or PageTable(self.pools)
+
+    def start(self, request: Request, table: PageTable, now: float) -> None:
+        """Give a request a slot; there is one free. It runs with this table from here on."""
+        request.start(self.slots.take(), table, now)
+        request.namespace = self._namespace_digest
+        self.running[request.slot] = request
+        self.slots.fill(request)
+        self.sharing.lead(request)
+
+    def share(self, request: Request) -> None:
+        """Let others find what is computed of a running request, unless by other weights."""
+        assert request.table is not None, "a running request has no pages"
+        if request.namespace is self._namespace_digest:
+            tokens = request.token_bytes(min(request.computed, request.length))
+            key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
+            self.index.insert(key, request.table)
+        self.slots.update(request)
+
+    def release(self, request: Request) -> None:
+        """Take slot and pages from a running request."""
+        assert request.table is not None, "a running request has no pages"
+        self.sharing.retire(request)
+        request.table.release()
+        del self.running[request.slot]
+        self.slots.give_back(request.slot)
+
+    def _key(self, request: Request) -> CacheKey:
+        """The key of a waiting request, made once while it waits."""
+        key = request.cache_key
+        if key is None or key.namespace is not self._namespace_digest:
+            tokens = request.token_bytes(max(1, request.shared_max))
+            key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
+            request.cache_key = key
+        return key

@@ -1,0 +1,194 @@
+"""The choice of what is computed next: who goes on, who starts and who gives way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.budget import Budget
+from antiphon.model_worker.batching.decode import Want, grow
+from antiphon.model_worker.batching.retraction import choose_preempted
+from antiphon.model_worker.batching.room import fits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.holdings import Holdings
+    from antiphon.model_worker.batching.policy import Rules
+    from antiphon.model_worker.batching.queue import WaitingQueue
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.timeouts import Timeouts
+    from antiphon.model_worker.cache.table import PageTable
+
+
+class Planner:
+    """Moves requests between the queue and their slots, and says who has a row in the next plan.
+
+    Attributes:
+        retractions: Requests that lost their pages because none were left, since start.
+        preemptions: Requests that lost their pages to one that outranks them, since start.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        rules: Rules,
+        holdings: Holdings,
+        waiting: WaitingQueue,
+        timeouts: Timeouts,
+    ) -> None:
+        self.retractions = 0
+        self.preemptions = 0
+        self._limits = limits
+        self._rules = rules
+        self._holdings = holdings
+        self._waiting = waiting
+        self._timeouts = timeouts
+        self._decodes_due = False
+        self._pages_short = False
+
+    def wants(self, now: float) -> list[Want]:
+        """Whose tokens are computed next, and up to which. They have the pages for it.
+
+        Whoever had to give way for a later one is among them too, and has no slot any more.
+        """
+        holdings = self._holdings
+        if not holdings.running:
+            holdings.room.ratio.reset()
+        self._pages_short = False
+        self._preempt()
+        budget = Budget(self._limits, holdings.pools.page_tokens)
+        if self._limits.mixed:
+            return self._decodes(budget) + self._prompts(budget, now)
+        if self._decodes_due:
+            wants = self._decodes(budget) or self._prompts(budget, now)
+        else:
+            wants = self._prompts(budget, now) or self._decodes(budget)
+        self._decodes_due = any(not request.answers for request, _ in wants)
+        return wants
+
+    def retract(self, request: Request) -> None:
+        """Take slot and pages from a running request, and let it wait at its old place.
+
+        What it has computed can be found again, as long as nobody needs the pages.
+        """
+        self._holdings.share(request)
+        self._holdings.release(request)
+        request.retract()
+        self._waiting.put(request)
+
+    def _decodes(self, budget: Budget) -> list[Want]:
+        """Everybody who has begun to answer: nobody is ever left out."""
+        answering = [
+            request
+            for request in self._holdings.running.values()
+            if request.answers and request.pending
+        ]
+        # A token each is there for certain; some have more, for more than one was accepted.
+        budget.tokens -= len(answering)
+        wants: list[Want] = []
+        for request in answering:
+            more = min(request.pending - 1, budget.tokens)
+            budget.tokens -= more
+            wants.append((request, request.planned + 1 + more))
+        if wants:
+            self._holdings.room.ratio.decay()
+        return self._grow(wants)
+
+    def _prompts(self, budget: Budget, now: float) -> list[Want]:
+        """Prompts that are begun, and then those who wait."""
+        wants: list[Want] = []
+        for request in self._holdings.running.values():
+            if request.answers or not (pending := request.pending):
+                continue
+            length = budget.chunk(request.planned, pending)
+            if not length:
+                break
+            budget.spend_prompt(length)
+            wants.append((request, request.planned + length))
+        wants = self._grow(wants)
+        if len(self._waiting) and not self._pages_short:
+            wants += self._admit(budget, now)
+        return wants
+
+    def _grow(self, wants: list[Want]) -> list[Want]:
+        holdings = self._holdings
+        return grow(wants, holdings.room, holdings.slots, holdings.running.values, self._give_way)
+
+    def _give_way(self, request: Request) -> None:
+        self.retract(request)
+        self.retractions += 1
+        self._pages_short = True
+        self._holdings.room.ratio.retracted(self._holdings.running.values())
+
+    def _admit(self, budget: Budget, now: float) -> list[Want]:
+        """Start those who wait, in order, until one of them does not fit."""
+        wants: list[Want] = []
+        holdings = self._holdings
+        if budget.full or not holdings.slots.free_count:
+            return wants
+        promised = holdings.room.promised()
+        for request in self._waiting.candidates(now, holdings.prefix):
+            if budget.full or not holdings.slots.free_count:
+                break
+            if self._better_later(request):
+                continue
+            table = self._admissible(request, promised)
+            if table is None:
+                break
+            length = budget.chunk(table.committed, request.length - table.committed)
+            end = table.committed + length
+            if not length or not holdings.room.take(table, end):
+                table.release()
+                break
+            budget.spend_prompt(length)
+            self._start(request, table, now)
+            promised = holdings.room.promised()
+            wants.append((request, end))
+        return wants
+
+    def _better_later(self, request: Request) -> bool:
+        """Whether somebody computes what it shares, so that it is cheaper when that is done."""
+        if request.urgent:
+            return False
+        return self._holdings.sharing.holds(request, self._holdings.cached_tokens)
+
+    def _admissible(self, request: Request, promised: Sequence[int]) -> PageTable | None:
+        """A table with what is cached of a waiting request, if there is room for all of it."""
+        if not self._fits(request, self._holdings.shared_tokens(request), promised):
+            return None  # although what is cached counts as available here, and as needless too
+        # The table holds what is cached before we count what is available: counted first, those
+        # pages would pass for evictable and admit a request that cannot run.
+        table = self._holdings.table(request)
+        if self._fits(request, table.committed, promised):
+            return table
+        table.release()
+        return None
+
+    def _fits(self, request: Request, cached_tokens: int, promised: Sequence[int]) -> bool:
+        room = self._holdings.room
+        available, wanted = room.available(), room.wanted(request, cached_tokens)
+        return fits(wanted, promised, available) or room.packs(request, available)
+
+    def _start(self, request: Request, table: PageTable, now: float) -> None:
+        self._waiting.admit(request, now)
+        if request.started_s is None:
+            self._timeouts.started(request, now)
+        self._holdings.start(request, table, now)
+
+    def _preempt(self) -> None:
+        """Take the pages of running requests for the next one, if it outranks them by enough."""
+        holdings = self._holdings
+        candidate = self._waiting.first() if self._rules.priority and holdings.running else None
+        if candidate is None or self._better_later(candidate):
+            return
+        room = holdings.room
+        wanted = room.wanted(candidate, holdings.shared_tokens(candidate))
+        sums = zip(wanted, room.promised(), room.available(), strict=True)
+        short = [want + promised - available for want, promised, available in sums]
+        if holdings.slots.free_count and max(short) <= 0:
+            return
+        running = holdings.running.values()
+        for victim in choose_preempted(candidate, running, self._rules, short, room.gains()):
+            self.retract(victim)
+            self.preemptions += 1

@@ -1,0 +1,109 @@
+"""Logit processors as what they are to a step: words of bits, set for tokens that may be drawn.
+
+Each follows from its parameters and the tokens so far, so a request that starts over, here or
+elsewhere, makes them anew.
+
+Axes: V vocabulary, W = ceil(V / 32) words.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.wire.processors import (
+    AllowRange,
+    AllowTokens,
+    DisallowTokens,
+    LogitProcessor,
+    ThinkingBudget,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.plan import Ints
+
+_WORD_BITS = 32
+
+
+class TokenFilter:
+    """All processors of one request."""
+
+    def __init__(
+        self, processors: tuple[LogitProcessor, ...], prompt_ids: Ints, vocab_size: int
+    ) -> None:
+        allowed = np.ones(vocab_size, np.bool_)
+        budgets: list[ThinkingClock] = []
+        for processor in processors:
+            match processor:
+                case DisallowTokens(token_ids=ids):
+                    allowed[list(ids)] = False
+                case AllowTokens(token_ids=ids):
+                    allowed &= np.isin(np.arange(vocab_size), ids)
+                case AllowRange(first=first, last=last):
+                    allowed[:first] = allowed[last + 1 :] = False
+                case ThinkingBudget():
+                    budgets.append(ThinkingClock(processor, prompt_ids))
+        self._words = pack(allowed)
+        self._budgets = tuple(budgets)
+
+    def restrict(self, words: Ints, ids: Ints) -> None:
+        """Clear the bits of what may not follow `ids`, the request's tokens so far."""
+        words &= self._words
+        for budget in self._budgets:
+            forced = budget.forced(ids)
+            if forced is not None:
+                kept = words[forced // _WORD_BITS] & _bit(forced)
+                words[:] = 0
+                words[forced // _WORD_BITS] = kept
+
+
+class ThinkingClock:
+    """Counts the tokens of a model's thinking."""
+
+    def __init__(self, budget: ThinkingBudget, prompt_ids: Ints) -> None:
+        self._budget = budget
+        self._read = len(prompt_ids)
+        self._tokens = 0
+        begun = np.flatnonzero(prompt_ids == budget.begin_id)
+        closed = np.flatnonzero(prompt_ids == budget.closing_ids[-1])
+        self._thinking = len(begun) > 0 and (len(closed) == 0 or begun[-1] > closed[-1])
+
+    def forced(self, ids: Ints) -> int | None:
+        """The one token that may follow these, if the budget is used up. `ids` only ever grow."""
+        for token in ids[self._read :].tolist():
+            self._see(token)
+        self._read = len(ids)
+        over = self._tokens - self._budget.tokens_max
+        if not self._thinking or over < 0:
+            return None
+        return self._budget.closing_ids[min(over, len(self._budget.closing_ids) - 1)]
+
+    def _see(self, token: int) -> None:
+        if self._thinking:
+            self._thinking = token != self._budget.closing_ids[-1]
+            self._tokens += 1
+        elif token == self._budget.begin_id:
+            self._thinking, self._tokens = True, 0
+
+
+def looks_back(processors: tuple[LogitProcessor, ...]) -> bool:
+    """Whether they must know a row's last token before they can say which may be next."""
+    return any(isinstance(processor, ThinkingBudget) for processor in processors)
+
+
+def pack(allowed: NDArray[np.bool_]) -> Ints:
+    """Write (V,) booleans as (W,) int32: token i is bit i % 32 of word i // 32."""
+    padded = np.pad(allowed, (0, -len(allowed) % _WORD_BITS))
+    return np.packbits(padded, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def words_count(vocab_size: int) -> int:
+    """How many words the bits of a vocabulary take."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << token % _WORD_BITS).astype(np.int32)

@@ -1,0 +1,73 @@
+"""What operators tell a worker: drain, flush, pause, go on, another weight version, dump."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from antiphon.wire.command import (
+    ContinueWorker,
+    ControlDone,
+    DrainWorker,
+    DumpPlans,
+    FlushCache,
+    PauseWorker,
+    SetWeightVersion,
+)
+from antiphon.wire.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from antiphon.model_worker.batching.mailbox import Mailbox, Order
+    from antiphon.model_worker.dumps import Dumps
+
+ORDER_TIMEOUT_S = 10.0
+
+Message = DrainWorker | FlushCache | PauseWorker | ContinueWorker | SetWeightVersion | DumpPlans
+
+
+class Control:
+    """Answers control calls. The loop obeys its orders in the order in which they were given."""
+
+    def __init__(self, mailbox: Mailbox, dumps: Dumps, drain: Callable[[], None]) -> None:
+        self._mailbox = mailbox
+        self._dumps = dumps
+        self._drain = drain
+        self._waiting: deque[asyncio.Future[ControlDone]] = deque()
+
+    async def answer(self, message: Message) -> ControlDone:
+        """Do what is asked, and return when it has taken effect.
+
+        Raises:
+            DeadlineExceeded: No step ended for so long. The order stands, and is obeyed later.
+            Overloaded: Too many orders wait.
+            Unsupported: It is not set up for that.
+        """
+        match message:
+            case DrainWorker():
+                self._drain()
+                return ControlDone()
+            case DumpPlans():
+                file = await asyncio.to_thread(self._dumps.write, "a command asked for it")
+                return ControlDone(file=str(file))
+            case _:
+                return await self._order(message)
+
+    def done(self, replies: Iterable[ControlDone]) -> None:
+        """The loop has obeyed its next orders, with these results."""
+        for reply in replies:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(reply)
+
+    async def _order(self, order: Order) -> ControlDone:
+        self._mailbox.order(order)
+        obeyed: asyncio.Future[ControlDone] = asyncio.get_running_loop().create_future()
+        self._waiting.append(obeyed)
+        try:
+            async with asyncio.timeout(ORDER_TIMEOUT_S):
+                return await obeyed
+        except TimeoutError:
+            raise DeadlineExceeded(f"no step ended in {ORDER_TIMEOUT_S:g} s") from None

@@ -1,0 +1,177 @@
+"""The grammars of one worker: each compiled once, beside the step, and begun by any choice."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from antiphon.model_worker.batching.guide import Deferred, GrammarState, Guide
+from antiphon.model_worker.batching.request import WIRE_IDS
+from antiphon.model_worker.grammar.cache import RecentlyUsed
+from antiphon.model_worker.grammar.source import Source, source_of
+from antiphon.model_worker.grammar.threads import CompileThreads
+from antiphon.wire.errors import (
+    ErrorReply,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    decode_error,
+    encode_error,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from antiphon.config.grammar import GrammarConfig
+    from antiphon.model_worker.batching.request import RequestState
+
+log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    """A grammar ready to be followed, by any number of choices."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes, about."""
+        ...
+
+    def ends(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
+        """The tokens that may end an answer whose request names these."""
+        ...
+
+    def begin(self, stop_token_ids: Sequence[int]) -> GrammarState:
+        """A state at the beginning of an answer."""
+        ...
+
+
+class Compiler(Protocol):
+    """Makes grammars; threads may share it."""
+
+    def compile(self, source: Source) -> Compiled:
+        """Compile a grammar; may take seconds.
+
+        Raises:
+            InvalidRequest: It has a mistake, or nothing can be said in it.
+        """
+        ...
+
+
+class Grammars:
+    """Gives each choice the guide through its grammar. Used on one event loop.
+
+    What was compiled is kept, and so is what cannot be: the second request of a kind waits for
+    nothing. A choice waits for its own grammar only.
+    """
+
+    def __init__(
+        self,
+        config: GrammarConfig,
+        vocab_size: int,
+        opener: Callable[[], Compiler],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Nothing is opened before the first grammar comes.
+
+        Args:
+            config: How grammars are compiled.
+            vocab_size: Tokens that the model has logits for.
+            opener: Makes the compiler; may take seconds.
+            group: Where compiles are waited for: whoever asked first may leave.
+        """
+        self._config = config
+        self._vocab_size = vocab_size
+        self._group = group
+        # Beginning a choice is short work, and waits for nobody's compile. The compiler is opened
+        # there, too: that is Python, and at low priority would keep the interpreter from a step.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="guides")
+        self._threads = CompileThreads(config.workers)
+        self._compiling: dict[Source, asyncio.Task[Compiled | ErrorReply]] = {}
+        self._kept: RecentlyUsed[Source, Compiled | ErrorReply] = RecentlyUsed(
+            entries_max=config.cache_entries, bytes_max=config.cache_bytes, size_bytes=_size_bytes
+        )
+        self._opener = opener
+        self._opening = asyncio.Lock()
+        self._compiler: Compiler | None = None
+
+    async def guide(self, state: RequestState) -> Guide:
+        """Begin a choice where its answer stands.
+
+        Raises:
+            InvalidRequest: Its grammar has a mistake, takes too long to compile, or allows nothing.
+            Overloaded: Too many grammars wait to be compiled.
+        """
+        grammar = state.sampling.grammar
+        assert grammar is not None, "a choice without a grammar needs no guide"
+        source = source_of(grammar, 1 if self._config.compact_json else self._config.whitespace_max)
+        compiled = self._kept.get(source)
+        if compiled is None:
+            compiled = await asyncio.shield(self._compile(source))
+        if isinstance(compiled, ErrorReply):
+            raise decode_error(compiled)
+        loop = asyncio.get_running_loop()
+        begin = functools.partial(_begin, compiled, state, self._vocab_size)
+        return await loop.run_in_executor(self._executor, begin)
+
+    def close(self) -> None:
+        """Begin no more choices. Compiles that run are left to end with the process."""
+        self._executor.shutdown(wait=False)
+
+    def _compile(self, source: Source) -> asyncio.Task[Compiled | ErrorReply]:
+        if source not in self._compiling:
+            self._compiling[source] = self._group.create_task(self._fill(source), name="grammar")
+        return self._compiling[source]
+
+    async def _fill(self, source: Source) -> Compiled | ErrorReply:
+        """Compile a grammar, or find out why not, and keep either."""
+        timeout_s = self._config.compile_timeout_s
+        try:
+            compiler = await self._opened()
+            job = functools.partial(compiler.compile, source)
+            made = await self._threads.run(job, timeout_s)
+        except TimeoutError:
+            message = f"grammar: it takes longer than {timeout_s:g} s to compile"
+            made = encode_error(InvalidRequest(message, param="grammar"))
+        except InvalidRequest as error:
+            made = encode_error(error)
+        except Overloaded as error:
+            return encode_error(error)  # true at this moment only
+        except Exception:
+            # One of the process's outermost borders: whatever a compiler raises ends the requests
+            # of this grammar, and not the service.
+            log.exception("grammar not compiled", extra={"kind": source.kind})
+            return encode_error(Internal("the grammar of this request could not be compiled"))
+        finally:
+            del self._compiling[source]
+        self._kept.put(source, made)
+        return made
+
+    async def _opened(self) -> Compiler:
+        async with self._opening:
+            if (compiler := self._compiler) is None:
+                loop = asyncio.get_running_loop()
+                compiler = await loop.run_in_executor(self._executor, self._opener)
+                self._compiler = compiler
+        return compiler
+
+
+def _begin(compiled: Compiled, state: RequestState, vocab_size: int) -> Guide:
+    """Follow the answer so far, which another worker may have begun."""
+    sampling = state.sampling
+    assert sampling.grammar is not None, "a choice without a grammar needs no guide"
+    place = compiled.begin(sampling.stop_token_ids)
+    if sampling.grammar.begins_after:
+        place = Deferred(place, sampling.grammar.begins_after)
+    for token in np.frombuffer(state.output_ids, WIRE_IDS).tolist():
+        if not place.accept(token):
+            raise Internal("the answer so far is not of its grammar")
+    return Guide(place, vocab_size, compiled.ends(sampling.stop_token_ids))
+
+
+def _size_bytes(source: Source, made: Compiled | ErrorReply) -> int:
+    return len(source.text) + (0 if isinstance(made, ErrorReply) else made.size_bytes)

@@ -1,0 +1,208 @@
+"""JSON schemas, read before they are compiled: what the grammar would not hold is refused.
+
+The compiler passes over much of JSON Schema without a word, so that an answer could break its
+schema. Each rule here was found by trying; a compiler that learns more may lose some of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+DEPTH_MAX = 100
+"""Deepest nesting of schemas."""
+PATTERN_MAX = 8192
+"""Longest regular expression: a row of optional parts takes its length cubed to compile."""
+
+
+def read_json(text: str) -> Json:
+    """Decode a JSON text.
+
+    Raises:
+        InvalidRequest: It is none, or it is nested too deep.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"grammar: not JSON: {error}", param="grammar") from error
+    except RecursionError:
+        raise InvalidRequest("grammar: nested too deep", param="grammar") from None
+
+
+def hold(schema: Json) -> None:
+    """Make a schema, in place, one that the answer cannot break.
+
+    Raises:
+        InvalidRequest: It is no schema, or one of its words would not be held; says which.
+    """
+    for path, part in list(_parts(schema, "#")):
+        for word, reason in _refusals(part):
+            raise InvalidRequest(f"grammar: {path}: {word} {reason}", param="grammar")
+        _spell_lengths(part)
+
+
+def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Json]]]:
+    """The schema and all schemas in it that say anything, each with its place."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"grammar: {path}: not a schema", param="grammar")
+    if depth > DEPTH_MAX:
+        raise InvalidRequest("grammar: nested too deep", param="grammar")
+    yield path, schema
+    for word, value in schema.items():
+        inner: dict[str, Json] = {}
+        if word in _MAPS and isinstance(value, dict):
+            inner = {f"{path}/{word}/{name}": part for name, part in value.items()}
+        elif word in _LISTS and isinstance(value, list):
+            inner = {f"{path}/{word}/{index}": part for index, part in enumerate(value)}
+        elif word in _SINGLE:
+            inner = {f"{path}/{word}": value}
+        if word == "propertyNames" and isinstance(value, dict):
+            value.setdefault("type", "string")  # as names always are
+        for place, part in inner.items():
+            yield from _parts(part, place, depth + 1)
+
+
+def _refusals(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    for word, value in schema.items():
+        if word in _NEVER or (word == "uniqueItems" and value is True):
+            yield word, "is not supported"
+    yield from _alone(schema)
+    yield from _untyped(schema)
+    yield from _numbers(schema)
+    yield from _strings(schema)
+    yield from _objects(schema)
+
+
+def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    """Of the words that decide alone, one is heard, and nothing beside it."""
+    deciding = [word for word in _DECIDING if word in schema]
+    if not deciding:
+        return
+    beside = [word for word in schema if word in _OF_TYPE and word != deciding[0]]
+    for word in deciding[1:] + beside:
+        yield word, f"beside {deciding[0]} is not supported"
+    for word in deciding:
+        if schema[word] == [] and word != "const":
+            yield word, "is empty"
+    reference, every = schema.get("$ref", "#"), schema.get("allOf")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        yield "$ref", "must point into the schema itself"
+    if isinstance(every, list) and len(every) > 1:
+        yield "allOf", "of several schemas is not supported"
+
+
+def _untyped(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    """Without a type most words are passed over."""
+    if "type" in schema or any(word in schema for word in _DECIDING):
+        return
+    for word, type_ in _OF_TYPE.items():
+        if word in schema and not any(inferring in schema for inferring in _INFERRING[type_]):
+            yield word, f'needs "type": "{type_}"'
+
+
+def _numbers(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    step = schema.get("multipleOf")
+    if step is None:
+        return
+    if schema.get("type") != "integer" or not isinstance(step, int):
+        yield "multipleOf", "is supported for integers only"
+    if any(word in schema for word in _BOUNDS):
+        yield "multipleOf", "beside bounds is not supported"
+
+
+def _strings(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    format_ = schema.get("format")
+    held = isinstance(format_, str) and format_ in _FORMATS
+    shaping = ["pattern"] * ("pattern" in schema) + ["format"] * held
+    lengths = [word for word in ("minLength", "maxLength") if word in schema]
+    for word in (shaping[:1] and lengths) + shaping[1:]:
+        yield word, f"beside {shaping[0]} is not supported"
+    if held and format_ in _UNQUOTED_FORMATS:
+        yield f'"format": "{format_}"', "is not supported"
+    patterns = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        if isinstance(pattern, str) and len(pattern) > PATTERN_MAX:
+            yield "pattern", f"is longer than {PATTERN_MAX} characters"
+        if isinstance(pattern, str) and _ESCAPED.search(_OTHERS.sub("", pattern)):
+            # It is held to the text of the JSON string, in which these are written otherwise.
+            yield "pattern", "may not name quotes, backslashes and control characters"
+
+
+def _spell_lengths(schema: dict[str, Json]) -> None:
+    """Say the length of strings by a pattern.
+
+    By its own words the compiler lets control characters into them, which no JSON string has.
+    """
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if isinstance(least, int) and (isinstance(most, int) or most == "") and (least or most != ""):
+        schema.pop("minLength", None)
+        schema.pop("maxLength", None)
+        schema["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+
+
+def _objects(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list):
+        for name in required:
+            if not isinstance(name, str) or name not in properties:
+                yield f"required {name!r}", "must be among the properties"
+    if properties:
+        for word in ("patternProperties", "propertyNames"):
+            if word in schema:
+                yield word, "beside properties is not supported"
+
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SINGLE = frozenset(
+    {"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames"}
+)
+_NEVER = frozenset(
+    {
+        "not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies",
+        "$dynamicRef", "$recursiveRef",
+    }
+)  # fmt: skip
+_DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF_TYPE = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
+    **dict.fromkeys((*_BOUNDS, "multipleOf"), "number"),
+    **dict.fromkeys(
+        (
+            "properties", "additionalProperties", "unevaluatedProperties", "patternProperties",
+            "propertyNames", "required", "minProperties", "maxProperties",
+        ),
+        "object",
+    ),
+    **dict.fromkeys(
+        ("items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"), "array"
+    ),
+}  # fmt: skip
+"""The words that hold for values of one type only, and which."""
+_INFERRING = {
+    "string": (),
+    "number": (),
+    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
+    "array": ("items", "prefixItems", "unevaluatedItems"),
+}
+"""Words that stand for a type where none is named."""
+_UNQUOTED_FORMATS = frozenset({"json-pointer", "relative-json-pointer"})
+_FORMATS = _UNQUOTED_FORMATS | {
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "uri-template", "uuid",
+}  # fmt: skip
+"""Formats that are held; any other is a remark, as JSON Schema has it."""
+_OTHERS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
+_ESCAPED = re.compile(r"[\"\x00-\x1f]|\\[\\nrtfv0c]|\\x(?:[01]|22|5[cC])|\\u00(?:[01]|22|5[cC])")

@@ -1,0 +1,100 @@
+"""The bytes of files, mapped or copied."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats import pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from antiphon.model_worker.model.formats.stored import Data
+
+    Part = Callable[[int, int], Data]
+    """What a file holds from a byte on, for so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A part of a mapped file. Its memory is the kernel's cache of the file: there is no copy."""
+
+    view: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the part."""
+        return self.view.nbytes
+
+    def read(self) -> Tensor:
+        """Have the pages read."""
+        pages.populate(self.view)
+        return self.view
+
+    def release(self) -> None:
+        """Forget the pages; they come back to whoever looks."""
+        pages.drop(self.view)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A part of a file, read into memory of its own."""
+
+    file: Path
+    start: int
+    size_bytes: int
+
+    def read(self) -> Tensor:
+        """Copy it.
+
+        Raises:
+            ModelLoadError: The file has become shorter, or cannot be read.
+        """
+        copy = torch.empty(self.size_bytes, dtype=torch.uint8)
+        rest, at = copy.numpy().data, self.start
+        try:
+            with self.file.open("rb", buffering=0) as stream:
+                while rest:
+                    count = os.preadv(stream.fileno(), [rest], at)
+                    if count == 0:
+                        raise ModelLoadError(f"{self.file}: cut short while it was read, at {at}")
+                    rest, at = rest[count:], at + count
+        except OSError as error:
+            raise ModelLoadError(f"{self.file}: {error.strerror}") from error
+        return copy
+
+    def release(self) -> None:
+        """Nothing: a copy goes when nobody holds it."""
+
+
+def open_file(file: Path, *, mapped: bool) -> Part:
+    """Return what gives the parts of a file, mapped or copied.
+
+    Raises:
+        ModelLoadError: It cannot be read.
+    """
+    if not mapped:
+        return lambda start, size: Copied(file, start, size)
+    try:
+        with file.open("rb") as stream:
+            # Copy-on-write, since torch has no read-only tensors; nothing is written.
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: {error}") from error
+    whole = torch.frombuffer(content, dtype=torch.uint8)
+    return lambda start, size: Mapped(whole[start : start + size])
+
+
+def numbers(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes (N,) as numbers of a shape; copied where the file did not align them."""
+    aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
+    return aligned.view(dtype).view(shape)

@@ -1,0 +1,163 @@
+"""GGUF, the format of llama.cpp: its names become the checkpoint's, its blocks become numbers.
+
+The model itself is described by a config.json, as for every other format; of the file's own
+settings only those are read that say how its tensors were laid out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+
+from antiphon.config.gguf_file import GgufHeader, GgufTensor, read_gguf
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats.files import numbers, open_file
+from antiphon.model_worker.model.formats.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    Decode = Callable[[Tensor], Tensor]
+
+PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+READABLE = (*PLAIN, GGMLQuantizationType.Q8_0)
+BLOCK = 32
+"""Numbers that share a scale in Q8_0."""
+COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""What llama.cpp keeps in a tensor and config.json says in words."""
+HEAD = "lm_head.weight"
+ROTATED = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How llama.cpp's converter rearranges an architecture.
+
+    Attributes:
+        interleaved: Queries and keys lie in the order of its rotation, which turns neighbours.
+    """
+
+    interleaved: bool = False
+
+
+LAYOUTS = {"llama": Layout(interleaved=True), "qwen2": Layout(), "qwen3": Layout()}
+"""By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
+
+
+def read_gguf_files(
+    files: Sequence[Path], names: Iterable[str], *, mapped: bool
+) -> dict[str, StoredTensor]:
+    """Read the headers of a model's parts.
+
+    Args:
+        files: The first says how tensors were laid out.
+        names: Of the tensors that are wanted, as other checkpoints call them.
+        mapped: Whether to map the files, not copy them.
+
+    Returns:
+        The wanted tensors under the names given, and all others under their own.
+
+    Raises:
+        ConfigError: A file is missing, cut short in its header, or none.
+        ModelLoadError: It is cut short, or of an architecture or number format that is not read.
+    """
+    headers = {file: read_gguf(file) for file in files}
+    known = _names(headers[files[0]], files[0], [*names, HEAD])
+    tensors: dict[str, StoredTensor] = {}
+    for file, header in headers.items():
+        part = open_file(file, mapped=mapped)
+        size = file.stat().st_size
+        for own, tensor in header.tensors.items():
+            if own in COMPUTED:
+                continue
+            length = _length(file, own, tensor)
+            if tensor.start + length > size:
+                raise ModelLoadError(f"{file}: cut short: {own} ends behind its {size} bytes")
+            name = known.get(own, own)
+            tensors[name] = StoredTensor(
+                file,
+                tensor.shape,
+                PLAIN.get(GGMLQuantizationType(tensor.kind), torch.float32),
+                part(tensor.start, length),
+                _decode(tensor, _order(headers[files[0]], name)),
+            )
+    return tensors
+
+
+def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, str]:
+    """The checkpoint's name of each of llama.cpp's."""
+    architecture = header.settings.get("general.architecture")
+    if architecture not in LAYOUTS:
+        raise ModelLoadError(
+            f"{file}: GGUF files of architecture {architecture!r} are not read: there are "
+            f"{', '.join(LAYOUTS)}"
+        )
+    layers = header.settings.get(f"{architecture}.block_count")
+    if not isinstance(layers, int):
+        raise ModelLoadError(f"{file}: it says no {architecture}.block_count")
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(kind, layers)
+    known = {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
+    return {own: name for own, name in known.items() if own is not None}
+
+
+def _length(file: Path, name: str, tensor: GgufTensor) -> int:
+    """Bytes of a tensor."""
+    kinds = {kind.value: kind for kind in GGMLQuantizationType}
+    kind = kinds.get(tensor.kind)
+    if kind is None or kind not in READABLE:
+        raise ModelLoadError(
+            f"{file}: {name} is {tensor.kind if kind is None else kind.name}: only "
+            f"{', '.join(kind.name for kind in READABLE)} weights are read"
+        )
+    numbers_a_block, bytes_a_block = GGML_QUANT_SIZES[kind]
+    if tensor.count % numbers_a_block:
+        raise ModelLoadError(f"{file}: {name}: {tensor.shape} is not whole blocks")
+    return tensor.count // numbers_a_block * bytes_a_block
+
+
+def _decode(tensor: GgufTensor, order: Decode) -> Decode:
+    dtype = PLAIN.get(GGMLQuantizationType(tensor.kind))
+    read = (
+        partial(_scaled, shape=tensor.shape)
+        if dtype is None
+        else partial(numbers, dtype=dtype, shape=tensor.shape)
+    )
+    return lambda data: order(read(data))
+
+
+def _scaled(data: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Q8_0: blocks of a float16 scale and 32 bytes  ->  float32."""
+    blocks = data.view(-1, 2 + BLOCK)
+    scales = blocks[:, :2].contiguous().view(torch.float16)  # (blocks, 1)
+    steps = blocks[:, 2:].view(torch.int8)
+    return (scales.float() * steps).view(shape)
+
+
+def _order(header: GgufHeader, name: str) -> Decode:
+    """Undo what the converter did to a tensor."""
+    architecture = str(header.settings["general.architecture"])
+    if not LAYOUTS[architecture].interleaved or not name.endswith(ROTATED):
+        return lambda tensor: tensor
+    field = "head_count" if ".q_proj." in name else "head_count_kv"
+    heads = header.settings.get(f"{architecture}.attention.{field}")
+    heads = heads or header.settings.get(f"{architecture}.attention.head_count")
+    assert isinstance(heads, int), "llama.cpp writes none without it"
+    return partial(_halves, heads=heads)
+
+
+def _halves(tensor: Tensor, heads: int) -> Tensor:
+    """Rows (O, I) of each head, from neighbours that rotate together to halves that do."""
+    pairs = tensor.view(heads, -1, 2, tensor.shape[-1])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

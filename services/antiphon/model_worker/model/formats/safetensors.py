@@ -1,0 +1,52 @@
+"""Safetensors: a header that says where every tensor is, then the tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.config.safetensors_file import Entry, read_header
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats.files import numbers, open_file
+from antiphon.model_worker.model.formats.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.model_worker.model.formats.files import Part
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
+    """Read the header of a file: its tensors by name.
+
+    Raises:
+        ConfigError: It is missing, or its header is cut short or none.
+        ModelLoadError: It is cut short, or holds what is not read.
+    """
+    header = read_header(file)
+    if (size := file.stat().st_size) < header.bytes_expected:
+        raise ModelLoadError(f"{file}: cut short: it has {size} of {header.bytes_expected} bytes")
+    part = open_file(file, mapped=mapped)
+    return {
+        name: _stored(file, name, entry, header.data_start, part)
+        for name, entry in header.entries.items()
+    }
+
+
+def _stored(file: Path, name: str, entry: Entry, data_start: int, part: Part) -> StoredTensor:
+    if entry.dtype not in DTYPES:
+        raise ModelLoadError(
+            f"{file}: {name} is {entry.dtype}: only {', '.join(DTYPES)} weights are read"
+        )
+    start, end = entry.data_offsets
+    dtype = DTYPES[entry.dtype]
+    data = part(data_start + start, end - start)
+    decode = partial(numbers, dtype=dtype, shape=entry.shape)
+    stored = StoredTensor(file, entry.shape, dtype, data, decode)
+    if stored.count * dtype.itemsize != end - start:
+        raise ModelLoadError(f"{file}: {name}: {end - start} bytes do not hold {entry.shape}")
+    return stored

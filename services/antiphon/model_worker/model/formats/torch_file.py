@@ -1,0 +1,88 @@
+"""torch's own files (.bin, .pt): pickles, of which nothing but tensors is let in."""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251 (the name of torch's refusal; nothing is unpickled here)
+import re
+import zipfile
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats.files import Mapped
+from antiphon.model_worker.model.formats.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from antiphon.model_worker.model.formats.stored import Data
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Held:
+    """A tensor that is in memory already: files older than torch 1.6 cannot be mapped."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the tensor."""
+        return self._tensor.nbytes
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        return self._tensor
+
+    def release(self) -> None:
+        """It goes with the whole file, whose tensors may share memory."""
+
+
+def read_torch(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
+    """Read the outline of a file: its tensors by name.
+
+    Raises:
+        ModelLoadError: It is missing, cut short, holds code, or something else than tensors.
+    """
+    mappable = mapped and zipfile.is_zipfile(file)
+    return {
+        name: _stored(file, name, tensor, mapped=mappable)
+        for name, tensor in _outline(file, mapped=mappable).items()
+    }
+
+
+def _outline(file: Path, *, mapped: bool) -> Mapping[str, Tensor]:
+    try:
+        content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        # The message goes on with advice to let it in.
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it would run {code[1]}" if code else "not a file of torch, or cut short"
+        raise ModelLoadError(f"{file}: refused: {what}") from error
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{file}: {error.strerror}") from error
+    except (RuntimeError, EOFError, OSError) as error:
+        line = str(error).partition("\n")[0]
+        raise ModelLoadError(f"{file}: cut short, or not a file of torch: {line}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file}: it holds a {type(content).__name__}, not tensors by name")
+    named = cast("dict[object, object]", content)
+    for name, value in named.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ModelLoadError(f"{file}: {name} is a {type(value).__name__}, not a tensor")
+    return cast("dict[str, Tensor]", named)
+
+
+def _stored(file: Path, name: str, tensor: Tensor, *, mapped: bool) -> StoredTensor:
+    if tensor.dtype not in DTYPES:
+        raise ModelLoadError(
+            f"{file}: {name} is {str(tensor.dtype).removeprefix('torch.')}: only "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} weights are read"
+        )
+    data: Data = Mapped(tensor) if mapped and tensor.is_contiguous() else Held(tensor)
+    return StoredTensor(file, tuple(tensor.shape), tensor.dtype, data, lambda taken: taken)

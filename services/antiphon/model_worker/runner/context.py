@@ -1,0 +1,130 @@
+"""What the layers know of a pass, made from its plan: cache, rotation, adapters, fused or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.kernels.kv import LayerCache
+from antiphon.kernels.op import Choice
+from antiphon.kernels.rotary import AngleTable
+from antiphon.layers.context import Adapters, ForwardContext
+from antiphon.model_worker.model.decoder import NotPlain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.kernels.attention import AttentionRows
+    from antiphon.kernels.cpu.stack import Stack
+    from antiphon.kernels.heads import HeadNorms
+    from antiphon.kernels.ops import Ops
+    from antiphon.kernels.rotary import Turns
+    from antiphon.model_worker.batching.plan import Plan
+    from antiphon.model_worker.model.load import Model
+    from antiphon.model_worker.runner.batch import Batch
+    from antiphon.model_worker.runner.kv_pool import KvPool
+
+STACK = "decoder.stack"
+"""What the table of kernels calls the choice between one call for all layers and many."""
+BY_LAYER = "by layer"
+_STACKED = (
+    *("norm.rmsnorm", "norm.add_rmsnorm", "activation.silu_mul"),
+    *("attention.heads", "attention.paged"),
+)
+
+
+class Contexts:
+    """Makes the context of each pass of one model on one rank.
+
+    `fused` false keeps the layers apart where they could be one stack.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        pools: tuple[KvPool, ...],
+        *,
+        adapters: Adapters | None,
+        fused: bool,
+    ) -> None:
+        placement = model.build
+        self._ops = ops
+        self._tp = placement.tp
+        self._adapters = adapters
+        self._caches = _caches(pools)
+        self._scale = model.spec.head_size**-0.5
+        frequencies = model.spec.rotary.frequencies().to(placement.device)
+        self._angles = AngleTable(frequencies, placement.dtype)
+        self._stack: Stack | None = None
+        self.choice = self._choose(model, fused=fused)
+
+    def _choose(self, model: Model, *, fused: bool) -> Choice[..., object]:
+        """One call for all layers, if that is to be and can be."""
+        decoder = model.decoder
+        try:
+            _refuse_apart(self._ops, fused=fused)
+            eps = model.spec.norm_eps
+            self._stack = decoder.stack(self._caches, eps=eps, scale=self._scale)
+        except NotPlain as error:
+            refused = (("cpu", str(error)),)
+            # It is as invariant as its operations are.
+            return Choice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
+        return Choice(STACK, self._stack, "cpu", (), invariant=True)
+
+    def of(self, plan: Plan, batch: Batch) -> ForwardContext:
+        """The context of one pass."""
+        turns = self._angles.turns(plan.positions[0])
+        adapted = self._adapters is not None and bool((plan.adapter >= 0).any())
+        fused = None
+        if self._stack is not None and not adapted:
+            fused = partial(self._stack, turns=turns, groups=batch.groups)
+        return ForwardContext(
+            ops=self._ops,
+            tp=self._tp,
+            attend=PagedAttend(self._ops, self._caches, batch.groups, self._scale, turns),
+            token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
+            adapters=self._adapters if adapted else None,
+            fused=fused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """The cache of one pass, as layers meet it."""
+
+    ops: Ops
+    layers: dict[int, LayerCache]
+    groups: tuple[AttentionRows, ...]
+    scale: float
+    turns: Turns
+
+    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+        """Rotate, keep this pass's keys and values, and attend over all of each row's."""
+        cache = self.layers[layer]
+        rows = self.groups[cache.group]
+        cos, sin = self.turns.by_token
+        q = self.ops.ready_heads(
+            heads, cos, sin, cache.keys, cache.values, rows.write_places, norms
+        )
+        return self.ops.paged_attention(q, cache.keys, cache.values, rows, self.scale)
+
+
+def _caches(pools: tuple[KvPool, ...]) -> dict[int, LayerCache]:
+    return {
+        layer: LayerCache(index, *pool.layer(place))
+        for index, pool in enumerate(pools)
+        for place, layer in enumerate(pool.group.layers)
+    }
+
+
+def _refuse_apart(ops: Ops, *, fused: bool) -> None:
+    """Refuse a stack whose operations were chosen otherwise."""
+    if not fused:
+        raise NotPlain("layers are kept apart")
+    for choice in ops.choices:
+        if choice.op in _STACKED and choice.backend != "cpu":
+            raise NotPlain(f"{choice.op} runs on {choice.backend}")

@@ -1,0 +1,36 @@
+"""Deterministic mode: a promise that every chosen kernel must keep, or nothing starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.kernels.op import KernelUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.kernels.op import Choice
+    from antiphon.model_worker.model.load import Model
+
+
+def require_invariant(model: Model, choices: Iterable[Choice[..., object]]) -> None:
+    """Check that a row's bits depend on that row alone in all that a pass computes.
+
+    Raises:
+        KernelUnavailable: Something sums in another order in another batch; says what, and why
+            nothing better was chosen.
+    """
+    if not model.decoder.invariant:
+        raise KernelUnavailable(
+            "deterministic inference: linears that torch multiplies give a row other bits in "
+            "another batch; keep them packed"
+        )
+    if model.build.tp.ranks > 1:
+        raise KernelUnavailable("deterministic inference: of one rank only")
+    for choice in choices:
+        if not choice.invariant:
+            reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.refused)
+            raise KernelUnavailable(
+                f"deterministic inference: {choice.op} runs on {choice.backend}, where a row's "
+                f"bits depend on its batch ({reasons})"
+            )

@@ -1,0 +1,58 @@
+"""Which tokens end an answer, as a tokenizer's files say it: read without a tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+T = TypeVar("T")
+
+_ALSO = frozenset({"<|eom_id|>"})
+"""Ends a message of Llama 3.1 that calls a tool; SGLang stops there for every model that has it."""
+
+
+class _Written(msgspec.Struct):
+    content: str
+
+
+class _Card(msgspec.Struct):
+    eos_token: str | _Written | None = None
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Tokenizer(msgspec.Struct):
+    added_tokens: tuple[_Added, ...] = ()
+
+
+def tokenizer_ends(folder: Path) -> tuple[int, ...]:
+    """The ids of the tokens with which a folder's tokenizer ends an answer; none without files.
+
+    Raises:
+        ConfigError: A file is malformed.
+    """
+    card = _read(folder / "tokenizer_config.json", _Card)
+    tokenizer = _read(folder / "tokenizer.json", _Tokenizer)
+    if tokenizer is None:
+        return ()
+    end = card.eos_token if card is not None else None
+    names = _ALSO | {end.content if isinstance(end, _Written) else end}
+    return tuple(sorted(token.id for token in tokenizer.added_tokens if token.content in names))
+
+
+def _read(file: Path, kind: type[T]) -> T | None:
+    if not file.is_file():
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error

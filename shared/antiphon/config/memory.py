@@ -1,0 +1,74 @@
+"""What a worker's memory goes to, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.card import ModelCard, item_bytes
+from antiphon.config.model import Linear
+
+if TYPE_CHECKING:
+    from antiphon.config.model import Dtype
+
+LOGIT_BYTES = 4
+"""Logits are float32, whatever the model is."""
+LOGIT_COPIES = 3
+"""The logits, what filters make of them, and the sorted or summed copy that is drawn from."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """How the free memory is divided, in bytes. What is left may go to the cache.
+
+    Attributes:
+        free: What this process may use, within the limits of its containers.
+        activations: Of the largest step.
+        logits: Of the most rows that draw a token in one step.
+    """
+
+    free: int
+    weights: int
+    activations: int
+    logits: int
+
+    @property
+    def rest(self) -> int:
+        """What the cache may share; negative if there is too little for a single step."""
+        return self.free - self.weights - self.activations - self.logits
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.free)} free, {gib(self.weights)} of weights, "
+            f"{gib(self.activations)} of activations, {gib(self.logits)} of logits"
+        )
+
+
+def weight_bytes(card: ModelCard, dtype: Dtype, linear: Linear) -> int:
+    """What the parameters take; rounded ones a byte each, but for an embedding that is no head."""
+    if linear not in (Linear.INT8, Linear.INT8_DYNAMIC):
+        return card.weights.count * item_bytes(dtype)
+    looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
+    return card.weights.count - looked_up + looked_up * item_bytes(dtype)
+
+
+def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
+    """About the most that one pass of `tokens` tokens holds at once.
+
+    Residual and normalised stream, and the fused projections of a layer with their results. Both
+    blocks count, though one follows the other: what the first gives back the allocator keeps, and
+    it is not of the size that the second asks for.
+    """
+    attention = (2 * card.heads + 4 * card.kv_heads) * card.head_size
+    width = 3 * card.hidden_size + attention + 4 * card.mlp_width
+    return tokens * item_bytes(dtype) * width
+
+
+def logits_bytes(card: ModelCard, rows: int) -> int:
+    """The most that sampling a token for each of `rows` rows takes."""
+    return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
+
+
+def gib(size_bytes: int) -> str:
+    """A size as people read it."""
+    return f"{size_bytes / 1024**3:.2f} GiB"

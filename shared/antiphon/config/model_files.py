@@ -1,0 +1,209 @@
+"""The files of a model on this machine: what describes it, and what holds its weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.loading import LoadFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+INDICES = {
+    LoadFormat.SAFETENSORS: "model.safetensors.index.json",
+    LoadFormat.PT: "pytorch_model.bin.index.json",
+}
+ENDINGS = {
+    LoadFormat.SAFETENSORS: (".safetensors",),
+    LoadFormat.PT: (".bin", ".pt"),
+    LoadFormat.GGUF: (".gguf",),
+}
+"""By format, in the order in which `auto` looks; of the endings, the first that is there."""
+NO_WEIGHTS = frozenset(
+    {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+)
+"""What trainers leave beside the weights."""
+SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    """A model on this machine.
+
+    Attributes:
+        folder: Holds config.json.
+        format: Of the weights; never `auto`.
+        weights: The files that hold them, each once; empty where there are none.
+        overrides: JSON object whose fields replace those of config.json.
+        mapped: Whether files are mapped into memory, not copied.
+    """
+
+    folder: Path
+    format: LoadFormat
+    weights: tuple[Path, ...]
+    overrides: str = "{}"
+    mapped: bool = True
+
+    @property
+    def overridden(self) -> bool:
+        """Whether the config is another than the file says."""
+        return bool(_object(self.overrides, "load.config_overrides"))
+
+    def config(self) -> bytes:
+        """Return config.json, with the overrides in it.
+
+        Raises:
+            ConfigError: It is missing, or one of the two is no JSON object.
+        """
+        file = self.folder / "config.json"
+        try:
+            config = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from error
+        overrides = _object(self.overrides, "load.config_overrides")
+        return msgspec.json.encode(_override(_object(config, str(file)), overrides))
+
+
+Place = Path | ModelFiles
+"""A model's folder or its GGUF file, or what was found there."""
+
+
+def files_at(place: Place) -> ModelFiles:
+    """What is at a place, in whichever format.
+
+    Raises:
+        ConfigError: A GGUF file cannot be chosen, or an index is broken.
+    """
+    return place if isinstance(place, ModelFiles) else find_files(place)
+
+
+def find_files(
+    path: Path,
+    asked: LoadFormat = LoadFormat.AUTO,
+    *,
+    described_in: Path | None = None,
+    overrides: str = "{}",
+    mapped: bool = True,
+) -> ModelFiles:
+    """Find a model's files.
+
+    Args:
+        path: Its folder, or a GGUF file (of several, any).
+        asked: The format to look for.
+        described_in: The folder of config.json; unset means beside the weights.
+        overrides: See `ModelFiles`.
+        mapped: See `ModelFiles`.
+
+    Raises:
+        ConfigError: A GGUF file cannot be chosen, or an index is broken.
+    """
+    folder = path.parent if is_gguf(path) else path
+    names = [path.name] if is_gguf(path) else []
+    if is_gguf(path) and SHARD.search(path.name):
+        names = [file.name for file in folder.glob("*.gguf") if _of_one(file.name, path.name)]
+    elif not names and folder.is_dir():
+        names = [file.name for file in folder.iterdir()]
+    if is_gguf(path) and asked is LoadFormat.AUTO:
+        asked = LoadFormat.GGUF
+    format_, chosen = weight_names(folder, names, asked)
+    weights = tuple(folder / name for name in chosen)
+    return ModelFiles(described_in or folder, format_, weights, overrides, mapped)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file and not a folder."""
+    return path.suffix == ".gguf"
+
+
+def weight_names(
+    folder: Path, names: Collection[str], asked: LoadFormat
+) -> tuple[LoadFormat, list[str]]:
+    """Choose the files of weights among the `names` of a folder (or of what it will hold).
+
+    Of a format that has an index, exactly the files of the index, whether they are there or not.
+
+    Raises:
+        ConfigError: Several GGUF files are not parts of one, or an index is broken.
+    """
+    if asked is LoadFormat.DUMMY:
+        return asked, []
+    looked_for = list(ENDINGS) if asked is LoadFormat.AUTO else [asked]
+    for format_ in looked_for:
+        if found := _of_format(folder, names, format_):
+            return format_, sorted(found)
+    return looked_for[0], []
+
+
+def _of_format(folder: Path, names: Collection[str], format_: LoadFormat) -> set[str]:
+    if (index := INDICES.get(format_)) is not None and index in names:
+        return _indexed(folder / index)
+    for ending in ENDINGS[format_]:
+        found = {name for name in names if name.endswith(ending) and name not in NO_WEIGHTS}
+        # Mistral's repositories hold the same weights twice, once under names of their own.
+        found = {name for name in found if not name.startswith("consolidated")} or found
+        if format_ is LoadFormat.GGUF:
+            _refuse_several(folder, found)
+        if found:
+            return found
+    return set()
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _indexed(index: Path) -> set[str]:
+    try:
+        files = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except OSError as error:
+        raise ConfigError(f"{index}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{index}: {error}") from error
+    if outside := [name for name in files if Path(name).name != name]:
+        raise ConfigError(f"{index}: {outside[0]} is not a file of its folder")
+    return files
+
+
+def _refuse_several(folder: Path, names: Iterable[str]) -> None:
+    """Repositories of GGUF files hold one model in many roundings: which one must be said."""
+    first, *others = sorted(names) or [""]
+    if any(not _of_one(name, first) for name in others):
+        listed = ", ".join([first, *others])
+        raise ConfigError(f"{folder}: give one of its GGUF files as model.path: {listed}")
+
+
+def _of_one(name: str, other: str) -> bool:
+    """Whether two GGUF files are parts of one model."""
+    ours, theirs = SHARD.search(name), SHARD.search(other)
+    if ours is None or theirs is None:
+        return False
+    return (name[: ours.start()], ours[1]) == (other[: theirs.start()], theirs[1])
+
+
+_Fields = dict[str, msgspec.Raw]
+
+
+def _object(text: bytes | str, what: str) -> _Fields:
+    try:
+        return msgspec.json.decode(text, type=_Fields)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _override(config: _Fields, overrides: _Fields) -> _Fields:
+    """Newer files keep theta and scaling in `rope_parameters`; people write the older names."""
+    merged = config | overrides
+    older = {"rope_theta", "rope_scaling"} & overrides.keys()
+    if not older or "rope_parameters" in overrides or "rope_parameters" not in config:
+        return merged
+    rope = _object(bytes(config["rope_parameters"]), "config.json: rope_parameters")
+    theta = {name: rope[name] for name in rope if name == "rope_theta"}
+    if "rope_scaling" in overrides:
+        scaling = bytes(overrides["rope_scaling"])
+        rope = {} if scaling == b"null" else _object(scaling, "rope_scaling")
+    said = {name: overrides[name] for name in overrides if name == "rope_theta"}
+    return merged | {"rope_parameters": msgspec.Raw(msgspec.json.encode(theta | rope | said))}

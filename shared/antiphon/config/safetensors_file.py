@@ -1,0 +1,62 @@
+"""The header of a safetensors file: which tensors it holds, and where. No tensor is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER_BYTES_MAX = 100 * 1000**2
+"""The limit of safetensors itself; a larger length means that the file is none."""
+
+Offset = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One tensor, its offsets counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[Offset, ...]
+    data_offsets: tuple[Offset, Offset]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a file says of itself. `data_start` is where its tensors begin."""
+
+    data_start: int
+    entries: dict[str, Entry]
+
+    @property
+    def bytes_expected(self) -> int:
+        """Size of the whole file."""
+        ends = (entry.data_offsets[1] for entry in self.entries.values())
+        return self.data_start + max(ends, default=0)
+
+
+def read_header(file: Path) -> Header:
+    """Read a header; whether the tensors follow is not looked at.
+
+    Raises:
+        ConfigError: The file is missing, or its header is cut short or none.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > HEADER_BYTES_MAX:
+                raise ConfigError(f"{file}: not a safetensors file: no header")
+            text = stream.read(length)
+        if len(text) < length:
+            raise ConfigError(f"{file}: cut short: its header has {len(text)} of {length} bytes")
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: not a safetensors file: {error}") from error
+    return Header(8 + length, entries)

@@ -1,0 +1,181 @@
+"""Models of the Hugging Face hub: fetched into its cache once, and found there ever after.
+
+Access to private models, mirrors and the place of the cache are settings of the `huggingface_hub`
+package itself (HF_TOKEN, HF_ENDPOINT, HF_HOME), which reads them from the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.memory import gib
+from antiphon.config.model_files import weight_names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from huggingface_hub import HfApi
+
+    from antiphon.config.loading import LoadConfig
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Config, tokenizer, templates: what every process of a model reads."""
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class PublishedFile(msgspec.Struct, frozen=True):
+    """What the hub says of one file.
+
+    Attributes:
+        sha256: Of large files; unset for those that are kept in git itself.
+        git_id: The id that git gives to small ones.
+    """
+
+    size_bytes: int
+    sha256: str | None
+    git_id: str
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a model path is a model of the hub and nothing on this machine."""
+    return looks_like_id(path) and not Path(path).exists()
+
+
+def looks_like_id(path: str) -> bool:
+    """Whether a text has the form `owner/name`, or `name`, and is no GGUF file."""
+    return _ID.fullmatch(path) is not None and not path.endswith(".gguf")
+
+
+def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = None) -> Path:
+    """Have a model in the cache, from the hub if need be. Blocks for as long as that takes.
+
+    Args:
+        repo: The model's id.
+        load: Says which revision, which cache and whether the hub may be asked at all.
+        weights: Whether the weights too, in the format of `load`.
+        endpoint: Of the hub; unset means the package's own setting.
+
+    Returns:
+        The folder that holds the files.
+
+    Raises:
+        ConfigError: It cannot be had; says why.
+    """
+    from huggingface_hub import errors  # noqa: PLC0415 (half a second that most starts save)
+
+    try:
+        return _fetch(repo, load, weights=weights, endpoint=endpoint)
+    except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise ConfigError(f"{repo}: {_said(error, load)}") from error
+
+
+def published(
+    repo: str, load: LoadConfig, *, endpoint: str | None = None
+) -> dict[str, PublishedFile]:
+    """Ask the hub for the files of a model's first folder.
+
+    Raises:
+        ConfigError: It does not say.
+    """
+    from huggingface_hub import HfApi, errors  # noqa: PLC0415
+
+    if load.offline:
+        raise ConfigError(f"{repo}: load.offline is set, so the hub is not asked for checksums")
+    try:
+        return _published(HfApi(endpoint=endpoint), repo, load.revision or None)
+    except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise ConfigError(f"{repo}: {_said(error, load)}") from error
+
+
+def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) -> Path:
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+
+    def have(patterns: Sequence[str]) -> Path:
+        folder = snapshot_download(
+            repo,
+            revision=load.revision or None,
+            cache_dir=str(Path(load.download_folder).expanduser())
+            if load.download_folder
+            else None,
+            local_files_only=load.offline,
+            allow_patterns=list(patterns),
+            endpoint=endpoint,
+        )
+        return Path(folder)
+
+    folder = have(DESCRIPTION)
+    if not weights:
+        return folder
+    files = _known(HfApi(endpoint=endpoint), repo, folder, load)
+    _, names = weight_names(folder, files.keys(), load.format)
+    if missing := [name for name in names if not (folder / name).exists()]:
+        size_bytes = sum(files[name].size_bytes for name in missing if name in files)
+        _refuse_full_disk(repo, folder, size_bytes)
+        log.info("fetching", extra={"model": repo, "files": len(missing), "bytes": size_bytes})
+    return have([*DESCRIPTION, *names])
+
+
+def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, PublishedFile]:
+    """The files of a revision; those that are in the cache where the hub cannot be asked."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    if not load.offline:
+        try:
+            return _published(api, repo, folder.name)
+        except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
+            log.warning("hub does not answer", extra={"model": repo, "reason": _line(error)})
+    there = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    return {name: PublishedFile(size, None, "") for name, size in there.items()}
+
+
+def _published(api: HfApi, repo: str, revision: str | None) -> dict[str, PublishedFile]:
+    from huggingface_hub.hf_api import RepoFile  # noqa: PLC0415
+
+    return {
+        entry.path: PublishedFile(
+            entry.size, None if entry.lfs is None else entry.lfs.sha256, entry.blob_id
+        )
+        for entry in api.list_repo_tree(repo, revision=revision)
+        if isinstance(entry, RepoFile)
+    }
+
+
+def _refuse_full_disk(repo: str, folder: Path, size_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if size_bytes > free_bytes:
+        raise ConfigError(
+            f"{repo}: its weights take {gib(size_bytes)}; {gib(free_bytes)} are free in {folder}"
+        )
+
+
+def _said(error: Exception, load: LoadConfig) -> str:
+    """What went wrong, in words of ours where an operator can do something."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    match error:
+        case errors.GatedRepoError():
+            return "its owner must grant access, on its page; then set HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            return "neither a folder here nor a model of the hub (a private one needs HF_TOKEN)"
+        case errors.RevisionNotFoundError():
+            return f"load.revision = {load.revision}: there is no such revision"
+        case errors.LocalEntryNotFoundError() if load.offline:
+            return f"not wholly in the cache, and load.offline is set: {_line(error)}"
+        case errors.LocalEntryNotFoundError():
+            return f"neither a folder here nor in the cache, and the hub: {_line(error)}"
+        case _:
+            return _line(error)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

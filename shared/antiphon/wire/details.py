@@ -1,0 +1,235 @@
+"""What is told of tokens beside their text: log-probabilities and hidden states.
+
+The tokens of a choice are counted by offset: its outputs from 0 on, and tokens of its prompt, where
+they are told of, at the negative offsets before. So one number places ids and details alike, and
+what is sent twice or missing shows as it does for ids.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.wire.base import Value
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+T = TypeVar("T", int, float)
+
+
+class TokenDetails(Value):
+    """Columns about `count` consecutive tokens, each little-endian and row after row.
+
+    A column that nobody asked for is empty.
+
+    Attributes:
+        token_ids: int32; -1 stands for what would follow a prompt after which nothing is drawn.
+        logprobs: float32, of the tokens themselves; NaN for -1.
+        top_ids: int32, the likeliest tokens at each place, the likeliest first.
+        top_logprobs: float32, theirs.
+        named_logprobs: float32, of the ids that the request named, in its order.
+        hidden: float32, the hidden state that each token followed from.
+    """
+
+    count: int = 0
+    token_ids: bytes = b""
+    logprobs: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    named_logprobs: bytes = b""
+    hidden: bytes = b""
+
+    @property
+    def columns(self) -> tuple[bytes, ...]:
+        """Every column, in the order of `of`."""
+        return (
+            self.token_ids,
+            self.logprobs,
+            self.top_ids,
+            self.top_logprobs,
+            self.named_logprobs,
+            self.hidden,
+        )
+
+    @classmethod
+    def of(cls, count: int, columns: Iterable[bytes]) -> TokenDetails:
+        """Join what `columns` gave."""
+        token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden = columns
+        return cls(
+            count=count,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            named_logprobs=named_logprobs,
+            hidden=hidden,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(map(len, self.columns))
+
+    def cut(self, start: int) -> TokenDetails:
+        """All but the first `start` tokens."""
+        if start == 0:
+            return self
+        assert start <= self.count, "there are not so many tokens"
+        rest = (column[len(column) // self.count * start :] for column in self.columns)
+        return TokenDetails.of(self.count - start, rest)
+
+    def each(self) -> Iterator[TokenDetail]:
+        """The tokens one by one."""
+        logprobs = unpack_floats(self.logprobs)
+        columns = zip(
+            unpack_ids(self.token_ids),
+            logprobs or [None] * self.count,
+            _rows(unpack_ids(self.top_ids), self.count),
+            _rows(unpack_floats(self.top_logprobs), self.count),
+            _rows(unpack_floats(self.named_logprobs), self.count),
+            _rows(unpack_floats(self.hidden), self.count),
+            strict=True,
+        )
+        for token_id, logprob, top_ids, top, named, hidden in columns:
+            likeliest = tuple(zip(top_ids, top, strict=True))
+            yield TokenDetail(token_id, logprob, likeliest, tuple(named), hidden)
+
+    def ids(self) -> set[int]:
+        """Every token that is spoken of here, but for those that the request named."""
+        return {*unpack_ids(self.token_ids), *unpack_ids(self.top_ids)} - {-1}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """What is told of one token. `top` are pairs of id and log-probability."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    named: tuple[float, ...]
+    hidden: Sequence[float]
+
+
+class DetailPiece(Value):
+    """Details of one choice, beginning at a token offset.
+
+    Without tokens it says only that nothing is missing up to there. `texts` has the text of each
+    token by itself, where the request wanted it: one that is only a part of a character shows as
+    U+FFFD.
+    """
+
+    offset: int
+    details: TokenDetails
+    texts: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+
+    @property
+    def end(self) -> int:
+        """The offset after the last token."""
+        return self.offset + self.details.count
+
+    @property
+    def size_bytes(self) -> int:
+        """About the bytes that it takes."""
+        return self.details.size_bytes + sum(5 + len(text.encode()) for text in self.texts.values())
+
+    def beyond(self, offset: int) -> DetailPiece:
+        """What lies from `offset` on; `offset` is not past the end."""
+        if offset <= self.offset:
+            return self
+        details = self.details.cut(offset - self.offset)
+        texts = {token: self.texts[token] for token in details.ids() & self.texts.keys()}
+        return DetailPiece(offset=offset, details=details, texts=texts)
+
+
+class DetailStore:
+    """Details as they come, so that any stretch of them can be told again."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+        self.end = first
+        self._columns: tuple[bytearray, ...] = ()
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's details; 0 as long as there are none."""
+        return sum(map(len, self._columns)) // len(self) if len(self) else 0
+
+    def append(self, details: TokenDetails) -> None:
+        """Add what comes next."""
+        if not self._columns:
+            self._columns = tuple(map(bytearray, details.columns))
+        else:
+            for column, more in zip(self._columns, details.columns, strict=True):
+                column.extend(more)
+        self.end += details.count
+
+    def truncate(self, end: int) -> None:
+        """Forget what lies at `end` and beyond."""
+        keep = max(0, end - self.first)
+        if keep < len(self):
+            for column in self._columns:
+                del column[len(column) // len(self) * keep :]
+            self.end = self.first + keep
+
+    def take(self, start: int, stop: int) -> TokenDetails:
+        """The tokens from offset `start` to before `stop`, as far as they are here."""
+        start, stop = max(start, self.first), min(stop, self.end)
+        if stop <= start:
+            return TokenDetails()
+        first, last = start - self.first, stop - self.first
+        widths = (len(column) // len(self) for column in self._columns)
+        return TokenDetails.of(
+            stop - start,
+            (
+                bytes(column[first * width : last * width])
+                for column, width in zip(self._columns, widths, strict=True)
+            ),
+        )
+
+
+def join(pieces: Iterable[TokenDetails]) -> TokenDetails:
+    """Put consecutive details together."""
+    store = DetailStore()
+    for piece in pieces:
+        store.append(piece)
+    return store.take(0, store.end)
+
+
+def join_pieces(pieces: Iterable[DetailPiece | None]) -> DetailPiece | None:
+    """Put consecutive pieces together; None if there are none."""
+    told = [piece for piece in pieces if piece is not None]
+    if not told:
+        return None
+    texts = {token: text for piece in told for token, text in piece.texts.items()}
+    details = join(piece.details for piece in told)
+    return DetailPiece(offset=told[0].offset, details=details, texts=texts)
+
+
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Write numbers as little-endian float32."""
+    packed = array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_floats(packed: bytes) -> Sequence[float]:
+    """Read numbers written by `pack_floats`."""
+    values = array("f", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _rows(values: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    width = len(values) // max(1, count)
+    return (values[at * width : (at + 1) * width] for at in range(count))

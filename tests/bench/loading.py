@@ -1,0 +1,216 @@
+"""How fast a model is loaded, against the disk's own rate, and how much memory that takes.
+
+    python -m tests.bench.loading --json FILE
+
+Each load is a process of its own, its file not in the kernel's cache, in turn with a plain read of
+the same file from the same disk. Memory is the growth of the process's resident set at its peak
+(VmHWM, reset when everything is imported) over what the weights are in the format that is kept.
+That counts pages of the file too while they are mapped: loading lets them go as it proceeds. The
+processor's time stands beside the clock's: on a machine that others use, only it tells much.
+
+A virtual machine has memory only once it was touched, and the first touch takes longer than the disk.
+So a process before each load touches as much and ends; the load has that memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from tests.bench.figures import Machine, machine
+from tests.bench.models import QWEN_05B, SHAPES, made
+
+LINEARS = ("plain", "packed", "int8")
+BLOCK_BYTES = 1 << 20
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One load: from headers to the last weight in place.
+
+    Attributes:
+        cpu_seconds: Of all threads; what the machine does for the process within it.
+        peak_bytes: Most growth of the process.
+        kept_bytes: Growth of its own memory that is left.
+        weight_bytes: The weights as they are kept.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+    kept_bytes: int
+    weight_bytes: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Medians over the rounds of one way to keep weights.
+
+    Attributes:
+        rate: Of the disk's sequential read in the same round, as a share.
+        peak: Of the weights as they are kept, as a share.
+    """
+
+    linear: str
+    seconds: float
+    cpu_seconds: float
+    megabytes_per_s: float
+    rate: float
+    peak: float
+    rounds: list[Load]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One run. `disk` is the median rate of plain reads, in megabytes a second."""
+
+    machine: Machine
+    model: str
+    file_bytes: int
+    disk: float
+    results: list[Result]
+
+
+def forget(file: Path) -> None:
+    """Have the kernel drop a file from its cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def read_seconds(file: Path) -> float:
+    """Read a file from the disk, from its beginning to its end, and keep nothing."""
+    forget(file)
+    block = bytearray(BLOCK_BYTES)
+    began = time.perf_counter()
+    with file.open("rb", buffering=0) as stream:
+        while stream.readinto(block):
+            pass
+    return time.perf_counter() - began
+
+
+def touch(size: int) -> None:
+    """Have the machine hand out so much memory, in huge pages, and give it back."""
+    program = (
+        "import mmap, sys\n"
+        "memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "memory.madvise(mmap.MADV_HUGEPAGE)\n"
+        "for page in range(0, len(memory), mmap.PAGESIZE): memory[page] = 1\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(size)], check=True)
+
+
+def load_once(folder: Path, linear: str) -> Load:
+    """Load in this process, which has loaded nothing but the smallest model, for its libraries."""
+    import torch  # noqa: PLC0415 only the process that loads
+
+    from antiphon import embedded  # noqa: PLC0415
+    from antiphon.config.card import read_card  # noqa: PLC0415
+    from antiphon.config.device import this_device  # noqa: PLC0415
+    from antiphon.config.memory import weight_bytes  # noqa: PLC0415
+    from antiphon.config.model import Linear  # noqa: PLC0415
+    from antiphon.model_worker.model.load import load  # noqa: PLC0415
+
+    torch.set_num_threads(max(1, this_device().cores - 1))
+    load(embedded.path(), linear=linear)
+    Path("/proc/self/clear_refs").write_text("5")
+    before, own = _status("VmRSS"), _status("RssAnon")
+    began, cpu = time.perf_counter(), time.process_time()
+    model = load(folder, linear=linear)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+    assert model.spec.layers
+    card = read_card(folder)
+    return Load(
+        seconds,
+        cpu_seconds,
+        peak_bytes=_status("VmHWM") - before,
+        kept_bytes=_status("RssAnon") - own,
+        weight_bytes=weight_bytes(card, card.dtype, Linear(linear)),
+    )
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def measure(folder: Path, rounds: int) -> tuple[float, list[Result]]:
+    """Read and load in turn; return the disk's rate and a result a linear."""
+    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    reads: list[float] = []
+    loads: dict[str, list[Load]] = {linear: [] for linear in LINEARS}
+    rates: dict[str, list[float]] = {linear: [] for linear in LINEARS}
+    for _ in range(rounds):
+        for linear in LINEARS:
+            reads.append(read_seconds(file))
+            touch(2 * size)
+            forget(file)
+            loads[linear].append(_in_a_process(folder, linear))
+            rates[linear].append(reads[-1] / loads[linear][-1].seconds)
+    results = [_result(linear, size, loads[linear], rates[linear]) for linear in LINEARS]
+    return size / median(reads) / 1e6, results
+
+
+def _result(linear: str, size: int, loads: list[Load], rates: list[float]) -> Result:
+    seconds = median(load.seconds for load in loads)
+    return Result(
+        linear,
+        round(seconds, 3),
+        round(median(load.cpu_seconds for load in loads), 3),
+        round(size / seconds / 1e6),
+        round(median(rates), 3),
+        round(median(load.peak_bytes / load.weight_bytes for load in loads), 3),
+        loads,
+    )
+
+
+def _in_a_process(folder: Path, linear: str) -> Load:
+    program = [sys.executable, "-m", "tests.bench.loading", "--once", linear, str(folder)]
+    output = subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    return msgspec.json.decode(output, type=Load)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.loading")
+    parser.add_argument("--model", choices=SHAPES, default=QWEN_05B.name)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--once", nargs=2, metavar=("LINEAR", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.once:
+        linear, folder = arguments.once
+        sys.stdout.write(msgspec.json.encode(load_once(Path(folder), linear)).decode())
+        return
+    folder = made(SHAPES[arguments.model]).folder
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    disk, results = measure(folder, arguments.rounds)
+    report = Report(machine(), arguments.model, size, round(disk), results)
+    table = Table("linear", "seconds", "CPU seconds", "MB/s", "of the disk", "peak / weights")
+    for result in results:
+        numbers = (
+            result.seconds,
+            result.cpu_seconds,
+            result.megabytes_per_s,
+            result.rate,
+            result.peak,
+        )
+        table.add_row(result.linear, *map(str, numbers))
+    Console().print(f"{report.model}: the disk reads {report.disk:.0f} MB/s", table)
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The two models that the benchmarks serve: common shapes, random weights, a tokenizer of 8192.
+
+Speed depends on shapes and not on what the weights say, so nothing has to be downloaded. A fixed
+seed gives the same folders everywhere, in the form that Hugging Face reads and so every peer.
+
+    python -m tests.bench.models
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig
+
+CACHE = Path.home() / ".cache" / "antiphon-bench"
+"""Where models and peers are kept between runs. Nothing in it is committed."""
+
+SEED = 0
+VOCABULARY = 8192
+CONTEXT_TOKENS = 4096
+END = "<|endoftext|>"
+"""GPT-2's and Qwen2's: readers that take the family's word for it add no second one."""
+END_ID = 0
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+_TEXT_BYTES_MAX = 12_000_000
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What decides the cost of a token.
+
+    Attributes:
+        biases: Whether the query, key and value projections have them, as in Qwen2.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    rope_theta: float
+    biases: bool = False
+
+    @property
+    def weights_count(self) -> int:
+        """Numbers that one token is multiplied with; the tied embedding counts once, as output."""
+        head = self.hidden // self.heads
+        attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + (
+            VOCABULARY * self.hidden
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one token in two-byte numbers."""
+        return 2 * 2 * self.layers * self.kv_heads * (self.hidden // self.heads)
+
+
+LLAMA_135M = Shape("llama-135m", 576, 30, 9, 3, 1536, 10_000.0)
+QWEN_05B = Shape("qwen2.5-0.5b", 896, 24, 14, 2, 4864, 1_000_000.0, biases=True)
+SHAPES = {shape.name: shape for shape in (LLAMA_135M, QWEN_05B)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape and the folder that holds it."""
+
+    shape: Shape
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """What servers are told to call it."""
+        return self.shape.name
+
+
+def made(shape: Shape, cache: Path = CACHE) -> Model:
+    """Return the model, made first if it is not there."""
+    folder = cache / "models" / shape.name
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _write_tokenizer(folder)
+        _write_weights(shape, folder)
+        (folder / "ready").touch()
+    return Model(shape, folder)
+
+
+def standard_library() -> Iterator[str]:
+    """Yield the text of the standard library's modules, in one order, about 12 MB of it."""
+    left = _TEXT_BYTES_MAX
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py")):
+        if "site-packages" in file.parts or "test" in file.parts:
+            continue
+        text = file.read_text(errors="replace")
+        left -= len(text)
+        if left < 0:
+            return
+        yield text
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Train byte-level BPE with GPT-2's pieces, the one form that every peer reads alike."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(standard_library(), trainer)
+    assert tokenizer.get_vocab_size() == VOCABULARY, "the text has too few merges"
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT_TOKENS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _write_weights(shape: Shape, folder: Path) -> None:
+    import torch  # noqa: PLC0415 only here: a run over models that exist needs none of it
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(_config(shape), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_theta"] = shape.rope_theta  # where transformers 4 and older readers look
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _config(shape: Shape) -> PretrainedConfig:
+    from transformers import LlamaConfig, Qwen2Config  # noqa: PLC0415
+
+    kind = Qwen2Config if shape.biases else LlamaConfig
+    return kind(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=CONTEXT_TOKENS,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=END_ID,
+        eos_token_id=END_ID,
+        pad_token_id=END_ID,
+    )
+
+
+def main() -> None:
+    """Make the models that are named, or both."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.models")
+    parser.add_argument("names", nargs="*", choices=[*SHAPES, []], default=[])
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    arguments = parser.parse_args()
+    for name in arguments.names or SHAPES:
+        print(made(SHAPES[name], arguments.cache).folder)
+
+
+if __name__ == "__main__":
+    main()

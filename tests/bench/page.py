@@ -1,0 +1,153 @@
+"""Writes docs/benchmarks.md from the committed results. The page says nothing that they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from tests.bench.peers.cases import CASES
+from tests.bench.peers.report import PeersReport, Result, Row, rows
+from tests.bench.serving.report import RESULTS, Report, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tests.bench.figures import Machine
+    from tests.bench.serving.device import Device
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Written by `make bench-peers` from the files in `tests/bench/results`, which hold every figure.
+Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
+(../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
+`make bench-serving`, `make bench`. Nothing is measured while anybody else is at work.
+"""
+PEERS_HEAD = """
+## Against other servers
+
+The same weights (random: speed depends on shapes alone), the same prompts, over HTTP, one server at
+a time, in turn, each started anew and warmed up for each round. A cell is the median of the rounds
+and, in brackets, the least and the most. The ratio is ours over the best other server's, round by
+round; for times, lower is better. The limit is what the machine would allow by its own measured
+rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
+"""
+RADIX_HEAD = """
+## The radix cache
+
+32 prompts at once that share 768 of 800 tokens, one token out, with the cache and with
+`--disable-radix-cache`: medians of {pairs} pairs.
+"""
+WAITING_HEAD = """
+## A long queue
+
+Decode of 64 requests, alone and with 2,000 waiting in the worker: medians of {pairs} pairs.
+"""
+
+
+def write_page() -> None:
+    """Write the page."""
+    PAGE.write_text(page(RESULTS))
+
+
+def page(results: Path) -> str:
+    """Return the page of a folder of results; what was not measured has no section."""
+    parts = [HEAD]
+    if (file := results / "peers.json").exists():
+        parts += _peers(msgspec.json.decode(file.read_bytes(), type=PeersReport))
+    if (file := results / "radix.json").exists():
+        parts += _radix(read(file))
+    if (file := results / "waiting.json").exists():
+        parts += _waiting(read(file))
+    return "".join(parts)
+
+
+def _peers(report: PeersReport) -> Iterable[str]:
+    names = [each.name for each in report.entrants if each.skipped is None]
+    yield PEERS_HEAD + "\n" + _where(report.machine, report.device) + "\n"
+    yield _markdown(
+        ("", *names, "ratio", "best other", "must / aim", "limit"),
+        (_cells(row, names) for row in rows(report, CASES)),
+    )
+    yield "\n"
+    for each in report.entrants:
+        said = f"skipped: {each.skipped}" if each.skipped else f"{each.version}; {each.arithmetic}"
+        yield f"* {each.name}: {said}\n"
+    yield from _failures(report)
+
+
+def _cells(row: Row, names: Sequence[str]) -> Sequence[str]:
+    figure = row.figure
+    wanted = " / ".join("" if each is None else f"{each:g}" for each in (figure.must, figure.aim))
+    return (
+        f"{row.case.title}: {figure.name}, {figure.unit}",
+        *(_shown(row.results.get(name)) for name in names),
+        f"**{row.ratio.middle:.2f}** ({row.ratio.least:.2f}-{row.ratio.most:.2f})"
+        if row.ratio
+        else "",
+        row.best or "",
+        f"{'>=' if figure.higher_wins else '<='} {wanted}",
+        f"{row.limit:.0f}",
+    )
+
+
+def _shown(result: Result | None) -> str:
+    if result is None:
+        return "not measured"
+    return f"{result.middle:.0f} ({result.least:.0f}-{result.most:.0f})"
+
+
+def _failures(report: PeersReport) -> Iterable[str]:
+    """Say what went wrong or was disturbed: it is left out above."""
+    samples = [sample for turn in report.turns for sample in turn.samples]
+    wrong = {(s.peer, s.case, s.wrong) for s in samples if s.wrong}
+    for peer, case, what in sorted(wrong, key=str):
+        yield f"* {peer}, {case}, left out: {what}\n"
+    for turn in report.turns:
+        if turn.failed:
+            yield f"* {turn.peer}, round {turn.round + 1}, {turn.model}: {turn.failed}\n"
+    disturbed = sum(not sample.good and not sample.wrong for sample in samples)
+    if disturbed:
+        yield f"* {disturbed} of {len(samples)} samples were disturbed by others and left out\n"
+
+
+def _radix(report: Report) -> Iterable[str]:
+    facts = report.facts
+    yield RADIX_HEAD.format(pairs=len(report.runs) // 2) + "\n"
+    yield _where(report.machine, report.device) + "\n"
+    yield _markdown(
+        ("", ""),
+        (
+            ("times faster", f"{facts['times_faster']:.1f}"),
+            ("hit rate", f"{facts['hit_rate']:.4f}"),
+            ("hit rate that follows from the prompts", f"{facts['hit_rate_computed']:.4f}"),
+        ),
+    )
+
+
+def _waiting(report: Report) -> Iterable[str]:
+    facts = report.facts
+    yield WAITING_HEAD.format(pairs=len(report.runs) // 2) + "\n"
+    yield _where(report.machine, report.device) + "\n"
+    yield _markdown(
+        ("", ""),
+        (
+            ("alone, tok/s", f"{facts['tokens_per_s_alone']:.1f}"),
+            ("beside 2,000, tok/s", f"{facts['tokens_per_s_beside_2000']:.1f}"),
+            ("ratio, pair by pair", f"{facts['ratio']:.3f}"),
+            ("until 2,000 more were taken in, s", f"{facts['queue_formed_in_s']:.1f}"),
+        ),
+    )
+
+
+def _where(machine: Machine, device: Device) -> str:
+    return (
+        f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}; reads"
+        f" {device.read_gb_s:.1f} GB/s, multiplies {device.product_gflop_s:.0f} GFLOP/s in bf16.\n"
+    )
+
+
+def _markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,148 @@
+"""`make bench-peers`: Antiphon and its peers on the same weights and prompts, in turn.
+
+python -m tests.bench.peers --rounds 5
+python -m tests.bench.peers --install-only --peers vllm llama.cpp
+python -m tests.bench.peers --page-only          write docs/benchmarks.md from the results
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from tests.bench.figures import machine
+from tests.bench.models import CACHE, SHAPES, Model, made
+from tests.bench.page import PAGE, RESULTS, write_page
+from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.cases import CASES
+from tests.bench.peers.llama_cpp import LlamaCpp
+from tests.bench.peers.openvino import OpenVino
+from tests.bench.peers.peer import NotHere, Peer
+from tests.bench.peers.quiet import Busy
+from tests.bench.peers.report import Entrant, PeersReport, entrant
+from tests.bench.peers.rounds import Referee, Turn, play_rounds
+from tests.bench.peers.transformers_serve import TransformersServe
+from tests.bench.peers.vllm import Vllm
+from tests.bench.serving.device import Device, measure_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.peers.cases import Case
+
+KINDS: dict[str, type[Peer]] = {
+    kind.name: kind for kind in (Antiphon, LlamaCpp, Vllm, OpenVino, TransformersServe)
+}
+USUAL = ("antiphon", "llama.cpp", "vllm", "openvino")
+
+
+def main() -> None:
+    """Install, measure, write."""
+    arguments = _arguments()
+    if arguments.page_only:
+        write_page()
+        return
+    cores = os.cpu_count() or 1
+    cases = [case for case in CASES if case.name in arguments.cases]
+    models = {name: made(SHAPES[name], arguments.cache) for name in _models(cases)}
+    peers, entrants = _install(
+        [KINDS[name](arguments.cache, cores) for name in arguments.peers], models
+    )
+    if arguments.install_only:
+        return
+    if arguments.rehearse:
+        arguments.rounds, arguments.quiet_in_s = 1, None
+    try:
+        _measure(arguments, peers, entrants, models, cases)
+    except Busy as error:
+        sys.exit(f"not measured: {error}")
+    if arguments.json == RESULTS / "peers.json" and not arguments.rehearse:
+        write_page()
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    peers: Sequence[Peer],
+    entrants: Sequence[Entrant],
+    models: dict[str, Model],
+    cases: Sequence[Case],
+) -> None:
+    """Play the rounds; what is measured is on disk after each turn."""
+    asked = [(model, [c for c in cases if c.shape is model.shape]) for model in models.values()]
+    where, devices, turns = machine(), list[Device](), list[Turn]()
+    referee = Referee(arguments.quiet_in_s, _tell)
+    for turn in play_rounds(peers, asked, arguments.rounds, referee):
+        if arguments.rehearse:
+            continue
+        if len(devices) <= turn.round:
+            referee.wait()
+            devices.append(measure_device())
+        turns.append(turn)
+        report = PeersReport(
+            machine=where, devices=tuple(devices), entrants=tuple(entrants), turns=tuple(turns)
+        )
+        _write(report, arguments.json)
+
+
+def _install(peers: Sequence[Peer], models: dict[str, Model]) -> tuple[list[Peer], list[Entrant]]:
+    """Return those that can be measured, and what there is to say of each."""
+    here: list[Peer] = []
+    entrants: list[Entrant] = []
+    for peer in peers:
+        _tell(f"installing {peer.name}")
+        try:
+            peer.install()
+            for model in models.values():
+                peer.prepare(model)
+            entrants.append(entrant(peer, next(iter(models.values()))))
+            here.append(peer)
+        except NotHere as error:
+            _tell(f"  skipped: {error}")
+            entrants.append(Entrant(name=peer.name, arithmetic=peer.arithmetic, skipped=str(error)))
+    return here, entrants
+
+
+def _models(cases: Sequence[Case]) -> list[str]:
+    return list(dict.fromkeys(case.shape.name for case in cases))
+
+
+def _write(report: PeersReport, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _tell(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench-peers")
+    names = [case.name for case in CASES]
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", nargs="+", choices=list(KINDS), default=list(USUAL))
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers and models live")
+    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument(
+        "--quiet-in-s",
+        type=float,
+        default=60.0,
+        help="how long to wait for an idle machine, before each case",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="one round on a machine as busy as it is; shown, and not written",
+    )
+    parser.add_argument("--install-only", action="store_true")
+    parser.add_argument("--page-only", action="store_true", help=f"write {PAGE.name}, nothing else")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

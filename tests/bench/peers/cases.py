@@ -1,0 +1,144 @@
+"""What is measured: the rows of the table, each a load and the figures taken from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tests.bench.models import LLAMA_135M, QWEN_05B
+from tests.bench.peers.limits import output_limit, prefill_s
+from tests.bench.serving.datasets import RandomLengths, SharedPrefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.bench.models import Shape
+    from tests.bench.serving.device import Device
+    from tests.bench.serving.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a case.
+
+    Attributes:
+        of: Takes it from a run.
+        limit: What the device would allow.
+        higher_wins: Whether more is better; a ratio is ours over theirs either way.
+        must, aim: Ratios to the best peer that we set ourselves.
+    """
+
+    name: str
+    unit: str
+    of: Callable[[Metrics], float]
+    limit: Callable[[Device], float]
+    higher_wins: bool = True
+    must: float | None = None
+    aim: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load. A new server has been warmed up before, with other prompts.
+
+    Attributes:
+        requests: How many are asked, by so many clients at once.
+    """
+
+    name: str
+    title: str
+    shape: Shape
+    dataset: RandomLengths | SharedPrefix
+    clients: int
+    requests: int
+    figures: tuple[Figure, ...]
+
+
+def _output(limit: Callable[[Device], float], must: float, aim: float) -> tuple[Figure, ...]:
+    return (Figure("output", "tok/s", lambda m: m.output_tokens_per_s, limit, must=must, aim=aim),)
+
+
+def _decode(shape: Shape, clients: int, requests: int, must: float, aim: float) -> Case:
+    def limit(device: Device) -> float:
+        return output_limit(
+            shape, device, rows=clients, new_tokens=128, prompt_tokens=128, output=128
+        )
+
+    return Case(
+        f"{shape.name}-{clients}",
+        f"{shape.name}, 128 in / 128 out, concurrency {clients}",
+        shape,
+        RandomLengths(128, 128),
+        clients,
+        requests,
+        _output(limit, must, aim),
+    )
+
+
+def _shared_prefix() -> Case:
+    def limit(device: Device) -> float:
+        return output_limit(LLAMA_135M, device, rows=8, new_tokens=32, prompt_tokens=800, output=32)
+
+    return Case(
+        "shared-prefix",
+        f"{LLAMA_135M.name}, 800 in (768 shared) / 32 out, 8 clients",
+        LLAMA_135M,
+        SharedPrefix(768, 32, 32),
+        8,
+        48,
+        _output(limit, 1.1, 1.5),
+    )
+
+
+def _burst() -> Case:
+    def last_ms(device: Device) -> float:
+        return 1000 * prefill_s(LLAMA_135M, device, 16 * 128)
+
+    return Case(
+        "ttft",
+        f"{LLAMA_135M.name}, 16 at once, 128 in",
+        LLAMA_135M,
+        RandomLengths(128, 8),
+        16,
+        16,
+        (
+            Figure("TTFT p50", "ms", lambda m: m.ttft_ms.p50, _half(last_ms), False, 0.7, 0.55),
+            Figure("TTFT max", "ms", lambda m: m.ttft_ms.max, last_ms, False, 1.05),
+        ),
+    )
+
+
+def _half(limit: Callable[[Device], float]) -> Callable[[Device], float]:
+    """The middle one of prompts that are computed one after the other."""
+    return lambda device: limit(device) / 2
+
+
+def _prefill() -> Case:
+    def tokens_per_s(metrics: Metrics) -> float:
+        return 1024 * 1000 / metrics.e2e_ms.p50
+
+    def limit(device: Device) -> float:
+        return 1024 / prefill_s(LLAMA_135M, device, 1024)
+
+    return Case(
+        "prefill",
+        f"{LLAMA_135M.name}, prefill of 1,024 tokens, one at a time",
+        LLAMA_135M,
+        RandomLengths(1024, 1),
+        1,
+        5,
+        (Figure("prefill", "tok/s", tokens_per_s, limit, True, 0.95, 1.05),),
+    )
+
+
+CASES = (
+    _decode(LLAMA_135M, 1, 4, 1.0, 1.2),
+    _decode(LLAMA_135M, 16, 48, 1.1, 1.5),
+    _decode(LLAMA_135M, 64, 128, 1.1, 1.5),
+    _shared_prefix(),
+    _burst(),
+    _prefill(),
+    _decode(QWEN_05B, 1, 2, 1.0, 1.2),
+    _decode(QWEN_05B, 16, 32, 1.1, 1.5),
+)
+"""The burst gives 8 tokens out, so that nobody's first token waits for another's last."""

@@ -1,0 +1,42 @@
+"""What the machine would allow, by its measured rates: the end of every ratio.
+
+A step reads all weights once and the keys and values of every request, and multiplies every token
+with every weight: it takes as long as the longer of the two. Attention's own products, which no
+case makes large, are left out; so are sampling, HTTP and all else that costs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.bench.models import Shape
+    from tests.bench.serving.device import Device
+
+_WEIGHT_BYTES = 2
+
+
+def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
+    """Time that the products of so many prompt tokens take."""
+    return 2 * shape.weights_count * tokens / (device.product_gflop_s * 1e9)
+
+
+def step_s(shape: Shape, device: Device, rows: int, context_tokens: float) -> float:
+    """Time of one decode step of so many requests with so many tokens behind each."""
+    read = _WEIGHT_BYTES * shape.weights_count + rows * context_tokens * shape.kv_bytes
+    return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
+
+
+def output_limit(
+    shape: Shape, device: Device, *, rows: int, new_tokens: int, prompt_tokens: int, output: int
+) -> float:
+    """Return the output tok/s of so many clients.
+
+    Args:
+        rows: Clients, all of them always busy.
+        new_tokens: Prompt tokens that no cache holds.
+        prompt_tokens: All of them.
+        output: Tokens of an answer.
+    """
+    decode_s = (output - 1) * step_s(shape, device, rows, prompt_tokens + output / 2)
+    return rows * output / (prefill_s(shape, device, rows * new_tokens) + decode_s)

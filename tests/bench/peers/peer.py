@@ -1,0 +1,126 @@
+"""What a peer is: another server of the same model, in an environment of its own."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.bench.models import Model
+
+TORCH = "torch==2.13.0"
+_INSTALL_TIMEOUT_S = 3600.0
+
+
+class NotHere(Exception):
+    """This peer cannot be had on this machine; the text says why, and goes into the report."""
+
+
+class Peer(ABC):
+    """One server that could be chosen instead.
+
+    Args:
+        cache: Folder for environments and converted models; made where it is missing.
+        cores: Threads that the server may use.
+
+    Attributes:
+        name: How reports call it.
+        arithmetic: In what its numbers differ from bf16 everywhere, said beside each ratio.
+        starts_in_s: How long its start may take.
+        ignores_eos: Whether it takes `ignore_eos`, a field of vLLM's that most have.
+    """
+
+    name: ClassVar[str]
+    arithmetic: ClassVar[str]
+    starts_in_s: ClassVar[float] = 300.0
+    ignores_eos: ClassVar[bool] = True
+
+    def __init__(self, cache: Path, cores: int) -> None:
+        self.folder = cache / "peers" / self.name
+        self.cores = cores
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """What is installed."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Install what is not there yet.
+
+        Raises:
+            NotHere: It cannot be; says why.
+        """
+
+    @abstractmethod
+    def prepare(self, model: Model) -> None:
+        """Convert the model, once.
+
+        Raises:
+            NotHere: It cannot be; says why.
+        """
+
+    @abstractmethod
+    def command(self, model: Model, port: int) -> list[str]:
+        """Return the command line of an OpenAI server that calls the model by its name."""
+
+    def served(self, model: Model) -> str:
+        """How the server calls the model."""
+        return model.name
+
+    def environment(self, name: str, *installs: Sequence[str]) -> Path:
+        """Return a virtual environment of this peer, made first if it is not whole.
+
+        Args:
+            name: Its folder.
+            installs: Arguments of `pip install`, a call each.
+        """
+        folder = self.folder / name
+        if not (folder / "ready").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            self.run([sys.executable, "-m", "venv", str(folder)], f"making {name}")
+            for arguments in installs:
+                self.run([str(folder / "bin" / "pip"), "install", "-q", *arguments], f"{arguments}")
+            (folder / "ready").touch()
+        return folder
+
+    def run(self, command: Sequence[str], what: str) -> None:
+        """Run a step of an installation to its end, with low priority, its output in a log.
+
+        Raises:
+            NotHere: It failed; carries the end of its output.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "install.log"
+        with log.open("ab") as output:
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+            try:
+                done = subprocess.run(
+                    ["nice", "-n", "19", *command],
+                    stdout=output,
+                    stderr=output,
+                    check=False,
+                    timeout=_INSTALL_TIMEOUT_S,
+                )
+            except subprocess.TimeoutExpired:
+                raise NotHere(f"{what}: not done in {_INSTALL_TIMEOUT_S:g} s") from None
+        if done.returncode:
+            last = log.read_text(errors="replace").strip().splitlines()[-1][:300]
+            raise NotHere(f"{what}: {last}")
+
+
+def package_version(environment: Path, package: str) -> str:
+    """Return the version of a package in an environment."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    python = str(environment / "bin" / "python")
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, check=True, text=True
+    ).stdout.strip()

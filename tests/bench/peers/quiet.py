@@ -1,0 +1,128 @@
+"""Nobody else may be at work: two-thread engines collapse when one other process runs.
+
+A run begins only on an idle machine, and whatever others used while it ran is written beside the
+figure, so that a disturbed one is known and measured again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WATCH_S = 2.0
+BUSY_MAX = 0.05
+"""Share of all cores that others may use; a whole core of two would be 0.5."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Busy(Exception):
+    """Somebody else is at work; the text says who."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """CPU seconds since boot.
+
+    Attributes:
+        machine_s: Of everybody, and what the host took away from us.
+        ours_s: Of the processes that were asked for.
+    """
+
+    at_s: float
+    machine_s: float
+    ours_s: float
+
+    def others_since(self, before: Work) -> float:
+        """Return the share of all cores that was used since, and not by us."""
+        others_s = (self.machine_s - before.machine_s) - (self.ours_s - before.ours_s)
+        return max(0.0, others_s) / ((self.at_s - before.at_s) * (os.cpu_count() or 1))
+
+
+def work(ours: Iterable[int]) -> Work:
+    """Read the clocks.
+
+    Args:
+        ours: Processes whose work is ours, with all their descendants.
+    """
+    return Work(time.monotonic(), _machine_s(), _tree_s(set(ours)))
+
+
+def wait_until_quiet(timeout_s: float, ours: Iterable[int] = ()) -> None:
+    """Return once nobody else is at work. Blocks.
+
+    Args:
+        timeout_s: How long to wait for that.
+        ours: Processes whose work is ours beside this one's, with their descendants.
+
+    Raises:
+        Busy: Not in time.
+    """
+    own = [os.getpid(), *ours]
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        before, used = work(own), _used_s()
+        time.sleep(WATCH_S)
+        share = work(own).others_since(before)
+        if share <= BUSY_MAX:
+            return
+        if time.monotonic() >= deadline_s:
+            raise Busy(f"others use {share:.0%} of the cores: {_busiest(used)}")
+
+
+def _machine_s() -> float:
+    """User, nice, system, interrupts and what was stolen; not idle, not guests (in user)."""
+    ticks = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return _TICK_S * (sum(ticks[:3]) + sum(ticks[5:8]))
+
+
+def _tree_s(roots: set[int]) -> float:
+    """CPU time of processes and their descendants, those that have ended included."""
+    listed = list(_processes())
+    parents = {pid: parent for pid, parent, _, _ in listed}
+    return sum(
+        own_s + waited_s for pid, _, own_s, waited_s in listed if _descends(pid, roots, parents)
+    )
+
+
+def _descends(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
+    while pid in parents:
+        if pid in roots:
+            return True
+        pid = parents[pid]
+    return False
+
+
+def _processes() -> Iterable[tuple[int, int, float, float]]:
+    """Yield (pid, parent, CPU seconds of its own, those of ended children it has waited for)."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has just ended
+            own, waited = (sum(map(int, fields[n : n + 2])) for n in (11, 13))
+            yield int(folder.name), int(fields[1]), _TICK_S * own, _TICK_S * waited
+
+
+def _used_s() -> dict[int, float]:
+    return {pid: own_s for pid, _, own_s, _ in _processes()}
+
+
+def _busiest(before: dict[int, float]) -> str:
+    """Name the three processes that worked most, with what they used meanwhile."""
+    used = {pid: used_s - before.get(pid, 0.0) for pid, used_s in _used_s().items()}
+    most = sorted(used.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{_command(pid)} ({pid}): {used_s:.1f} s" for pid, used_s in most)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:60].strip()
+    except OSError:
+        return "?"

@@ -1,0 +1,207 @@
+"""The measurement: rounds in which every server has its turn on the same prompts.
+
+One server lives at a time. Stopped ones would keep their memory, and ours, frozen and woken, would
+rightly take its own services for dead; so each is started anew for its turn, warmed up, and asked
+every case. The order turns by one each round, so that whoever is first is not always the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from tests.bench.peers.peer import NotHere
+from tests.bench.peers.process import running
+from tests.bench.peers.quiet import BUSY_MAX, wait_until_quiet, work
+from tests.bench.serving.arrival import ClosedLoop
+from tests.bench.serving.client import HttpTarget
+from tests.bench.serving.datasets import RandomLengths, SharedPrefix, Vocabulary
+from tests.bench.serving.load import play
+from tests.bench.serving.metrics import Metrics, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.bench.models import Model
+    from tests.bench.peers.cases import Case
+    from tests.bench.peers.peer import Peer
+    from tests.bench.peers.process import Server
+
+TRIES = 3
+"""How often a case is measured until nobody disturbs it."""
+WARM_UP_SEED = 1_000_000
+WARM_UP = (
+    (RandomLengths(128, 16), 1),
+    (RandomLengths(128, 16), 16),
+    (RandomLengths(128, 16), 64),
+    (SharedPrefix(768, 32, 8), 8),
+    (RandomLengths(1024, 1), 1),
+)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One case on one server.
+
+    Attributes:
+        others: Share of all cores that others used meanwhile.
+        wrong: Why it counts for nothing: failures, or other lengths than asked for.
+    """
+
+    round: int
+    peer: str
+    case: str
+    others: float
+    metrics: Metrics
+    wrong: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether it counts."""
+        return self.wrong is None and self.others <= BUSY_MAX
+
+    @property
+    def settled(self) -> bool:
+        """Whether trying again would help nothing."""
+        return self.others <= BUSY_MAX or self.wrong is not None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One server's turn in a round: how its start went, and what was measured."""
+
+    round: int
+    peer: str
+    model: str
+    started_in_s: float
+    samples: tuple[Sample, ...] = ()
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Referee:
+    """Sees to it that a measurement is worth something, and tells how it goes.
+
+    Attributes:
+        quiet_in_s: How long to wait for an idle machine before each case; None: not at all, for
+            a rehearsal.
+        tell: Hears of every step.
+    """
+
+    quiet_in_s: float | None
+    tell: Callable[[str], None]
+
+    def wait(self, *ours: int) -> None:
+        """Wait until nobody else is at work.
+
+        Raises:
+            Busy: Not in time.
+        """
+        if self.quiet_in_s is not None:
+            wait_until_quiet(self.quiet_in_s, ours)
+
+
+def play_rounds(
+    peers: Sequence[Peer],
+    cases: Sequence[tuple[Model, Sequence[Case]]],
+    rounds: int,
+    referee: Referee,
+) -> Iterator[Turn]:
+    """Yield every turn as it ends, so that nothing is lost when a later one fails.
+
+    Raises:
+        Busy: Somebody else is at work, and stayed so.
+    """
+    for round_ in range(rounds):
+        turn = round_ % len(peers)
+        for model, asked in cases:
+            for peer in (*peers[turn:], *peers[:turn]):
+                referee.wait()
+                referee.tell(f"round {round_ + 1}: {peer.name} on {model.name}")
+                yield _turn(round_, peer, model, asked, referee)
+
+
+def _turn(round_: int, peer: Peer, model: Model, cases: Sequence[Case], referee: Referee) -> Turn:
+    try:
+        with running(peer, model) as server:
+            samples = asyncio.run(_samples(round_, peer, model, cases, server, referee))
+            return Turn(round_, peer.name, model.name, server.started_in_s, samples)
+    except NotHere as error:
+        referee.tell(f"  {error}")
+        return Turn(round_, peer.name, model.name, 0.0, failed=str(error))
+
+
+async def _samples(
+    round_: int,
+    peer: Peer,
+    model: Model,
+    cases: Sequence[Case],
+    server: Server,
+    referee: Referee,
+) -> tuple[Sample, ...]:
+    """Warm a server up, then ask it every case."""
+    words = Vocabulary(model.folder)
+    async with HttpTarget(server.url, server.model, ignore_eos=peer.ignores_eos) as target:
+        guest = Guest(round_, peer.name, server, target, words, referee)
+        await guest.warm_up()
+        return tuple([await guest.sample(case) for case in cases])
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A server while it has its turn."""
+
+    round_: int
+    name: str
+    server: Server
+    target: HttpTarget
+    words: Vocabulary
+    referee: Referee
+
+    async def warm_up(self) -> None:
+        """Ask something of each kind, with prompts that no case has."""
+        for n, (dataset, clients) in enumerate(WARM_UP):
+            scripts = dataset.scripts(self.words, clients, WARM_UP_SEED + n)
+            await play(scripts, ClosedLoop(clients), self.target)
+
+    async def sample(self, case: Case) -> Sample:
+        """Measure until nobody disturbs it, with new prompts each time; the least disturbed."""
+        tries: list[Sample] = []
+        while len(tries) < TRIES and not (tries and tries[-1].settled):
+            self.referee.wait(self.server.pid)
+            tries.append(await self._try(case, seed_of(case, self.round_, len(tries))))
+            figures = ", ".join(f"{f.name} {f.of(tries[-1].metrics):.1f}" for f in case.figures)
+            others, wrong = tries[-1].others, tries[-1].wrong or ""
+            self.referee.tell(f"  {case.name}: {figures} (others {others:.0%}) {wrong}")
+        return min(tries, key=lambda each: each.others)
+
+    async def _try(self, case: Case, seed: int) -> Sample:
+        scripts = case.dataset.scripts(self.words, case.requests, seed)
+        ours = [os.getpid(), self.server.pid]
+        before = work(ours)
+        timelines = await play(scripts, ClosedLoop(case.clients), self.target)
+        others = work(ours).others_since(before)
+        metrics = measure(timelines, self.words.tokens)
+        errors = [timeline.error for timeline in timelines if timeline.error]
+        wrong = _wrong(case, metrics, errors)
+        return Sample(self.round_, self.name, case.name, round(others, 3), metrics, wrong)
+
+
+def seed_of(case: Case, round_: int, try_: int = 0) -> int:
+    """The prompts of a case in a round: the same for every server, new in every round."""
+    digest = hashlib.sha256(f"{case.name}/{round_}/{try_}".encode()).digest()
+    return int.from_bytes(digest[:6])
+
+
+def _wrong(case: Case, metrics: Metrics, errors: Sequence[str]) -> str | None:
+    if errors:
+        return f"{len(errors)} of {metrics.requests} failed: {errors[0]}"
+    output_tokens = case.dataset.output_tokens * case.requests
+    if metrics.output_tokens != output_tokens:
+        return f"{metrics.output_tokens} tokens out instead of {output_tokens}"
+    prompt_tokens = case.dataset.prompt_tokens * case.requests
+    if metrics.prompt_tokens != prompt_tokens:
+        return f"{metrics.prompt_tokens} tokens in instead of {prompt_tokens}"
+    return None

@@ -1,0 +1,192 @@
+"""What rounding the weights costs the embedded model, on conversations that it was not trained on.
+
+python -m tests.bench.perplexity --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812
+from rich.console import Console
+from rich.table import Table
+from tests.bench.figures import Machine, machine
+from tokenizers import Tokenizer
+
+from antiphon import embedded
+from antiphon.kernels.op import Device
+from antiphon.kernels.ops import select
+from antiphon.kernels.rotary import angles, rotary
+from antiphon.layers.context import ForwardContext
+from antiphon.layers.methods import METHODS
+from antiphon.layers.tp import SingleRank
+from antiphon.model_worker.model.load import Model, load
+from antiphon.model_worker.training.batches import Encoder
+from antiphon.model_worker.training.dialogue import seeded
+from antiphon.model_worker.training.grammar import conversations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.kernels.heads import HeadNorms
+    from antiphon.model_worker.training.batches import Row
+
+SEED = 20_000
+"""Training starts from another."""
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How well some tokens are foretold, given all before them.
+
+    Attributes:
+        change: Of the perplexity against that of `plain`, as a share.
+        agreement: How often the likeliest token is that of `plain`.
+    """
+
+    tokens: int
+    perplexity: float
+    change: float
+    agreement: float
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A way to keep weights.
+
+    Attributes:
+        answers: What the assistant says, which the model was trained to say and hardly ever misses.
+        all: Every token, which it was not trained to guess, and where a change shows.
+    """
+
+    linear: str
+    answers: Score
+    all: Score
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One run."""
+
+    machine: Machine
+    model: str
+    dtype: str
+    conversations: int
+    results: list[Result]
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """Attention of one sequence by itself, without a cache."""
+
+    heads: int
+    kv_heads: int
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+        """(T, Q + 2 H, D)  ->  (T, Q, D)."""
+        assert norms is None, "the embedded model has no norms of heads"
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = rotary(q, self.cos, self.sin), rotary(k, self.cos, self.sin)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
+        )
+        return mixed.transpose(0, 1).contiguous()
+
+
+def logits(model: Model, row: Row) -> Tensor:
+    """Of every token of a conversation, (T, V)."""
+    spec, build = model.spec, model.build
+    positions = torch.tensor(row.positions)
+    cos, sin = angles(spec.rotary.frequencies(), positions, build.dtype)
+    ctx = ForwardContext(
+        ops=select(Device("cpu", dtype=build.dtype)),
+        tp=SingleRank(),
+        attend=WholeSequence(spec.query_heads, spec.kv_heads, cos, sin),
+        token_adapter=torch.full((len(positions),), -1),
+    )
+    hidden = model.decoder.forward(ctx, tokens=torch.tensor(row.token_ids)).last
+    return model.decoder.logits(ctx, hidden)
+
+
+def measure(count: int, dtype: str) -> Report:
+    """Score the same conversations with every way to keep weights."""
+    folder = embedded.path()
+    encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    rng = seeded("perplexity", SEED)
+    rows = [encoder.chat(rng, chat) for chat in itertools.islice(conversations(SEED), count)]
+    said = torch.tensor([supervised for row in rows for supervised in row.supervised[1:]])
+    results: list[Result] = []
+    plain: Foretold | None = None
+    for linear in METHODS:
+        told = foretold(load(folder, dtype=dtype, linear=linear), rows)
+        plain = plain or told
+        every = torch.ones_like(said)
+        results.append(Result(linear, score(told, plain, said), score(told, plain, every)))
+    return Report(machine(), embedded.SERVED_NAME, dtype, count, results)
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """Of every token but the first of a row: its loss in nats, and the likeliest instead."""
+
+    losses: Tensor
+    likeliest: Tensor
+
+
+def foretold(model: Model, rows: list[Row]) -> Foretold:
+    """Run all rows."""
+    losses: list[Tensor] = []
+    likeliest: list[Tensor] = []
+    for row in rows:
+        found, came = logits(model, row)[:-1], torch.tensor(row.token_ids[1:])
+        losses.append(F.cross_entropy(found.double(), came, reduction="none"))
+        likeliest.append(found.argmax(dim=-1))
+    return Foretold(torch.cat(losses), torch.cat(likeliest))
+
+
+def score(told: Foretold, plain: Foretold, counted: Tensor) -> Score:
+    """Sum up the tokens that are counted."""
+    perplexity, before = (math.exp(float(one.losses[counted].mean())) for one in (told, plain))
+    same = (told.likeliest == plain.likeliest)[counted].double()
+    return Score(
+        tokens=int(counted.sum()),
+        perplexity=round(perplexity, 6),
+        change=round(perplexity / before - 1, 6),
+        agreement=round(float(same.mean()), 6),
+    )
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--conversations", type=int, default=400)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        report = measure(arguments.conversations, arguments.dtype)
+    table = Table(title=f"{report.model}, {report.dtype}, {report.conversations} conversations")
+    for column in ("linear", "tokens", "perplexity", "change", "same likeliest token"):
+        table.add_column(column, justify="right")
+    for result in report.results:
+        for name, one in (("answers", result.answers), ("all", result.all)):
+            table.add_row(
+                result.linear,
+                f"{one.tokens} ({name})",
+                f"{one.perplexity:.4f}",
+                f"{one.change:+.3%}",
+                f"{one.agreement:.2%}",
+            )
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""`make bench-serving`: load on a server, open or closed loop, over HTTP or NATS.
+
+    python -m tests.bench.serving                         a sweep over Antiphon, started here
+    python -m tests.bench.serving --url http://127.0.0.1:30000 --served embedded
+    python -m tests.bench.serving --arrival poisson:4 --dataset turns:4:64:64 --slo ttft=500 tpot=50
+    python -m tests.bench.serving --nats nats://127.0.0.1:4222 --served NAME
+
+Without `--url` or `--nats`, `antiphon serve` is started with whatever follows `--`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from tests.bench.figures import machine
+from tests.bench.models import CACHE, LLAMA_135M, SHAPES, Model, made
+from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.process import running
+from tests.bench.peers.report import config_digest
+from tests.bench.serving.arrival import ClosedLoop, parse_arrival
+from tests.bench.serving.client import HttpTarget
+from tests.bench.serving.datasets import FORMS, MultiTurn, Vocabulary, parse_dataset
+from tests.bench.serving.device import measure_device
+from tests.bench.serving.load import play
+from tests.bench.serving.metrics import Slo, measure
+from tests.bench.serving.nats import NatsTarget
+from tests.bench.serving.plot import Line, chart
+from tests.bench.serving.report import Report, Run, table, write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.bench.serving.client import Target
+
+SWEEP = ("closed:1", "closed:4", "closed:16", "closed:64")
+WARM_UP_SEED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to ask, and by which name."""
+
+    url: str
+    nats: str
+    served: str
+    chat: bool
+
+    @property
+    def over(self) -> str:
+        """As in `Run.over`."""
+        return "nats" if self.nats else "chat" if self.chat else "http"
+
+    def target(self) -> Target:
+        """Return a new connection."""
+        if self.nats:
+            return NatsTarget(self.nats, self.served)
+        return HttpTarget(self.url, self.served, chat=self.chat)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = _arguments()
+    model = _model(arguments)
+    antiphon = Antiphon(arguments.cache, os.cpu_count() or 1, tuple(arguments.serve))
+    started = not (arguments.url or arguments.nats)
+    device = measure_device()
+    with running(antiphon, model) if started else nullcontext() as server:
+        url = server.url if server else arguments.url
+        served = server.model if server else arguments.served or model.name
+        chat = arguments.chat or isinstance(parse_dataset(arguments.dataset), MultiTurn)
+        runs = asyncio.run(_run_all(arguments, model, Place(url, arguments.nats, served, chat)))
+    digest = config_digest(antiphon, model) if started else ""
+    report = Report(
+        machine=machine(), device=device, model=model.name, config_digest=digest, runs=tuple(runs)
+    )
+    Console(width=140).print(table(runs))
+    if arguments.json:
+        write(report, arguments.json)
+    if arguments.plot:
+        arguments.plot.write_text(_drawn(report))
+
+
+async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) -> list[Run]:
+    words = Vocabulary(model.folder)
+    async with place.target() as target:
+        dataset = parse_dataset(arguments.dataset)
+        await play(dataset.scripts(words, 4, WARM_UP_SEED), ClosedLoop(2), target)
+        return [
+            await _run(arguments, n, text, words, place.over, target)
+            for n, text in enumerate(arguments.arrival)
+        ]
+
+
+async def _run(
+    arguments: argparse.Namespace, n: int, text: str, words: Vocabulary, over: str, target: Target
+) -> Run:
+    """One load. Each has a seed of its own, or a cache would know the prompts of the one before."""
+    seed = arguments.seed + n
+    arrival = parse_arrival(text, seed)
+    scripts = parse_dataset(arguments.dataset).scripts(words, arguments.requests, seed)
+    timelines = await play(scripts, arrival, target)
+    for error in sorted({timeline.error for timeline in timelines if timeline.error}):
+        print("failed:", error)
+    return Run(
+        name=text,
+        dataset=arguments.dataset,
+        arrival=str(arrival),
+        over=over,
+        seed=seed,
+        metrics=measure(timelines, words.tokens, _slo(arguments.slo)),
+    )
+
+
+def _drawn(report: Report) -> str:
+    """Throughput against what it costs the one who waits."""
+    runs = sorted(report.runs, key=lambda run: run.metrics.output_tokens_per_s)
+    lines = [
+        Line(name, [(run.metrics.output_tokens_per_s, value(run)) for run in runs])
+        for name, value in (
+            ("TTFT p50", lambda run: run.metrics.ttft_ms.p50),
+            ("TTFT p99", lambda run: run.metrics.ttft_ms.p99),
+            ("ITL p50", lambda run: run.metrics.itl_ms.p50),
+            ("ITL p99", lambda run: run.metrics.itl_ms.p99),
+        )
+    ]
+    title = f"{report.model}, {report.runs[0].dataset}, {report.machine.commit}"
+    return chart(title, "output tok/s", "ms", lines)
+
+
+def _slo(given: Sequence[str]) -> Slo | None:
+    """Read `ttft=500 tpot=50 e2e=9000`, in ms."""
+    if not given:
+        return None
+    pairs = [each.partition("=") for each in given]
+    return Slo(**{f"{name}_ms": float(value) for name, _, value in pairs})
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.tokenizer:
+        return Model(LLAMA_135M, arguments.tokenizer)
+    return made(SHAPES[arguments.model], arguments.cache)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make bench-serving",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--url", default="", help="an OpenAI server that runs already")
+    parser.add_argument("--nats", default="", help="a broker with Antiphon's gateways behind it")
+    parser.add_argument("--served", default="", help="the model's name there")
+    parser.add_argument("--tokenizer", type=Path, help="the folder of the model that runs there")
+    parser.add_argument("--model", choices=list(SHAPES), default=LLAMA_135M.name)
+    parser.add_argument("--dataset", default="random:128:128", help=FORMS)
+    parser.add_argument("--arrival", nargs="+", default=SWEEP, help="closed:N or poisson:RATE")
+    parser.add_argument(
+        "--requests", type=int, default=64, help="requests, or conversations, a run"
+    )
+    parser.add_argument("--slo", nargs="+", default=(), help="ttft=MS tpot=MS e2e=MS, for goodput")
+    parser.add_argument("--chat", action="store_true", help="through the chat template")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument("--cache", type=Path, default=CACHE)
+    parser.add_argument("serve", nargs="*", help="after --: arguments of `antiphon serve`")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Asks a server over HTTP as OpenAI clients do, and writes down when which bytes came.
+
+While answers come in, nothing is done but to take the time: the load generator shares the cores
+with what it measures. The events are read when the stream has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol, Self
+
+import aiohttp
+import msgspec
+from tests.bench.serving.timeline import Piece, Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+TIMEOUT_S = 900.0
+_DATA = b"data:"
+_DONE = b"[DONE]"
+
+
+class Target(Protocol):
+    """Something that answers."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
+        """Ask and listen to the end.
+
+        Args:
+            said: What user and assistant said in turn; the user's question is last.
+            output_tokens: How long the answer shall be, whatever the model thinks.
+            due_s: When the request was to be sent, by `time.perf_counter`.
+
+        Returns:
+            What came; an error that the server answered, or a broken connection, is in it.
+        """
+        ...
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Text | None = None
+
+    @property
+    def said(self) -> str:
+        return self.text or (self.delta and self.delta.content) or ""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class HttpTarget:
+    """An OpenAI server.
+
+    Args:
+        url: Without the `/v1`.
+        model: Its name there.
+        chat: Ask `/v1/chat/completions`, through the model's template, instead of
+            `/v1/completions`, which takes the text as it is. Needed for more than one turn.
+        ignore_eos: Say so in the request; a server that refuses the field may end early.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, chat: bool = False, ignore_eos: bool = True
+    ) -> None:
+        self._url = f"{url}/v1/{'chat/completions' if chat else 'completions'}"
+        self._model = model
+        self._chat = chat
+        self._ignore_eos = ignore_eos
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            # A connection a request: llama-server drops kept ones under the next request.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            read_bufsize=2**20,
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def ask(self, said: Sequence[str], output_tokens: int, due_s: float) -> Timeline:
+        """As `Target.ask`."""
+        body = msgspec.json.encode(self._body(said, output_tokens))
+        reads: list[tuple[float, bytes]] = []
+        sent_s = time.perf_counter()
+        error: str | None = None
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self._session.post(self._url, data=body, headers=headers) as answer:
+                async for data in answer.content.iter_any():
+                    reads.append((time.perf_counter(), data))  # noqa: PERF401 slower as a comprehension of an async iterator, and lost on an error
+                if answer.status != 200:
+                    error = f"{answer.status}: {b''.join(data for _, data in reads)[:500]!r}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as broken:
+            error = f"{type(broken).__name__}: {broken}"
+        ended_s = time.perf_counter()
+        if error is not None:
+            return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=error)
+        return read_stream(reads, due_s=due_s, sent_s=sent_s, ended_s=ended_s)
+
+    def _body(self, said: Sequence[str], output_tokens: int) -> dict[str, object]:
+        return {
+            "model": self._model,
+            **({"messages": _messages(said)} if self._chat else {"prompt": _only(said)}),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            **({"ignore_eos": True} if self._ignore_eos else {}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def read_stream(
+    reads: Iterable[tuple[float, bytes]], *, due_s: float, sent_s: float, ended_s: float
+) -> Timeline:
+    """Make a timeline of what was read from the socket; an event has the time of its last byte."""
+    pieces: list[Piece] = []
+    usage = _Usage()
+    for at_s, data in _events(reads):
+        event = msgspec.json.decode(data, type=_Event)
+        if bytes(event.error) != b"null":
+            said = bytes(event.error).decode(errors="replace")
+            return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=said)
+        usage = event.usage or usage
+        if text := "".join(choice.said for choice in event.choices):
+            pieces.append(Piece(at_s, text))
+    details = usage.prompt_tokens_details
+    return Timeline(
+        due_s=due_s,
+        sent_s=sent_s,
+        ended_s=ended_s,
+        pieces=tuple(pieces),
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_tokens=details.cached_tokens if details else None,
+    )
+
+
+def _events(reads: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    rest = b""
+    for at_s, data in reads:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            said = line.removeprefix(_DATA).strip()
+            if line.startswith(_DATA) and said and said != _DONE:
+                yield at_s, said
+
+
+def _messages(said: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(said)
+    ]
+
+
+def _only(said: Sequence[str]) -> str:
+    assert len(said) == 1, "conversations need the chat endpoint"
+    return said[0]

@@ -1,0 +1,67 @@
+"""Plays scripts against a target as an arrival process says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from tests.bench.serving.arrival import ClosedLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.bench.serving.arrival import Arrival, Poisson
+    from tests.bench.serving.client import Target
+    from tests.bench.serving.datasets import Script
+    from tests.bench.serving.timeline import Timeline
+
+
+async def play(scripts: Sequence[Script], arrival: Arrival, target: Target) -> list[Timeline]:
+    """Ask everything; return what was seen, in the order in which it ended.
+
+    In the open loop a conversation arrives as a whole: its first turn when it is due, each later
+    turn when the one before is answered.
+    """
+    seen: list[Timeline] = []
+    if isinstance(arrival, ClosedLoop):
+        await _play_closed(scripts, arrival, target, seen)
+    else:
+        await _play_open(scripts, arrival, target, seen)
+    return seen
+
+
+async def _play_closed(
+    scripts: Sequence[Script], arrival: ClosedLoop, target: Target, seen: list[Timeline]
+) -> None:
+    left = iter(scripts)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(arrival.clients, len(scripts))):
+            group.create_task(_client(left, target, seen))
+
+
+async def _client(left: Iterator[Script], target: Target, seen: list[Timeline]) -> None:
+    for script in left:  # the clients take turns at one iterator
+        await _speak(script, target, time.perf_counter(), seen)
+
+
+async def _play_open(
+    scripts: Sequence[Script], arrival: Poisson, target: Target, seen: list[Timeline]
+) -> None:
+    began_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for script, after_s in zip(scripts, arrival.times_s(), strict=False):
+            due_s = began_s + after_s
+            await asyncio.sleep(due_s - time.perf_counter())
+            group.create_task(_speak(script, target, due_s, seen))
+
+
+async def _speak(script: Script, target: Target, due_s: float, seen: list[Timeline]) -> None:
+    said: list[str] = []
+    for turn in script.turns:
+        timeline = await target.ask([*said, turn], script.output_tokens, due_s)
+        seen.append(timeline)
+        if timeline.error is not None:
+            return  # a conversation without an answer has no next turn
+        said += [turn, timeline.text]
+        due_s = timeline.ended_s

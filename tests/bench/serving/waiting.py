@@ -1,0 +1,180 @@
+"""What a long queue costs those who run: decode at batch 64 beside 2,000 that wait, and alone.
+
+The requests that run are the same in both, and what is compared is the same stretch of their
+answers, so that nothing differs but the queue. It stands in the worker, where planning sees it
+each step; a scheduler would by itself keep it back. Expected: nothing within the noise, since a
+queue that is looked at only when there is room costs nothing while there is none.
+
+    python -m tests.bench.serving.waiting
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import aiohttp
+from rich.console import Console
+from tests.bench.figures import machine
+from tests.bench.models import CACHE, LLAMA_135M, Model, made
+from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.process import running
+from tests.bench.peers.quiet import work
+from tests.bench.peers.report import config_digest
+from tests.bench.serving.arrival import ClosedLoop
+from tests.bench.serving.client import HttpTarget
+from tests.bench.serving.datasets import RandomLengths, Vocabulary
+from tests.bench.serving.device import measure_device
+from tests.bench.serving.load import play
+from tests.bench.serving.metrics import measure
+from tests.bench.serving.report import RESULTS, Report, Run, table, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.bench.peers.process import Server
+    from tests.bench.serving.timeline import Timeline
+
+RUNNING = 64
+WAITING = 2000
+PAIRS = 5
+DATASET = RandomLengths(128, 400)
+WINDOW = (150, 390)
+"""Which tokens of each answer are timed: the queue must stand before the first of them."""
+POLL_S = 0.2
+OPEN = re.compile(rb"^antiphon_gateway_open_requests (\S+)$", re.MULTILINE)
+SETTINGS = (
+    *("--max-running-requests", str(RUNNING), "--max-queued-requests", str(2 * WAITING)),
+    *("--gateway-requests-max", str(2 * WAITING), "--queue-waiting-max", str(2 * WAITING)),
+    *("--scheduler-look-ahead", str(2 * WAITING), "--cache-tokens-max", str(RUNNING * 600)),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run.
+
+    Attributes:
+        tokens_per_s: Of all that run, in the window.
+        formed_in_s: How long the queue took to form; zero without one.
+    """
+
+    run: Run
+    tokens_per_s: float
+    formed_in_s: float
+
+
+def main() -> None:
+    """Measure in pairs on one server, print, write."""
+    model = made(LLAMA_135M)
+    antiphon = Antiphon(CACHE, os.cpu_count() or 1, SETTINGS)
+    with running(antiphon, model) as server:
+        samples = asyncio.run(_pairs(model, server))
+    runs = [sample.run for sample in samples]
+    report = Report(
+        machine=machine(),
+        device=measure_device(),
+        model=model.name,
+        config_digest=config_digest(antiphon, model),
+        runs=tuple(runs),
+        facts=facts(samples[::2], samples[1::2]),
+    )
+    Console(width=140).print(table(runs), report.facts)
+    write(report, RESULTS / "waiting.json")
+
+
+def facts(alone: Sequence[Sample], beside: Sequence[Sample]) -> dict[str, float]:
+    """Reduce to what was promised: the rates, and their ratio pair by pair."""
+    return {
+        "tokens_per_s_alone": median(each.tokens_per_s for each in alone),
+        "tokens_per_s_beside_2000": median(each.tokens_per_s for each in beside),
+        "ratio": median(
+            b.tokens_per_s / a.tokens_per_s for a, b in zip(alone, beside, strict=True)
+        ),
+        "queue_formed_in_s": median(each.formed_in_s for each in beside),
+    }
+
+
+async def _pairs(model: Model, server: Server) -> list[Sample]:
+    """Measure without a queue and with one, in turn."""
+    words = Vocabulary(model.folder)
+    async with HttpTarget(server.url, server.model) as target:
+        warm_up = RandomLengths(128, 16).scripts(words, RUNNING, 1_000_000)
+        await play(warm_up, ClosedLoop(RUNNING), target)
+        return [
+            await _sample(pair, waiting, words, target, server)
+            for pair in range(PAIRS)
+            for waiting in (0, WAITING)
+        ]
+
+
+async def _sample(
+    pair: int, waiting: int, words: Vocabulary, target: HttpTarget, server: Server
+) -> Sample:
+    seed = 2 * pair + bool(waiting)
+    scripts = DATASET.scripts(words, RUNNING, seed)
+    queue = RandomLengths(128, 16).scripts(words, waiting, 1000 + pair)
+    before = work([os.getpid(), server.pid])
+    asked_s = formed_s = 0.0
+    async with asyncio.TaskGroup() as group:
+        seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
+        await _open(server, RUNNING)
+        if waiting:
+            asked_s = time.perf_counter()
+            waiters = group.create_task(play(queue, ClosedLoop(waiting), target))
+            formed_s = await _open(server, RUNNING + waiting)
+            seen.add_done_callback(lambda _: waiters.cancel())
+        timelines = await seen
+    await _open(server, 0)
+    others = work([os.getpid(), server.pid]).others_since(before)
+    began_s, rate = decode_rate(timelines, words.tokens)
+    assert formed_s < began_s, "the queue was not complete when the window began: prolong it"
+    run = Run(
+        name=f"{waiting} waiting, {pair}",
+        dataset=str(DATASET),
+        arrival=f"closed:{RUNNING}",
+        over="http",
+        seed=seed,
+        metrics=measure(timelines, words.tokens),
+        others=others,
+    )
+    return Sample(run, rate, formed_s - asked_s)
+
+
+def decode_rate(timelines: Sequence[Timeline], tokens: Callable[[str], int]) -> tuple[float, float]:
+    """Return when the window began for all, and the tokens/s of all until it ended for one."""
+    arrivals = [_arrivals(timeline, tokens) for timeline in timelines]
+    began_s = max(times[WINDOW[0]] for times in arrivals)
+    ended_s = min(times[WINDOW[1]] for times in arrivals)
+    count = sum(began_s < at_s <= ended_s for times in arrivals for at_s in times)
+    return began_s, count / (ended_s - began_s)
+
+
+def _arrivals(timeline: Timeline, tokens: Callable[[str], int]) -> list[float]:
+    """When each token came; text is spread over as many as the server counts."""
+    assert timeline.error is None, timeline.error
+    said = [(piece.at_s, max(1, tokens(piece.text))) for piece in timeline.pieces]
+    times = [at_s for at_s, count in said for _ in range(count)]
+    share = len(times) / timeline.output_tokens
+    return [times[int(n * share)] for n in range(timeline.output_tokens)]
+
+
+async def _open(server: Server, count: int) -> float:
+    """Wait until the gateway holds so many requests, no fewer and no more; return when."""
+    async with aiohttp.ClientSession() as session, asyncio.timeout(120):
+        while True:
+            async with session.get(f"{server.url}/metrics") as answer:
+                found = OPEN.search(await answer.read())
+            assert found, "the gateway does not say how many requests are open"
+            if float(found[1]) == count:
+                return time.perf_counter()
+            await asyncio.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""The same weights in every format give the same model; what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.models.stepper import Stepper
+from tests.models.tiny import QWEN2, write_llama, write_qwen2
+from torch import Tensor
+
+from antiphon.config.loading import LoadFormat
+from antiphon.config.model_files import ModelFiles, find_files
+from antiphon.layers.weights import WeightSource
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats import ahead
+from antiphon.model_worker.model.formats.files import Copied, Mapped
+from antiphon.model_worker.model.formats.progress import Progress
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.open import open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Kind = gguf.GGMLQuantizationType
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder of safetensors, as the public package reads them."""
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def weights(place: Path | ModelFiles) -> dict[str, Tensor]:
+    """What a decoder holds after loading, source by source."""
+    model = load(place, dtype="float32")
+    kept: dict[str, Tensor] = {}
+    decoder = model.decoder
+    for source in decoder.sources():
+        kept[source.name] = torch.full(source.shape, float("nan"))
+    checkpoint = Checkpoint.open(place, list(decoder.sources()))
+    for name, into in kept.items():
+        stored = checkpoint.tensors[name]
+        into.copy_(stored.decode(stored.data.read()))
+        stored.data.release()
+    return kept
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].float()), name
+
+
+def without_safetensors(folder: Path, into: Path) -> Path:
+    into.mkdir()
+    shutil.copy(folder / "config.json", into)
+    return into
+
+
+# torch's own files
+
+
+@pytest.fixture
+def torch_folder(llama: Path, tmp_path: Path) -> Path:
+    """Two shards under an index, and what a trainer left."""
+    folder = without_safetensors(llama, tmp_path / "torch")
+    tensors = tensors_of(llama)
+    shards = {name: f"pytorch_model-{1 + i % 2}.bin" for i, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        torch.save({n: t for n, t in tensors.items() if shards[n] == shard}, folder / shard)
+    index = {"metadata": {}, "weight_map": shards}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    torch.save({"lr": 0.1}, folder / "training_args.bin")
+    return folder
+
+
+def test_files_of_torch_give_the_same_weights(torch_folder: Path, llama: Path) -> None:
+    assert find_files(torch_folder).format is LoadFormat.PT
+    assert_same(weights(torch_folder), tensors_of(llama))
+    assert_same(weights(find_files(torch_folder, mapped=False)), tensors_of(llama))
+
+
+def test_a_file_of_torch_without_an_index_is_found_too(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "one")
+    torch.save(tensors_of(llama), folder / "model.pt")
+    assert_same(weights(folder), tensors_of(llama))
+
+
+def test_a_file_from_before_torch_1_6_is_read_without_mapping(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "old")
+    file = folder / "pytorch_model.bin"
+    torch.save(tensors_of(llama), file, _use_new_zipfile_serialization=False)
+    assert_same(weights(folder), tensors_of(llama))
+
+
+class Trap:
+    """Code in a pickle; it would leave a file behind."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.makedirs, (str(self.mark),)
+
+
+def test_code_in_a_file_of_torch_is_named_and_not_run(llama: Path, tmp_path: Path) -> None:
+    folder, mark = without_safetensors(llama, tmp_path / "trap"), tmp_path / "ran"
+    torch.save({"weight": Trap(mark)}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        ModelLoadError, match=r"pytorch_model\.bin: refused: it would run os.makedirs$"
+    ):
+        load(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(1)], "it holds a list"),
+        ({"state_dict": {"a": torch.ones(1)}}, "state_dict is a dict"),
+        ({"a": torch.ones(1, dtype=torch.float64)}, "a is float64: only float32, bfloat16"),
+        ({}, "files hold no tensors"),
+    ],
+    ids=["list", "nested", "float64", "empty"],
+)
+def test_a_file_of_torch_that_holds_something_else_is_refused(
+    llama: Path, tmp_path: Path, content: object, message: str
+) -> None:
+    folder = without_safetensors(llama, tmp_path / "else")
+    torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99], ids=lambda kept: f"first {kept}")
+def test_a_file_of_torch_that_was_cut_short_is_refused(torch_folder: Path, kept: float) -> None:
+    file = torch_folder / "pytorch_model-1.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept if kept >= 1 or not kept else kept * len(content))])
+    with pytest.raises(ModelLoadError, match=r"pytorch_model-1\.bin: (cut short|refused)"):
+        load(torch_folder)
+
+
+def test_a_missing_file_of_torch_is_named(torch_folder: Path) -> None:
+    (torch_folder / "pytorch_model-2.bin").unlink()
+    with pytest.raises(ModelLoadError, match=r"pytorch_model-2\.bin: No such file"):
+        load(torch_folder)
+
+
+# GGUF
+
+
+def rotated_as_llama_cpp_does(tensor: Tensor, heads: int) -> Tensor:
+    """What its converter does to queries and keys of Llama: halves become neighbours."""
+    halves = tensor.view(heads, 2, -1, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(
+    folder: Path, file: Path, *, architecture: str = "llama", kind: Kind = Kind.F32
+) -> None:
+    """Write the safetensors of a folder as llama.cpp's converter would."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_token_list(["a", "b", "ä"])  # lists are passed over
+    writer.add_array("some.numbers", [1, 2, 3])
+    if architecture == "llama":
+        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in tensors_of(folder).items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
+            data = rotated_as_llama_cpp_does(tensor, heads if ".q_proj" in name else kv_heads)
+        else:
+            data = tensor
+        as_is = Kind.F32 if tensor.ndim == 1 else kind
+        writer.add_tensor(own, gguf.quantize(data.float().numpy(), as_is), raw_dtype=as_is)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_of_llama_gives_the_same_weights(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "gguf")
+    write_gguf(llama, folder / "model.gguf")
+    assert find_files(folder).format is LoadFormat.GGUF
+    assert_same(weights(folder), tensors_of(llama))
+    assert_same(weights(folder / "model.gguf"), tensors_of(llama))
+    assert_same(weights(find_files(folder, mapped=False)), tensors_of(llama))
+
+
+def test_a_gguf_file_may_be_described_by_another_folder(llama: Path, tmp_path: Path) -> None:
+    write_gguf(llama, tmp_path / "model.gguf")
+    files = find_files(tmp_path / "model.gguf", described_in=llama)
+    assert_same(weights(files), tensors_of(llama))
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_rounded_numbers_of_gguf_are_those_that_its_own_package_reads(
+    tmp_path: Path, kind: Kind
+) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96}
+    llama = write_llama(tmp_path / "llama", shape)
+    file = tmp_path / "llama" / "model.gguf"
+    write_gguf(llama, file, kind=kind)
+    found = weights(find_files(file))
+    for name, tensor in tensors_of(llama).items():
+        as_is = Kind.F32 if tensor.ndim == 1 else kind
+        rounded = gguf.dequantize(gguf.quantize(tensor.float().numpy(), as_is), as_is)
+        assert torch.equal(found[name], torch.from_numpy(rounded)), name
+
+
+def test_a_gguf_file_of_qwen2_has_biases_and_its_rows_in_order(tmp_path: Path) -> None:
+    qwen = write_qwen2(tmp_path / "qwen", QWEN2)
+    write_gguf(qwen, tmp_path / "qwen" / "model.gguf", architecture="qwen2")
+    found = weights(find_files(qwen / "model.gguf"))
+    assert any(name.endswith("q_proj.bias") for name in found)
+    assert_same(found, tensors_of(qwen))
+
+
+def test_a_tied_head_that_gguf_repeats_is_no_surprise(tmp_path: Path) -> None:
+    llama = write_llama(tmp_path / "llama")
+    write_gguf(llama, llama / "model.gguf")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert "lm_head.weight" not in weights(llama / "model.gguf")
+
+
+def test_parts_of_one_gguf_model_are_found_by_any_of_them(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "parts")
+    for number in (1, 2):
+        write_gguf(llama, folder / f"m-{number:05}-of-00002.gguf")
+    write_gguf(llama, folder / "other.gguf")
+    files = find_files(folder / "m-00002-of-00002.gguf")
+    assert [file.name for file in files.weights] == [
+        "m-00001-of-00002.gguf",
+        "m-00002-of-00002.gguf",
+    ]
+    assert_same(weights(files), tensors_of(llama))
+
+
+def test_a_gguf_format_that_is_not_read_is_named(tmp_path: Path) -> None:
+    llama = write_llama(tmp_path / "llama", {"hidden_size": 64, "intermediate_size": 96})
+    write_gguf(llama, llama / "model.gguf", kind=Kind.Q4_0)
+    with pytest.raises(ModelLoadError, match=r"is Q4_0: only F32, F16, BF16, Q8_0 weights"):
+        load(find_files(llama / "model.gguf"))
+
+
+def test_a_gguf_architecture_that_nobody_looked_at_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "gguf")
+    writer = gguf.GGUFWriter(folder / "model.gguf", "falcon")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"'falcon' are not read: there are llama, qwen2"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 20, 0.002, 0.5, 0.999], ids=lambda kept: f"first {kept}")
+def test_a_gguf_file_that_was_cut_short_is_refused(
+    llama: Path, tmp_path: Path, kept: float
+) -> None:
+    folder = without_safetensors(llama, tmp_path / "gguf")
+    file = folder / "model.gguf"
+    write_gguf(llama, file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept if kept >= 1 or not kept else kept * len(content))])
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: (cut short|not a GGUF file)"):
+        load(folder)
+
+
+def greedy(place: Path | ModelFiles) -> list[int]:
+    model = open_model(place, page_tokens=4, pages=32, dtype="float32")
+    batch = Stepper(model.runner, model.groups)
+    line = batch.add([5, 7, 11, 13])
+    batch.prefill()
+    batch.decode(20)
+    return line.ids
+
+
+def test_a_gguf_file_says_what_its_safetensors_say(llama: Path, tmp_path: Path) -> None:
+    write_gguf(llama, tmp_path / "model.gguf")
+    assert greedy(find_files(tmp_path / "model.gguf", described_in=llama)) == greedy(llama)
+
+
+# Dummy
+
+
+def test_dummy_weights_are_the_same_each_time_and_on_every_rank(llama: Path) -> None:
+    files = find_files(llama, LoadFormat.DUMMY)
+    first, second = weights(files), weights(files)
+    assert_same(first, second)
+    matrix = first["model.layers.0.mlp.up_proj.weight"]
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(matrix, first["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(first["model.norm.weight"], torch.ones(48))
+
+
+def test_dummy_weights_need_no_files(llama: Path, tmp_path: Path) -> None:
+    folder = without_safetensors(llama, tmp_path / "none")
+    assert load(find_files(folder, LoadFormat.DUMMY)).spec.layers == 4
+
+
+# How they are read
+
+
+def test_copied_files_give_the_same_weights_as_mapped_ones(llama: Path) -> None:
+    assert_same(weights(find_files(llama, mapped=False)), weights(llama))
+
+
+def test_mapped_parts_come_back_after_they_were_let_go(llama: Path) -> None:
+    checkpoint = Checkpoint.open(llama)
+    tensor = checkpoint.tensors["model.embed_tokens.weight"]
+    assert isinstance(tensor.data, Mapped)
+    before = tensor.decode(tensor.data.read()).clone()
+    tensor.data.release()
+    assert torch.equal(tensor.decode(tensor.data.read()), before)
+
+
+def test_a_file_that_shrinks_while_it_is_copied_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"12345678")
+    part = Copied(file, 4, 8)
+    with pytest.raises(ModelLoadError, match=r"cut short while it was read, at 8"):
+        part.read()
+
+
+def test_a_failure_in_one_tensor_ends_the_loading(llama: Path) -> None:
+    checkpoint = Checkpoint.open(llama)
+    loaded: list[str] = []
+
+    def load_or_fail(name: str) -> None:
+        if name == "model.norm.weight":
+            raise ModelLoadError(name)
+        loaded.append(name)
+
+    sources = [
+        WeightSource(name, tensor.shape, lambda _, name=name: load_or_fail(name))
+        for name, tensor in checkpoint.tensors.items()
+    ]
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight"):
+        checkpoint.load(sources)
+    assert len(loaded) < len(sources)
+
+
+def test_a_tensor_of_several_takers_is_read_once(llama: Path) -> None:
+    checkpoint = Checkpoint.open(llama)
+    name = "model.norm.weight"
+    taken: list[Tensor] = []
+    twice = [WeightSource(name, checkpoint.tensors[name].shape, taken.append)] * 2
+    checkpoint.load(twice)
+    assert taken[0] is taken[1]
+
+
+def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
+    held: set[int] = set()
+    most = 0
+
+    @dataclass
+    class Counted:
+        number: int
+        size_bytes = 40
+
+        def read(self) -> Tensor:
+            held.add(self.number)
+            return torch.tensor(self.number)
+
+        def release(self) -> None:
+            held.discard(self.number)
+
+    tensors = [Counted(number) for number in range(20)]
+    for number, content in enumerate(ahead.read_ahead(tensors)):
+        assert content.item() == number
+        most = max(most, len(held))
+        tensors[number].release()
+    assert most <= 3
+    assert not held
+
+
+def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    progress = Progress(1000, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        for _ in range(10):
+            now[0] += 0.5
+            progress.add(100)
+        progress.end()
+    lines = [record for record in caplog.records if record.message == "loading weights"]
+    assert [(vars(line)["done_bytes"], vars(line)["seconds_left"]) for line in lines] == [
+        (200, 4.0),
+        (400, 3.0),
+        (600, 2.0),
+        (800, 1.0),
+        (1000, 0.0),
+    ]
+    assert caplog.records[-1].message == "weights loaded"
+    last = vars(caplog.records[-1])
+    assert (last["bytes"], last["seconds"]) == (1000, 5.0)

@@ -1,0 +1,82 @@
+"""Qwen2 against transformers: biases on queries, keys and values, and windows in upper layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from tests.models.test_llama_parity import (
+    assert_close,
+    logits_of,
+    mutated,
+    prompts,
+    stepper,
+)
+from tests.models.tiny import write_qwen2
+
+from antiphon.layers.methods import unfit
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.spec import Biases
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMIT = 5e-5
+"""Random biases of queries and keys make sharper attention, so errors grow more than in Llama."""
+SHAPES: dict[str, dict[str, object]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "windows in upper layers": {"use_sliding_window": True, "sliding_window": 9},
+    "windows by name": {
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "a window that is not used": {"sliding_window": 5},
+}
+
+
+def opened(folder: Path, linear: str) -> OpenModel:
+    if lacks := unfit(linear, torch.device("cpu"), torch.float32):
+        pytest.skip(lacks)
+    return open_model(folder, page_tokens=4, pages=256, dtype="float32", linear=linear)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("linear", ["plain", "packed"])
+def test_greedy_text_and_logits_equal_transformers(
+    tmp_path: Path, reference, shape: dict[str, object], linear: str
+) -> None:
+    folder = write_qwen2(tmp_path, shape)
+    theirs, model = reference(folder), opened(folder, linear)
+    batch = stepper(model, prompts())
+    batch.prefill(chunk=21)
+    batch.decode(24)
+    for line, ids in zip(batch.lines.values(), prompts(), strict=True):
+        assert line.ids[len(ids) :] == theirs.greedy_after(line.ids, len(ids))
+    ids = prompts()[-1]
+    assert_close(logits_of(opened(folder, linear), ids, chunk=31), theirs.logits(ids), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "shape"),
+    [
+        ({"windows": (None,) * 4}, {"use_sliding_window": True, "sliding_window": 60}),
+        ({"windows": (60, None, None, None)}, {}),
+    ],
+    ids=["no window", "a window"],
+)
+def test_parity_notices_a_mutant(tmp_path: Path, reference, mutation, shape) -> None:
+    folder = write_qwen2(tmp_path, shape)
+    model = mutated(folder, msgspec.structs.replace(load(folder).spec, **mutation))
+    ids = prompts()[-1]
+    with pytest.raises(AssertionError, match="standard deviations"):
+        assert_close(logits_of(model, ids, chunk=90), reference(folder).logits(ids), LIMIT)
+
+
+def test_only_queries_keys_and_values_have_a_bias(tmp_path: Path) -> None:
+    assert load(write_qwen2(tmp_path)).spec.biases == Biases(qkv=True, out=False, mlp=False)

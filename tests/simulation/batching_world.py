@@ -1,0 +1,406 @@
+"""One worker's batching loop in a world of its own: random limits, rules, requests and faults."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.simulation.hash_runner import HashRunner, next_token
+
+from antiphon.config.worker import Policy
+from antiphon.model_worker.batching.admission import Limits
+from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.request import (
+    ChoiceKey,
+    Finish,
+    Phase,
+    Request,
+    RequestState,
+)
+from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.table import HOLE, CachePools
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.model_worker.batching.plan import Ints, Outcome, Plan
+    from antiphon.model_worker.cache.index import PrefixIndex
+
+VOCAB_SIZE = 40
+EOS = 3
+
+
+class RunFailed(Exception):
+    """What a kernel might raise."""
+
+
+class WorldRunner(HashRunner):
+    """Fails a plan, or poisons a row, where the world says so; and computes late if it may.
+
+    A plan that is launched is computed only when its outcome is asked for: whatever was given back
+    too early has been written to by others by then.
+    """
+
+    fail = False
+    last: Plan | None = None
+    _drawn: dict[int, int]
+
+    def run(self, plan: Plan) -> Outcome:
+        self.last = plan
+        outcome = super().run(self._known(plan))
+        self._drawn |= {
+            slot: int(outcome.token_ids[end - 1]) if end > start else 0
+            for slot, start, end in zip(
+                plan.slot.tolist(), outcome.starts[:-1], outcome.starts[1:], strict=True
+            )
+        }
+        if self.fail:
+            raise RunFailed
+        return outcome
+
+    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+        return lambda: self.run(plan)
+
+    def _known(self, plan: Plan) -> Plan:
+        """With each `future` replaced by what its slot drew last."""
+        self._drawn = getattr(self, "_drawn", {})
+        tokens = plan.tokens.copy()
+        for index in (tokens < 0).nonzero()[0].tolist():
+            tokens[index] = self._drawn[-1 - int(tokens[index])]
+        return replace(plan, tokens=tokens)
+
+
+@dataclass
+class Told:
+    """All that was said of one choice."""
+
+    state: RequestState
+    ids: list[int] = field(default_factory=list[int])
+    finish: Finish | None = None
+    dropped: bool = False
+
+    @property
+    def live(self) -> bool:
+        return self.finish is None and not self.dropped
+
+
+class World:
+    """A worker, and somebody who sends and drops requests. A turn takes a second of its clock."""
+
+    def __init__(self, seed: int, *, overlap: bool = False, **said: Any) -> None:
+        self.random = random.Random(seed)
+        self.said = said
+        page_tokens = self.pick("page_tokens", 1, 4, 16)
+        groups = [self._group(GroupKind.FULL, page_tokens, None)]
+        if self.pick("window", False, True):
+            groups.append(self._group(GroupKind.WINDOW, page_tokens, self.random.randint(1, 20)))
+        self.groups = groups
+        self.pools = CachePools(groups)
+        self.limits = self._limits()
+        self.rules = self._rules()
+        self.overlap = overlap
+        self.cached = self.pick("cached", True, True, False)
+        index: PrefixIndex | None = None
+        if self.cached:
+            index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
+        self.batching = Batching(self.limits, self.pools, index, self.rules)
+        accepted_max = self.pick("accepted_max", 1, 1, 3)
+        self.runner = WorldRunner(groups, VOCAB_SIZE, accepted_max=accepted_max)
+        self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
+        self.now = 0.0
+        self.loop = BatchingLoop(
+            self.batching,
+            self.runner,
+            Mailbox(1),
+            self.hear,
+            clock=lambda: self.now,
+            overlap=overlap,
+        )
+        self.told: dict[ChoiceKey, Told] = {}
+        self.exact_share = self.pick("exact_share", 0.0, 0.5, 1.0)
+        self.prompt_max = self.pick("prompt_max", 20, 70, 100)
+        self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
+        self.poison = 0.0
+        self.seen: Counter[str] = Counter()
+        self._overtaken: dict[ChoiceKey, float] = {}
+        self._idle_turns: dict[ChoiceKey, int] = {}
+
+    def pick(self, name: str, *options: Any) -> Any:
+        """One of the options, or what the test says of it."""
+        drawn = self.random.choice(options)
+        return self.said.get(name, drawn)
+
+    def _group(self, kind: GroupKind, page_tokens: int, window: int | None) -> CacheGroup:
+        return CacheGroup(
+            kind=kind,
+            layers=(0,),
+            page_bytes=1,
+            page_tokens=page_tokens,
+            pages_total=self.random.randint(96, 240) // page_tokens,
+            window=window,
+        )
+
+    def _limits(self) -> Limits:
+        running_max = self.pick("running_max", 1, 3, 16)
+        return Limits(
+            step_tokens_max=max(running_max, self.pick("step_tokens_max", 1, 7, 32, 256)),
+            chunk_tokens=self.pick("chunk_tokens", None, 1, 5, 64),
+            fill_tokens=self.pick("fill_tokens", None, 8, 64),
+            prefill_max=self.pick("prefill_max", None, None, 1, 2),
+            mixed=self.pick("mixed", True, False),
+            running_max=running_max,
+            queue_max=self.pick("queue_max", 8, 256),
+            context_tokens=min(self.pools.tokens_max, 96),
+            vocab_size=VOCAB_SIZE,
+            end_ids=frozenset({EOS}),
+            weights_digest="w",
+            stream_interval=self.pick("stream_interval", 1, 1, 4),
+            queue_timeout_s=self.pick("queue_timeout_s", None, None, 60.0),
+            running_timeout_s=self.pick("running_timeout_s", None, None, 60.0),
+            conservativeness=self.pick("conservativeness", 0.0, 0.3, 1.0),
+        )
+
+    def _rules(self) -> Rules:
+        return Rules(
+            policy=self.pick("policy", *(p for p in Policy if p is not Policy.PRIORITY)),
+            priority=self.pick("priority", False, True),
+            low_first=self.pick("low_first", False, True),
+            preempt_threshold=self.pick("preempt_threshold", 0, 2),
+            max_overtake_s=self.pick("max_overtake_s", 5.0, 50.0),
+        )
+
+    def _ids(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB_SIZE) for _ in range(count)]
+
+    # What happens.
+
+    def act(self) -> None:
+        """One turn: some new requests, some dropped ones, sometimes a fault or an order."""
+        live = [key for key, told in self.told.items() if told.live]
+        runs = [
+            pair
+            for _ in range(self.random.choice(self.said.get("arrivals", [0, 0, 0, 0, 1, 1])))
+            for pair in self.new_choices()
+        ]
+        drops = frozenset(key for key in live if self.random.random() < 0.01)
+        for key in drops:
+            self.told[key].dropped = True
+        self.poison = 0.2 if self.random.random() < 0.01 else 0.0
+        self.runner.fail = self.random.random() < 0.003
+        orders = (FlushCache(),) if self.random.random() < 0.01 else ()
+        if self.random.random() < 0.005:
+            orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
+        self.turn(Mail(runs=tuple(runs), drops=drops, orders=orders))
+
+    def turn(self, mail: Mail | None = None) -> StepReport:
+        """One turn of the loop, and all that must hold after it."""
+        before = set(self.batching.running.values())
+        self.runner.last = None
+        self.now += 1.0
+        report = self.loop.turn(mail or Mail())
+        self.hear(report)
+        self.check_pages()
+        self.check_slots()
+        self.check_budgets()
+        self.check_order(before)
+        self.check_decodes()
+        return report
+
+    def new_choices(self) -> list[tuple[ChoiceKey, RequestState]]:
+        """One request: most often of one choice, and often with a beginning that others have."""
+        prompt = self._ids(self.random.randint(0, self.prompt_max))
+        if self.random.random() < 0.7:
+            prompt = (self.random.choice(self.stems) + prompt)[: self.prompt_max]
+        sampling = SamplingParams(
+            max_new_tokens=self.random.choice([0, 1, 5, 60, 10_000]),
+            seed=self.random.randint(-9, 9),
+            stop_token_ids=(7,) if self.random.random() < 0.2 else (),
+            ignore_eos=self.random.random() < self.exact_share,
+        )
+        number = len(self.told)
+        pairs: list[tuple[ChoiceKey, RequestState]] = []
+        for choice in range(self.random.choice([1, 1, 1, 3])):
+            key = ChoiceKey(len(self.told))
+            state = RequestState(
+                request_id=RequestId(f"r{number}"),
+                choice=choice,
+                prompt_ids=pack_ids(prompt),
+                sampling=sampling,
+                priority=self.random.choice([0, 0, 1, 5]),
+                deadline_unix_ms=0,
+            )
+            self.told[key] = Told(state)
+            pairs.append((key, state))
+        return pairs
+
+    def hear(self, report: StepReport) -> None:
+        """Take in what the loop says."""
+        for progress in report.progress:
+            told = self.told[progress.key]
+            if told.dropped and progress.finish and progress.finish.error:
+                # A request of the same mail took its place in the queue, just before the drop.
+                assert progress.finish.error.code == "overloaded"
+                continue
+            assert not told.dropped, "a dropped choice was heard of"
+            assert told.finish is None, "a choice ended twice, or went on after its end"
+            told.ids += unpack_ids(progress.token_ids)
+            told.finish = progress.finish
+            if progress.finish is not None:
+                error = progress.finish.error
+                self.seen[error.code if error else str(progress.finish.reason)] += 1
+            if progress.cached_tokens:
+                self.seen["cached"] += 1
+
+    def drain(self) -> None:
+        """Let everything come to its end."""
+        self.poison, self.runner.fail = 0.0, False
+        for _ in range(100_000):
+            if self.batching.idle:
+                self.turn()
+                return
+            self.turn()
+        raise AssertionError("the requests do not end")
+
+    # What holds after each turn.
+
+    def check_pages(self) -> None:
+        """Every page is free, on its way back, or held by just those who list it."""
+        tables = [request.table for request in self.batching.running.values()]
+        for index, pool in enumerate(self.pools.pools):
+            listed = Counter(p for table in tables if table for p in table.pages(index))
+            del listed[HOLE]
+            cached = sum(pool.holders(page) > count for page, count in listed.items())
+            for page, count in listed.items():
+                assert pool.holders(page) - count in {0, 1}, "a page is held by nobody known"
+                if count > 1 and pool.holders(page) == count:
+                    self.seen["forked"] += 1
+            assert pool.used_count == len(listed) + pool.loose_count, "a page is lost"
+            assert self.cached or cached == 0
+        assert all(a <= b for a, b in zip(self.pools.free(), self._totals(), strict=True))
+
+    def check_slots(self) -> None:
+        """The arrays by slot say what the requests there say."""
+        running, slots = self.batching.running, self.batching.slots
+        assert all(request.phase is Phase.RUNNING for request in running.values())
+        assert len(running) + slots.free_count == self.limits.running_max
+        live = [told for told in self.told.values() if told.live]
+        assert len(live) == len(running) + len(self.batching.waiting)
+        for slot, request in running.items():
+            assert slot == request.slot
+            assert request.table is not None
+            assert request.computed == request.table.committed
+            assert slots.length[slot] == request.length
+            for group in range(len(self.groups)):
+                pages = request.table.pages(group)
+                assert slots.page_tables(_one(slot))[group][0].tolist() == pages
+        empty = set(range(self.limits.running_max)) - set(running)
+        assert all(slots.length[slot] == 0 for slot in empty)
+
+    def check_budgets(self) -> None:
+        """No plan is larger than was allowed."""
+        plan = self.runner.last
+        if plan is None:
+            return
+        limits = self.limits
+        arrays = [plan.slot, plan.tokens, plan.positions, plan.logit_tokens, *plan.page_tables]
+        assert {str(array.dtype) for array in arrays} == {"int32"}
+        assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
+        assert plan.query_len.min() > 0, "a row has no tokens"
+        if limits.chunk_tokens is None:
+            return
+        assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
+        assert plan.query_len.max() <= max(limits.chunk_tokens, 3)  # 3: accepted at once
+
+    def check_order(self, before: set[Request]) -> None:
+        """Nobody is overtaken for longer than was allowed, and by nobody in plain FCFS."""
+        running = set(self.batching.running.values())
+        started = [request for request in running - before if request.started_s == self.now]
+        waiting = {key: self._request(key) for key, told in self.told.items() if told.live}
+        waiting = {key: r for key, r in waiting.items() if r.phase is Phase.WAITING}
+        overdue = [
+            key
+            for key, since in self._overtaken.items()
+            if key in waiting and self.now - since >= self.rules.max_overtake_s
+        ]
+        if overdue and started:
+            assert all(request.urgent for request in started), "an overdue request was passed"
+            self.seen["urgent"] += 1
+        self._overtaken = {key: at for key, at in self._overtaken.items() if key in waiting}
+        latest = max((request.arrival for request in started), default=0)
+        for key, request in waiting.items():
+            if request.arrival < latest:
+                self._overtaken.setdefault(key, self.now)
+                self.seen["overtaken"] += 1
+                plain = self.rules.policy is Policy.FCFS and not self.rules.priority
+                assert not plain or request.following is not None or request.started_s is not None
+
+    def check_decodes(self) -> None:
+        """Whoever has begun to answer has a row in every plan, or in every other."""
+        plan, running = self.runner.last, self.batching.running
+        if self.overlap or plan is None:
+            return
+        planned = set(plan.slot.tolist())
+        idle = {
+            request.key: self._idle_turns.get(request.key, 0) + 1
+            for slot, request in running.items()
+            if request.answers and slot not in planned
+        }
+        self._idle_turns = idle
+        allowed = 0 if self.limits.mixed else 1
+        assert max(idle.values(), default=0) <= allowed, "a decode was left out"
+
+    def _request(self, key: ChoiceKey) -> Request:
+        return self.batching._requests[key]
+
+    def _totals(self) -> list[int]:
+        return [pool.total for pool in self.pools.pools]
+
+    # What must have been said.
+
+    def alone(self, state: RequestState) -> tuple[list[int], FinishReason]:
+        """What the choice says when nobody else is there."""
+        prompt = list(unpack_ids(state.prompt_ids))
+        said: list[int] = []
+        longest = min(state.sampling.max_new_tokens, self.limits.context_tokens - len(prompt))
+        ends = {EOS, *state.sampling.stop_token_ids} if not state.sampling.ignore_eos else set()
+        windows = [group.window for group in self.groups]
+        while len(said) < longest:
+            sampling = state.sampling
+            context = prompt + said
+            token = next_token(context, windows, sampling.seed, state.choice, VOCAB_SIZE)
+            if token in ends:
+                return said, FinishReason.STOP
+            said.append(token)
+        return said, FinishReason.LENGTH
+
+    def verify(self, told: Told) -> None:
+        """What was said is what the choice says alone, or a beginning of it where a fault hit."""
+        prompt_tokens = len(told.state.prompt_ids) // 4
+        least = min(told.state.sampling.max_new_tokens, 1)
+        if not prompt_tokens or prompt_tokens + least > self.limits.context_tokens:
+            assert told.dropped or (told.finish and told.finish.error is not None)
+            assert not told.ids
+            return
+        ids, reason = self.alone(told.state)
+        if told.dropped or (told.finish and told.finish.reason is FinishReason.ERROR):
+            assert told.ids == ids[: len(told.ids)]
+            return
+        assert told.finish is not None
+        assert (told.ids, told.finish.reason) == (ids, reason)
+
+
+def _one(slot: int) -> Ints:
+    return np.array([slot], np.int32)

@@ -1,0 +1,265 @@
+"""Choices with a grammar among choices without: seeded worlds with few pages, drops and moves."""
+
+from __future__ import annotations
+
+import random
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
+from tests.simulation.hash_runner import next_token
+
+from antiphon.model_worker.batching.admission import Limits
+from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.guide import Deferred, Guide
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.processors import pack
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.table import CachePools
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.plan import Ints, Plan
+
+AFTER = (7, 8)
+"""What a deferred grammar begins after."""
+
+
+class ToyState:
+    """A grammar by hashing: from 1 to 6 tokens may come, and sometimes the end, or only that."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ids: list[int] = []
+
+    @property
+    def terminated(self) -> bool:
+        return self.ids[-1:] == [EOS]
+
+    def allowed(self) -> list[int]:
+        if self.name == "barren" and len(self.ids) == 5:
+            return []
+        digest = blake2b(f"{self.name}{self.ids}".encode(), digest_size=8).digest()
+        if len(self.ids) > 2 and digest[0] % 16 == 0:
+            return [EOS]
+        others = {id_ % VOCAB_SIZE for id_ in digest[2 : 3 + digest[1] % 6]} - {EOS}
+        return sorted(others | ({EOS} if digest[0] % 16 < 3 else {11}))
+
+    def accept(self, token: int) -> bool:
+        if self.terminated or token not in self.allowed():
+            return False
+        self.ids.append(token)
+        return True
+
+    def fill(self, words: Ints) -> bool:
+        allowed = self.allowed()
+        if not allowed:
+            raise InvalidRequest("grammar: no token may come next")
+        words[:] = pack(np.isin(np.arange(VOCAB_SIZE), allowed))
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        del self.ids[len(self.ids) - tokens :]
+
+
+def guide_of(state: RequestState) -> Guide | None:
+    """As a worker makes it: from the grammar and the answer so far."""
+    grammar = state.sampling.grammar
+    if grammar is None:
+        return None
+    toy = ToyState(grammar.text)
+    place = Deferred(toy, grammar.begins_after) if grammar.begins_after else toy
+    assert all(place.accept(token) for token in unpack_ids(state.output_ids))
+    return Guide(place, VOCAB_SIZE, frozenset({EOS}))
+
+
+def steered(drawn: int, words: Ints | None) -> int:
+    """What a row draws that would have drawn this: the first allowed token from there on."""
+    if words is None:
+        return drawn
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    ids = np.flatnonzero(bits)
+    return int(ids[np.argmin((ids - drawn) % VOCAB_SIZE)])
+
+
+class MaskedRunner(WorldRunner):
+    """Draws what the masks of the plan leave."""
+
+    def _draw(self, plan: Plan, row: int, contexts: list[Ints]) -> list[int]:
+        (drawn,) = super()._draw(plan, row, contexts)
+        if plan.token_masks is None or plan.token_mask_rows is None:
+            return [drawn]
+        index = np.flatnonzero(plan.token_mask_rows == row)
+        return [steered(drawn, plan.token_masks[index[0]] if len(index) else None)]
+
+
+def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
+    """What a choice says when nobody else is there, how it ends, and with which error."""
+    prompt, said = list(unpack_ids(state.prompt_ids)), list[int]()
+    guide, sampling = guide_of(state), state.sampling
+    while len(said) < sampling.max_new_tokens:
+        drawn = next_token([*prompt, *said], [None], sampling.seed, state.choice, VOCAB_SIZE)
+        token = steered(drawn, None if guide is None else guide.mask)
+        if guide is not None and (finish := guide.follow(token)) is not None:
+            return said, finish.reason, None if finish.error is None else finish.error.code
+        if token == EOS and not sampling.ignore_eos:
+            return said, FinishReason.STOP, None
+        said.append(token)
+    return said, FinishReason.LENGTH, None
+
+
+class World:
+    """A worker with few pages."""
+
+    def __init__(self, seed: int, *, overlap: bool) -> None:
+        self.random = random.Random(seed)
+        group = CacheGroup(
+            kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=32
+        )
+        limits = Limits(
+            step_tokens_max=48,
+            chunk_tokens=16,
+            running_max=8,
+            context_tokens=120,
+            vocab_size=VOCAB_SIZE,
+            end_ids=frozenset({EOS}),
+            weights_digest="w",
+            conservativeness=0.0,
+        )
+        self.batching = Batching(limits, CachePools([group]))
+        self.runner = MaskedRunner([group], VOCAB_SIZE)
+        self.loop = BatchingLoop(
+            self.batching, self.runner, Mailbox(1), self.hear, clock=lambda: 0.0, overlap=overlap
+        )
+        self.states: dict[ChoiceKey, RequestState] = {}
+        self.ids: dict[ChoiceKey, list[int]] = {}
+        self.ends: dict[ChoiceKey, Finish] = {}
+
+    def hear(self, report: StepReport) -> None:
+        for news in report.progress:
+            self.ids[news.key] += unpack_ids(news.token_ids)
+            if news.finish is not None:
+                self.ends[news.key] = news.finish
+
+    def new_state(self) -> RequestState:
+        dice = self.random
+        guided = dice.random() < 0.6
+        grammar = Grammar(
+            kind=GrammarKind.REGEX,
+            text=dice.choice(["a", "b", "barren"]),
+            begins_after=AFTER if dice.random() < 0.3 else (),
+        )
+        return RequestState(
+            request_id=RequestId(str(len(self.states))),
+            choice=dice.randint(0, 2),
+            prompt_ids=pack_ids([dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, 40))]),
+            sampling=SamplingParams(
+                max_new_tokens=dice.choice([1, 10, 60]),
+                seed=dice.randint(0, 9),
+                ignore_eos=dice.random() < 0.5,
+                grammar=grammar if guided else None,
+            ),
+            deadline_unix_ms=0,
+        )
+
+    def send(self, states: Sequence[RequestState]) -> list[ChoiceKey]:
+        keys = [ChoiceKey(len(self.states) + index) for index in range(len(states))]
+        runs = tuple(zip(keys, states, strict=True))
+        self.states |= dict(runs)
+        self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs}
+        guides = {key: guide for key, state in runs if (guide := guide_of(state)) is not None}
+        self.hear(self.loop.turn(Mail(runs=runs, guides=guides)))
+        return keys
+
+    def drain(self) -> None:
+        for _ in range(5000):
+            if self.batching.idle:
+                return
+            self.hear(self.loop.turn(Mail()))
+        raise AssertionError("the choices do not end")
+
+    def verify(self, key: ChoiceKey) -> None:
+        finish = self.ends[key]
+        code = None if finish.error is None else finish.error.code
+        assert (self.ids[key], finish.reason, code) == alone(self.states[key])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_choice_says_what_it_says_alone(seed: int, overlap: bool) -> None:
+    world = World(seed, overlap=overlap)
+    for _ in range(30):
+        world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
+    world.drain()
+    for key in world.states:
+        world.verify(key)
+
+
+def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:
+    retractions, seen = 0, set[object]()
+    for seed in range(6):
+        world = World(seed, overlap=False)
+        for _ in range(30):
+            world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
+        world.drain()
+        retractions += world.batching.retractions
+        for key, finish in world.ends.items():
+            if (grammar := world.states[key].sampling.grammar) is not None:
+                code = None if finish.error is None else finish.error.code
+                seen.add((bool(grammar.begins_after), finish.reason.value, code))
+    assert retractions > 10
+    assert seen >= {
+        (deferred, *end) for deferred in (False, True) for end in (("stop", None), ("length", None))
+    }
+    assert (False, "error", "invalid_request") in seen
+
+
+def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> None:
+    world = World(2, overlap=False)
+    for name, after in (("a", ()), ("b", ()), ("a", AFTER)):
+        state = msgspec.structs.replace(
+            world.new_state(),
+            sampling=SamplingParams(
+                max_new_tokens=40,
+                seed=3,
+                grammar=Grammar(kind=GrammarKind.REGEX, text=name, begins_after=after),
+            ),
+        )
+        whole, reason, _ = alone(state)
+        for cut in range(len(whole)):
+            moved = msgspec.structs.replace(
+                state, output_ids=pack_ids(whole[:cut]), emitted=cut, weights_digest="w"
+            )
+            moved = msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=RequestState)
+            (key,) = world.send([moved])
+            world.drain()
+            assert (world.ids[key], world.ends[key].reason) == (whole, reason)
+
+
+def test_a_mask_is_never_older_than_its_row() -> None:
+    """Steps overlap; a guided row waits for its own last token, and nobody waits for it."""
+    world = World(4, overlap=True)
+    plans: list[Plan] = []
+    run = world.runner.run
+    world.runner.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
+    for _ in range(30):
+        world.send([world.new_state() for _ in range(2)])
+    world.drain()
+    ahead = sum(int((plan.tokens < 0).sum()) for plan in plans)
+    assert ahead > 100
+    for plan in plans:
+        for row in [] if plan.token_mask_rows is None else plan.token_mask_rows.tolist():
+            start = plan.query_start[row]
+            assert (plan.tokens[start : start + plan.query_len[row]] >= 0).all()

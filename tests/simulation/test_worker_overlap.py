@@ -1,0 +1,454 @@
+"""Steps launched ahead, steps that raise, and pauses: nobody but the culprit notices."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.simulation.apart_runner import ApartRunner, CursedRunner
+from tests.simulation.hash_runner import HashRunner, next_token
+
+from antiphon.model_worker.batching.admission import Limits
+from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.table import CachePools
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import (
+    ContinueWorker,
+    ControlDone,
+    FlushCache,
+    PauseMode,
+    PauseWorker,
+    SetWeightVersion,
+)
+from antiphon.wire.ids import RequestId
+from antiphon.wire.processors import ThinkingBudget
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.wire.processors import LogitProcessors
+
+VOCAB_SIZE = 60
+EOS = 3
+CURSE = 59
+"""The token for which the runner raises."""
+
+
+@dataclass
+class Told:
+    """All that was said of one choice."""
+
+    prompt: list[int]
+    tokens_max: int
+    seed: int
+    ids: list[int] = field(default_factory=list[int])
+    cached_tokens: int = 0
+    finish: Finish | None = None
+    dropped: bool = False
+
+
+class Stage:
+    """One loop, and somebody who says what comes in."""
+
+    def __init__(self, *, overlap: bool, pages: int, window: int | None, curse: int) -> None:
+        self.curse = curse
+        groups = [_group(GroupKind.FULL, pages, None)]
+        if window is not None:
+            groups.append(_group(GroupKind.WINDOW, pages, window))
+        self.windows = [group.window for group in groups]
+        self.pools = CachePools(groups)
+        self.limits = Limits(
+            step_tokens_max=48,
+            chunk_tokens=20,
+            running_max=8,
+            context_tokens=min(120, self.pools.tokens_max),
+            vocab_size=VOCAB_SIZE,
+            end_ids=frozenset({EOS}),
+            weights_digest="w",
+            conservativeness=0.1,  # so that pages run out
+        )
+        self.batching = Batching(self.limits, self.pools, RadixIndex(self.pools))
+        self.hashes = HashRunner(groups, VOCAB_SIZE)
+        self.cursed = CursedRunner(self.hashes, curse)
+        self.runner = ApartRunner(self.cursed)
+        self.loop = BatchingLoop(self.batching, self.runner, Mailbox(1), self.hear, overlap=overlap)
+        self.told: dict[ChoiceKey, Told] = {}
+        self.done: list[ControlDone] = []
+        self.reports: list[StepReport] = []
+
+    def run(self, prompt: list[int], tokens_max: int = 20, seed: int = 0) -> Told:
+        """Add a request, and take a turn."""
+        key, state = self.request(prompt, tokens_max, seed)
+        self.turn(Mail(runs=((key, state),)))
+        return self.told[key]
+
+    def request(
+        self,
+        prompt: list[int],
+        tokens_max: int = 20,
+        seed: int = 0,
+        processors: LogitProcessors = (),
+    ) -> tuple[ChoiceKey, RequestState]:
+        key = ChoiceKey(len(self.told))
+        self.told[key] = Told(prompt, tokens_max, seed)
+        return key, RequestState(
+            request_id=RequestId(f"r{key}"),
+            choice=0,
+            prompt_ids=pack_ids(prompt),
+            sampling=SamplingParams(max_new_tokens=tokens_max, seed=seed, processors=processors),
+            deadline_unix_ms=0,
+        )
+
+    def order(self, *orders: Order) -> list[ControlDone]:
+        """Give orders, and take the turn in which they are obeyed."""
+        self.done.clear()
+        self.turn(Mail(orders=orders))
+        return self.done
+
+    def turn(self, mail: Mail | None = None) -> None:
+        self.hear(self.loop.turn(mail or Mail()))
+
+    def hear(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self.done += report.done
+        for progress in report.progress:
+            told = self.told[progress.key]
+            assert not told.dropped, "a dropped choice was heard of"
+            assert told.finish is None, "a choice went on after its end"
+            told.ids += unpack_ids(progress.token_ids)
+            told.cached_tokens = progress.cached_tokens
+            told.finish = progress.finish
+
+    def drain(self) -> None:
+        for _ in range(10_000):
+            if self.batching.idle:
+                break
+            self.turn()
+        else:
+            raise AssertionError("the requests do not end")
+        self.turn()  # reads what is still in flight
+        self.order(FlushCache())
+        assert self.pools.used() == [0] * len(self.windows), "a page is lost"
+
+    def expected(self, told: Told) -> tuple[list[int], FinishReason]:
+        """What a choice says, and how it ends, by itself alone and with the curse."""
+        said: list[int] = []
+        if self.curse in told.prompt:
+            return said, FinishReason.ERROR
+        longest = min(told.tokens_max, self.limits.context_tokens - len(told.prompt))
+        while len(said) < longest:
+            context = told.prompt + said
+            token = next_token(context, self.windows, told.seed, 0, VOCAB_SIZE)
+            if token == EOS:
+                return said, FinishReason.STOP
+            said.append(token)
+            if token == self.curse and len(said) < longest:
+                return said, FinishReason.ERROR
+        return said, FinishReason.LENGTH
+
+    def verify(self) -> None:
+        for told in self.told.values():
+            ids, reason = self.expected(told)
+            if told.dropped or (told.finish and told.finish.reason is FinishReason.ABORT):
+                assert told.ids == ids[: len(told.ids)]
+                continue
+            assert told.finish is not None
+            assert (told.ids, told.finish.reason) == (ids, reason)
+
+
+def _group(kind: GroupKind, pages: int, window: int | None) -> CacheGroup:
+    return CacheGroup(
+        kind=kind, layers=(0,), page_bytes=1, page_tokens=4, pages_total=pages, window=window
+    )
+
+
+@contextmanager
+def staged(
+    *, overlap: bool = True, pages: int = 64, window: int | None = None, curse: int = CURSE
+) -> Iterator[Stage]:
+    stage = Stage(overlap=overlap, pages=pages, window=window, curse=curse)
+    try:
+        yield stage
+    finally:
+        stage.runner.close()
+
+
+def harmless(length: int, salt: int) -> list[int]:
+    return [4 + (salt * 7 + i) % 50 for i in range(length)]
+
+
+both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+
+
+@both
+@pytest.mark.parametrize("position", range(7))
+def test_a_step_that_raises_ends_only_the_request_that_is_to_blame(
+    overlap: bool, position: int
+) -> None:
+    with staged(overlap=overlap) as stage:
+        prompts = [harmless(5, salt) for salt in range(7)]
+        prompts[position] = [*prompts[position][:4], CURSE]
+        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.drain()
+        stage.verify()
+        culprit = stage.told[ChoiceKey(position)]
+        assert culprit.finish is not None
+        assert culprit.finish.error is not None
+        assert culprit.finish.error.code == "internal"
+
+
+@both
+def test_several_culprits_in_one_step_are_all_found(overlap: bool) -> None:
+    with staged(overlap=overlap) as stage:
+        prompts = [[*harmless(4, salt), CURSE if salt % 3 == 0 else 9] for salt in range(8)]
+        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.drain()
+        stage.verify()
+        assert stage.cursed.raised > 1
+
+
+def test_when_every_request_fails_every_request_ends() -> None:
+    with staged(overlap=False) as stage:
+        stage.turn(Mail(runs=tuple(stage.request([CURSE, i + 4]) for i in range(8))))
+        stage.drain()
+        stage.verify()
+        assert stage.cursed.raised == 15  # a binary tree over eight
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read() -> None:
+    with staged() as stage:
+        stage.run(harmless(9, 1), tokens_max=30)
+        stage.run(harmless(30, 2), tokens_max=30)
+        stage.drain()
+        stage.verify()
+        assert stage.runner.held_max == 2
+        assert stage.runner.futures > 0
+
+
+def test_without_overlap_nothing_is_launched_ahead() -> None:
+    with staged(overlap=False) as stage:
+        stage.run(harmless(9, 1), tokens_max=30)
+        stage.drain()
+        assert stage.runner.held_max == 1
+        assert stage.runner.futures == 0
+
+
+def test_what_ends_by_length_is_not_computed_beyond_it() -> None:
+    rows: list[int] = []
+    for overlap in (False, True):
+        with staged(overlap=overlap) as stage:
+            told = [stage.run(harmless(6, salt), tokens_max=5, seed=salt) for salt in range(3)]
+            stage.drain()
+            assert all(t.finish and t.finish.reason is FinishReason.LENGTH for t in told)
+            rows.append(stage.runner.rows)
+    assert rows[0] == rows[1]
+
+
+def test_who_must_know_its_last_token_first_waits_for_it_and_nobody_else_does() -> None:
+    with staged(curse=-1) as stage:
+        budget = ThinkingBudget(tokens_max=1000, begin_id=1, closing_ids=(2,))
+        key, state = stage.request(harmless(6, 1), 9, 1, (budget,))
+        stage.turn(Mail(runs=((key, state),)))
+        free = stage.run(harmless(6, 2), tokens_max=9, seed=2)
+        stage.drain()
+        stage.verify()
+        assert stage.runner.futures == len(free.ids) - 1
+
+
+def test_an_end_that_is_found_late_costs_one_row_and_no_token() -> None:
+    seed = next(seed for seed in range(1000) if _stops(seed))
+    rows: list[int] = []
+    for overlap in (False, True):
+        with staged(overlap=overlap) as stage:
+            told = stage.run(harmless(6, 0), tokens_max=40, seed=seed)
+            stage.drain()
+            assert told.finish is not None
+            assert told.finish.reason is FinishReason.STOP
+            stage.verify()
+            rows.append(stage.runner.rows)
+    assert rows[1] == rows[0] + 1
+
+
+def _stops(seed: int) -> bool:
+    context = harmless(6, 0)
+    for _ in range(20):
+        token = next_token(context, [None], seed, 0, VOCAB_SIZE)
+        if token in {EOS, CURSE}:
+            return token == EOS and len(context) > 8
+        context.append(token)
+    return False
+
+
+@both
+@pytest.mark.parametrize("seed", range(12))
+def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
+    overlap: bool, seed: int
+) -> None:
+    chance = random.Random(seed)
+    window = chance.choice([None, None, 7])
+    pages = chance.choice([31, 40, 90])
+    with staged(overlap=overlap, pages=pages, window=window) as stage:
+        for _ in range(150):
+            runs = [
+                stage.request(_prompt(chance), chance.choice([1, 2, 12, 90]), chance.randint(0, 9))
+                for _ in range(chance.choice([0, 0, 1, 3]))
+            ]
+            drops = [
+                key
+                for key, told in stage.told.items()
+                if told.finish is None and chance.random() < 0.01
+            ]
+            for key in drops:
+                stage.told[key].dropped = True
+            orders = tuple(_orders(chance))
+            stage.turn(Mail(runs=tuple(runs), drops=frozenset(drops), orders=orders))
+        stage.order(ContinueWorker())
+        stage.drain()
+        stage.verify()
+        assert len(stage.told) > 100
+
+
+def _prompt(chance: random.Random) -> list[int]:
+    start = harmless(chance.choice([1, 8, 24]), chance.randint(0, 2))
+    rest = [chance.randrange(4, VOCAB_SIZE - 1) for _ in range(chance.randint(0, 40))]
+    curse = [CURSE] if chance.random() < 0.1 else []
+    return start + rest + curse
+
+
+def _orders(chance: random.Random) -> Iterator[Order]:
+    if chance.random() < 0.02:
+        yield FlushCache()
+    if chance.random() < 0.03:
+        yield PauseWorker(mode=chance.choice(list(PauseMode)))
+    if chance.random() < 0.3:
+        yield ContinueWorker()
+    if chance.random() < 0.02:
+        yield SetWeightVersion(version=str(chance.random()), abort_all=chance.random() < 0.3)
+
+
+def test_the_worlds_reach_retraction_with_steps_in_flight() -> None:
+    with staged(pages=31) as stage:
+        prompts = [harmless(20, salt) for salt in range(8)]
+        stage.turn(Mail(runs=tuple(stage.request(p, 90, i) for i, p in enumerate(prompts))))
+        stage.drain()
+        stage.verify()
+        assert stage.batching.retractions > 0
+        assert stage.runner.futures > 0
+
+
+@both
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_a_paused_loop_computes_nothing_and_then_goes_on(overlap: bool, mode: PauseMode) -> None:
+    with staged(overlap=overlap) as stage:
+        early = [stage.run(harmless(9, salt), tokens_max=30, seed=salt) for salt in range(3)]
+        said = [told.ids.copy() for told in early]
+        (done,) = stage.order(PauseWorker(mode=mode))
+        assert done.requests == 3
+        assert stage.reports[-1].paused
+        rows = stage.runner.rows
+        late = stage.run(harmless(5, 7), tokens_max=4)
+        stage.turn()
+        assert stage.runner.rows == rows
+        assert not late.ids
+        match mode:
+            case PauseMode.ABORT:
+                assert all(t.finish == Finish(reason=FinishReason.ABORT) for t in early)
+            case PauseMode.RETRACT:
+                assert not stage.batching.running
+            case PauseMode.IN_PLACE:
+                assert len(stage.batching.running) == 3
+        stage.order(ContinueWorker())
+        stage.drain()
+        stage.verify()
+        assert late.finish is not None
+        assert all(t.ids[: len(before)] == before for t, before in zip(early, said, strict=True))
+
+
+@both
+def test_what_retraction_freed_can_be_flushed_while_paused(overlap: bool) -> None:
+    with staged(overlap=overlap) as stage:
+        stage.run(harmless(30, 1), tokens_max=30)
+        stage.turn()
+        _, flushed = stage.order(PauseWorker(mode=PauseMode.RETRACT), FlushCache())
+        assert flushed.pages_freed > 0
+        assert stage.pools.used() == [0]
+        stage.order(ContinueWorker())
+        stage.drain()
+        stage.verify()
+
+
+@both
+def test_nothing_of_other_weights_is_ever_found_again(overlap: bool) -> None:
+    prompt = harmless(45, 1)
+    with staged(overlap=overlap) as stage:
+        stage.run([*prompt, 5], tokens_max=2)
+        answering = stage.run([*prompt, 6], tokens_max=40)
+        while not answering.ids:
+            stage.turn()
+        assert answering.cached_tokens > 0
+        (done,) = stage.order(SetWeightVersion(version="next", abort_all=False))
+        assert done.requests >= 1
+        assert stage.batching.limits.weight_version == "next"
+        while answering.finish is None:
+            stage.turn()
+        # It has computed all of its answer, on pages of which some are older than the weights.
+        after = stage.run(answering.prompt + answering.ids, tokens_max=2)
+        assert after.cached_tokens == 0
+        stage.drain()
+        stage.verify()
+
+
+@both
+def test_a_prompt_that_other_weights_have_begun_is_begun_again(overlap: bool) -> None:
+    prompt = harmless(70, 1)
+    with staged(overlap=overlap) as stage:
+        told = stage.run(prompt, tokens_max=2)
+        stage.turn()
+        assert not told.ids
+        stage.order(SetWeightVersion(version="next", abort_all=False))
+        before = stage.runner.tokens
+        stage.drain()
+        stage.verify()
+        assert told.cached_tokens == 0
+        assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
+
+
+def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:
+    with staged() as stage:
+        running = stage.run(harmless(9, 1), tokens_max=30)
+        (done,) = stage.order(SetWeightVersion(version="next"))
+        assert done.requests == 1
+        assert running.finish == Finish(reason=FinishReason.ABORT)
+
+
+@both
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+def test_a_chunk_that_is_not_finite_ends_its_request_and_is_never_shared(
+    overlap: bool, chunk: int
+) -> None:
+    prompt = harmless(70, 1)  # chunks of 20 tokens
+    with staged(overlap=overlap, curse=-1) as stage:
+        stage.hashes.poisoned = lambda plan, row: int(plan.kv_len[row]) == min(20 * chunk, 70)
+        poisoned = stage.run(prompt, tokens_max=9)
+        beside = stage.run(harmless(5, 9), tokens_max=9)
+        while poisoned.finish is None:
+            stage.turn()
+        assert poisoned.finish.error is not None
+        assert poisoned.finish.error.code == "internal"
+        assert not poisoned.ids
+        stage.turn()
+        stage.hashes.poisoned = lambda _plan, _row: False
+        again = stage.run(prompt, tokens_max=9)
+        stage.drain()
+        assert again.cached_tokens == 20 * (chunk - 1)
+        assert (again.ids, beside.ids) == (stage.expected(again)[0], stage.expected(beside)[0])

@@ -1,0 +1,164 @@
+"""The table against peers: what counts, who is best, what the ratio is; and who is disturbed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from tests.bench.figures import Machine
+from tests.bench.models import CACHE, LLAMA_135M, Model
+from tests.bench.page import page
+from tests.bench.peers.__main__ import KINDS
+from tests.bench.peers.cases import CASES
+from tests.bench.peers.limits import output_limit, prefill_s, step_s
+from tests.bench.peers.quiet import Work, work
+from tests.bench.peers.report import Entrant, PeersReport, config_digest, rows
+from tests.bench.peers.rounds import Sample, Turn, seed_of
+from tests.bench.serving.device import Device
+from tests.bench.serving.metrics import Metrics, Spread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DECODE, BURST = (next(c for c in CASES if c.name == name) for name in ("llama-135m-16", "ttft"))
+DEVICE = Device(31.8, 433.0)
+
+
+def metrics(output_tokens_per_s: float, ttft_ms: float = 0.0) -> Metrics:
+    """A run of which two figures matter."""
+    times = Spread(p50=ttft_ms, max=2 * ttft_ms)
+    return Metrics(
+        requests=1,
+        failed=0,
+        duration_s=1.0,
+        prompt_tokens=1,
+        output_tokens=1,
+        cached_tokens=None,
+        requests_per_s=1.0,
+        prompt_tokens_per_s=1.0,
+        output_tokens_per_s=output_tokens_per_s,
+        concurrency=1.0,
+        goodput=None,
+        ttft_ms=times,
+        tpot_ms=times,
+        itl_ms=times,
+        e2e_ms=times,
+        late_ms_max=0.0,
+    )
+
+
+def turns(peer: str, *values: float, case: str = DECODE.name, others: float = 0.0):
+    """Rounds in which a server reached these."""
+    return [
+        Turn(n, peer, "m", 1.0, (Sample(n, peer, case, others, metrics(value, value)),))
+        for n, value in enumerate(values)
+    ]
+
+
+def report(*turns: Turn) -> PeersReport:
+    names = dict.fromkeys(turn.peer for turn in turns)
+    return PeersReport(
+        machine=Machine("abc", "cpu", 2, 0.0),
+        devices=(DEVICE,),
+        entrants=tuple(Entrant(name=name, arithmetic="bf16") for name in names),
+        turns=turns,
+    )
+
+
+def test_the_ratio_is_taken_round_by_round() -> None:
+    """A machine that is twice as fast in one round changes no ratio."""
+    given = report(*turns("antiphon", 110, 220, 120), *turns("vllm", 100, 200, 100))
+    row = rows(given, [DECODE])[0]
+    assert row.ratio is not None
+    assert (row.ratio.middle, row.ratio.least, row.ratio.most) == pytest.approx((1.1, 1.1, 1.2))
+    assert row.ratio.rounds == 3
+
+
+def test_the_best_peer_is_the_one_to_beat() -> None:
+    slow, fast = turns("vllm", 100, 100), turns("openvino", 150, 150)
+    row = rows(report(*turns("antiphon", 300, 300), *slow, *fast), [DECODE])[0]
+    assert row.best == "openvino"
+    assert row.ratio is not None
+    assert row.ratio.middle == pytest.approx(2.0)
+
+
+def test_for_times_the_lowest_is_best() -> None:
+    slow, fast = (turns(p, t, case="ttft") for p, t in (("vllm", 900), ("openvino", 600)))
+    first, last = rows(report(*turns("antiphon", 300, case="ttft"), *slow, *fast), [BURST])
+    assert (first.best, last.best) == ("openvino", "openvino")
+    assert first.ratio is not None
+    assert first.ratio.middle == pytest.approx(0.5)
+
+
+def test_disturbed_and_wrong_samples_count_for_nothing() -> None:
+    disturbed = turns("antiphon", 500, others=0.3)
+    wrong = Turn(
+        1, "antiphon", "m", 1.0, (Sample(1, "antiphon", DECODE.name, 0.0, metrics(9), "no"),)
+    )
+    row = rows(report(*disturbed, wrong, *turns("vllm", 100, 100)), [DECODE])[0]
+    assert "antiphon" not in row.results
+    assert row.ratio is None
+
+
+def test_prompts_differ_between_rounds_and_cases_and_not_between_servers() -> None:
+    seeds = [seed_of(case, n, t) for case in CASES for n in range(20) for t in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert seed_of(DECODE, 3) == seed_of(DECODE, 3)
+
+
+def test_reading_the_weights_limits_one_client_and_multiplying_many() -> None:
+    read_s = 2 * LLAMA_135M.weights_count / 31.8e9
+    assert step_s(LLAMA_135M, DEVICE, 1, 0) == pytest.approx(read_s)
+    assert step_s(LLAMA_135M, DEVICE, 256, 0) == prefill_s(LLAMA_135M, DEVICE, 256) > read_s
+    one = output_limit(LLAMA_135M, DEVICE, rows=1, new_tokens=0, prompt_tokens=128, output=128)
+    assert one == pytest.approx(1 / read_s, rel=0.03)
+
+
+def test_every_figure_has_a_limit() -> None:
+    assert all(figure.limit(DEVICE) > 0 for case in CASES for figure in case.figures)
+
+
+def test_a_command_line_has_one_digest_wherever_it_is_kept(tmp_path: Path) -> None:
+    digests = {
+        config_digest(KINDS["antiphon"](cache, 2), Model(LLAMA_135M, cache / "models" / "m"))
+        for cache in (tmp_path / "a", tmp_path / "b")
+    }
+    assert len(digests) == 1
+    four = KINDS["antiphon"](CACHE, 4)
+    assert config_digest(four, Model(LLAMA_135M, CACHE / "models" / "m")) not in digests
+
+
+def test_the_page_shows_ratio_spread_limit_and_who_was_left_out(tmp_path: Path) -> None:
+    given = report(*turns("antiphon", 110, 120), *turns("vllm", 100, 100))
+    skipped = Entrant(name="llama.cpp", arithmetic="f16 KV", skipped="cmake is not installed")
+    given = msgspec.structs.replace(given, entrants=(*given.entrants, skipped))
+    (tmp_path / "peers.json").write_bytes(msgspec.json.encode(given))
+    text = page(tmp_path)
+    line = next(line for line in text.splitlines() if DECODE.title in line)
+    assert "**1.15** (1.10-1.20)" in line
+    assert "vllm" in line
+    assert ">= 1.1 / 1.5" in line
+    assert "llama.cpp: skipped: cmake is not installed" in text
+    assert "nan" not in text
+
+
+def test_work_of_our_children_is_ours_and_leaves_nothing_for_others() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    before = work([os.getpid()])
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    after = work([os.getpid()])
+    assert after.ours_s - before.ours_s >= 0.45
+    assert after.machine_s - before.machine_s >= 0.45
+    assert work([]).ours_s == 0.0
+
+
+def test_others_are_what_is_left_of_the_machine() -> None:
+    before = Work(at_s=10.0, machine_s=100.0, ours_s=50.0)
+    after = Work(at_s=12.0, machine_s=103.0, ours_s=51.0)
+    cores = os.cpu_count() or 1
+    assert after.others_since(before) == pytest.approx(2.0 / (2.0 * cores))
+    assert Work(12.0, 100.5, 50.6).others_since(before) == 0.0  # clocks tick in hundredths

@@ -1,0 +1,207 @@
+"""What is told of tokens goes with the text that they are."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.detokenizer.actions import SendText
+from antiphon.detokenizer.choice import PIECE_BYTES
+from antiphon.detokenizer.machine import Detokenizer
+from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.details import DetailPiece, TokenDetails, join_pieces, pack_floats
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import StopStrings
+from antiphon.wire.text import ChoicePlace, ResumeText, TextRow
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.detokenizer.actions import Action
+
+
+def process(name: str) -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
+
+
+HERE, WORKER, GATEWAY = process("detokenizer-0"), process("worker-0"), process("gateway-0")
+REQUEST = RequestId("r")
+PROMPT_ID = 33
+
+
+def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+class Bench:
+    """A detokenizer that reads one answer, a byte a token."""
+
+    def __init__(self, answer: str, stop: StopStrings, first: int = 0, floats: int = 1) -> None:
+        self.machine = Detokenizer(HERE, decode, requests_max=4)
+        self.answer = answer.encode()
+        self.floats = floats
+        self.stream = TokenStream(
+            owner=GATEWAY,
+            prompt_tokens=9,
+            details_from=first,
+            stop=stop,
+            deadline_unix_ms=1_000_000,
+        )
+        self.seq = 0
+
+    def details(self, start: int, stop: int) -> TokenDetails:
+        return TokenDetails(
+            count=stop - start,
+            token_ids=pack_ids([self.token(at) for at in range(start, stop)]),
+            logprobs=pack_floats(-float(at) for at in range(start, stop)),
+            top_ids=pack_ids([65] * (stop - start)),
+            top_logprobs=pack_floats([-1.0] * (stop - start)),
+            hidden=pack_floats([0.0] * ((stop - start) * self.floats)),
+        )
+
+    def token(self, at: int) -> int:
+        return self.answer[at] if at >= 0 else PROMPT_ID
+
+    def push(self, start: int, stop: int, finish: FinishReason | None = None) -> list[TextRow]:
+        """Hear of the tokens [start, stop)."""
+        self.seq += 1
+        row = TokenRow(
+            request_id=REQUEST,
+            choice=0,
+            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+            offset=start,
+            token_ids=pack_ids(list(self.answer[max(0, start) : max(0, stop)])),
+            details=self.details(start, stop) if start < stop else TokenDetails(),
+            stream=self.stream,
+            finish_reason=finish,
+        )
+        batch = TokenBatch(worker=WORKER, seq=self.seq, step=1, rows=(row,))
+        return rows(self.machine.on_tokens(batch, 0.0))
+
+    def resume(self, text_offset: int, token_offset: int | None) -> list[TextRow]:
+        place = ChoicePlace(
+            request_id=REQUEST, choice=0, text_offset=text_offset, token_offset=token_offset
+        )
+        resume = ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,))
+        return rows(self.machine.on_resume(resume)[1])
+
+
+def rows(actions: Sequence[Action]) -> list[TextRow]:
+    return [row for a in actions if isinstance(a, SendText) for row in a.batch.rows]
+
+
+def told(said: Sequence[TextRow]) -> tuple[int, int]:
+    """From where to where rows tell, which they do without a gap."""
+    pieces = [row.details for row in said]
+    for one, other in pairwise(pieces):
+        assert one is not None
+        assert other is not None
+        assert one.end == other.offset
+    whole = join_pieces(pieces)
+    assert whole is not None
+    return whole.offset, whole.end
+
+
+NO_STOP = StopStrings()
+TEXTS = StopStrings(token_texts=True)
+
+
+def test_details_come_with_the_text_of_their_tokens() -> None:
+    bench = Bench("aé日z", NO_STOP)
+    assert told(bench.push(0, 1)) == (0, 1)
+    assert bench.push(1, 2) == []  # half a character
+    (row,) = bench.push(2, 3)
+    assert (row.text, told([row])) == ("é", (1, 3))
+    (row,) = bench.push(3, 7)
+    assert (row.text, told([row])) == ("日z", (3, 7))
+
+
+def test_details_wait_while_their_text_may_begin_a_stop_string() -> None:
+    bench = Bench("abENx", StopStrings(strings=("END",)))
+    (row,) = bench.push(0, 4)
+    assert (row.text, told([row])) == ("ab", (0, 0))
+    (row,) = bench.push(4, 5)
+    assert (row.text, told([row])) == ("ENx", (0, 5))
+
+
+def test_what_follows_a_stop_string_is_not_told_of() -> None:
+    bench = Bench("abENDxyz", StopStrings(strings=("END",)))
+    (row,) = bench.push(0, 8)
+    assert (row.text, told([row]), row.finish_reason) == ("ab", (0, 5), FinishReason.STOP)
+    assert row.usage is not None
+    assert row.usage.completion_tokens == 5
+
+
+def test_tokens_of_the_prompt_are_told_of_without_text_and_not_counted() -> None:
+    bench = Bench("ab", TEXTS, first=-4)
+    (row,) = bench.push(-4, 0)
+    assert (row.text, told([row])) == ("", (-4, 0))
+    assert row.usage is not None
+    assert row.usage.completion_tokens == 0
+    (row,) = bench.push(0, 2, FinishReason.LENGTH)
+    assert (row.text, told([row])) == ("ab", (0, 2))
+    assert row.details is not None
+    assert row.details.texts == {97: "a", 98: "b", 65: "A"}
+
+
+def test_an_end_says_how_far_the_details_go() -> None:
+    bench = Bench("ab", NO_STOP)
+    bench.push(0, 2)
+    (row,) = bench.push(2, 2, FinishReason.LENGTH)
+    assert row.details == DetailPiece(offset=2, details=TokenDetails())
+
+
+def test_what_would_follow_a_prompt_is_told_of_and_is_no_token() -> None:
+    bench = Bench("?", NO_STOP, first=-2)
+    bench.push(-2, 0)
+    bench.seq += 1
+    follow = TokenRow(
+        request_id=REQUEST,
+        choice=0,
+        attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+        offset=0,
+        details=TokenDetails(count=1, token_ids=pack_ids([-1])),
+        finish_reason=FinishReason.LENGTH,
+    )
+    batch = TokenBatch(worker=WORKER, seq=bench.seq, step=1, rows=(follow,))
+    (row,) = rows(bench.machine.on_tokens(batch, 0.0))
+    assert told([row]) == (0, 1)
+    assert row.usage is not None
+    assert row.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_place_can_be_resumed_from(seed: int) -> None:
+    """Rows of any size, repeated and overlapping; then everything again from any place."""
+    print("seed", seed)
+    chance = random.Random(seed)
+    answer = "".join(chance.choices("aé日🎶E", k=40))
+    bench = Bench(answer, StopStrings(strings=("EE",)), first=-chance.randrange(5), floats=1500)
+    first, length = bench.stream.details_from or 0, len(bench.answer)
+    at, heard = first, list[TextRow]()
+    while at < length:
+        start = chance.randint(first, at)
+        stop = min(length, at + chance.randint(1, 9))
+        for low, high in ((start, min(0, stop)), (max(0, start), stop)):
+            if low < high:
+                heard += bench.push(low, high, FinishReason.LENGTH if high == length else None)
+        at = stop
+    begin, end = told(heard)
+    text = "".join(row.text for row in heard)
+    assert begin == first
+    assert heard[-1].finish_reason is not None
+    again = bench.resume(0, None)
+    assert (told(again), "".join(row.text for row in again)) == ((first, end), text)
+    sizes = [row.details.size_bytes for row in again if row.details]
+    assert max(sizes) <= PIECE_BYTES + 1
+    place, token = len(text[: len(text) // 2].encode()), chance.randint(first, end)
+    rest = bench.resume(place, token)
+    assert told(rest) == (token, end)
+    assert "".join(row.text for row in rest) == text[len(text) // 2 :]
+    assert rest[-1].finish_reason == heard[-1].finish_reason
+    assert bench.resume(0, end + 1) == []

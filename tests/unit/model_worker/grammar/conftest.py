@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from antiphon import embedded
+from antiphon.config.card import read_card
+from antiphon.config.grammar import GrammarConfig
+from antiphon.model_worker.grammar.matcher import Compiler
+from antiphon.model_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CARD = read_card(embedded.path())
+END_IDS = frozenset(CARD.eos_ids)
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    """The tokens of the embedded model."""
+    return read_vocabulary(embedded.path(), CARD.vocabulary_size)
+
+
+@pytest.fixture(scope="session")
+def compiler_of(vocabulary: Vocabulary) -> Callable[..., Compiler]:
+    """A compiler for the embedded model, with some settings changed."""
+
+    def make(**settings: object) -> Compiler:
+        config = msgspec.convert(settings, GrammarConfig)
+        return Compiler(vocabulary, END_IDS, config)
+
+    return make

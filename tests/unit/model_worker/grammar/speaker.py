@@ -1,0 +1,75 @@
+"""Says whatever a grammar allows, by chance: what a model with random logits would say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.guide import Deferred, Guide
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.guide import GrammarState
+    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.request import Finish
+    from antiphon.model_worker.grammar.matcher import CompiledGrammar
+    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+
+
+@dataclass(slots=True)
+class Said:
+    """An answer, its ids, the mask before each of them, and how it ended, if it did."""
+
+    text: bytes
+    ids: list[int] = field(default_factory=list[int])
+    masks: list[list[int] | None] = field(default_factory=list["list[int] | None"])
+    finish: Finish | None = None
+
+
+def allowed(mask: Ints | None, size: int) -> list[int]:
+    """The ids whose bits are set; all if there is no mask."""
+    if mask is None:
+        return list(range(size))
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:size]).tolist()
+
+
+def guide_of(
+    compiled: CompiledGrammar, vocabulary: Vocabulary, after: tuple[int, ...] = ()
+) -> Guide:
+    state: GrammarState = compiled.begin(())
+    if after:
+        state = Deferred(state, after)
+    return Guide(state, len(vocabulary.tokens), compiled.ends(()))
+
+
+def speak(
+    guide: Guide,
+    vocabulary: Vocabulary,
+    *,
+    seed: int,
+    tokens_max: int = 400,
+    hurry: float = 0.02,
+    closers: bytes = b'"]}',
+) -> Said:
+    """Draw allowed tokens, each as likely as any other, until an end.
+
+    `hurry` is how much likelier with each token the end is, or else one of `closers`: by chance
+    alone an array of arrays seldom ends.
+    """
+    random = np.random.default_rng(seed)
+    ends = {id_ for id_, token in enumerate(vocabulary.tokens) if not token}
+    closing = {vocabulary.tokens.index(bytes([byte])) for byte in closers}
+    said = Said(b"")
+    for number in range(tokens_max):
+        said.masks.append(None if guide.mask is None else guide.mask.tolist())
+        ids = allowed(guide.mask, len(vocabulary.tokens))
+        hurried = ends.intersection(ids) or closing.intersection(ids)
+        hurries = hurried and random.random() < hurry * number
+        token = int(random.choice(sorted(hurried) if hurries else ids))
+        said.finish = guide.follow(token)
+        if said.finish is not None:
+            return said
+        said.ids.append(token)
+        said.text += vocabulary.tokens[token]
+    return said

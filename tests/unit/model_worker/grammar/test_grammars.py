@@ -1,0 +1,228 @@
+"""Grammars are compiled beside everything else: once, in time, and nobody waits for others'."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
+
+from antiphon.config.grammar import GrammarConfig
+from antiphon.model_worker.batching.guide import Guide
+from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.queue import GrammarQueue
+from antiphon.model_worker.output import Run
+from antiphon.testing.wait import until
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+
+class Bench:
+    """Grammars over a compiler that does as it is told."""
+
+    def __init__(self, group: asyncio.TaskGroup, **settings: object) -> None:
+        self.group = group
+        self.compiler = Compiler()
+        self.opened = 0
+        config = msgspec.convert(settings, GrammarConfig)
+        self.grammars = Grammars(config, VOCAB_SIZE, self.open, group)
+
+    def open(self) -> Compiler:
+        self.opened += 1
+        return self.compiler
+
+    async def guide(self, text: str) -> Guide:
+        return await self.grammars.guide(state_of(text))
+
+    def ask(self, text: str) -> asyncio.Task[Guide]:
+        return self.group.create_task(self.guide(text))
+
+    async def until_begun(self) -> None:
+        """Until a slow compile has begun."""
+        assert await asyncio.to_thread(self.compiler.begun.wait, 10)
+
+
+def state_of(text: str, *output_ids: int, after: tuple[int, ...] = ()) -> RequestState:
+    grammar = Grammar(kind=GrammarKind.REGEX, text=text, begins_after=after)
+    return RequestState(
+        request_id=RequestId("r"),
+        choice=0,
+        prompt_ids=pack_ids([1]),
+        output_ids=pack_ids(output_ids),
+        sampling=SamplingParams(max_new_tokens=9, grammar=grammar),
+        deadline_unix_ms=0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def benched(**settings: object) -> AsyncGenerator[Bench]:
+    async with asyncio.TaskGroup() as group:
+        bench = Bench(group, **settings)
+        try:
+            yield bench
+        finally:
+            bench.compiler.released.set()
+            bench.grammars.close()
+
+
+def first(guide: Guide) -> int:
+    assert guide.mask is not None
+    (token,) = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))
+    return int(token)
+
+
+async def test_a_grammar_is_compiled_once_however_many_choices_ask_at_once() -> None:
+    async with benched() as bench:
+        guides = await asyncio.gather(*(bench.guide("cab") for _ in range(20)))
+        assert [first(guide) for guide in guides] == [5] * 20
+        assert guides[0].follow(5) is None
+        assert (first(guides[0]), first(guides[1])) == (3, 5), "two choices share a state"
+        await bench.guide("cab")
+        assert bench.compiler.compiled == {"cab": 1}
+        assert bench.opened == 1
+
+
+async def test_nothing_is_opened_before_it_is_needed() -> None:
+    async with benched() as bench:
+        with pytest.raises(InvalidRequest, match="empty"):
+            await bench.guide("")
+        assert bench.opened == 0
+
+
+async def test_a_failure_is_kept_too() -> None:
+    async with benched() as bench:
+        for _ in range(3):
+            with pytest.raises(InvalidRequest, match="grammar: bad") as caught:
+                await bench.guide("bad")
+            assert caught.value.param == "grammar"
+        assert bench.compiler.compiled == {"bad": 1}
+
+
+async def test_a_bug_of_the_compiler_ends_its_requests_only(caplog) -> None:
+    async with benched() as bench:
+        for _ in range(2):
+            with pytest.raises(Internal):
+                await bench.guide("bug")
+        assert "ZeroDivisionError" in caplog.text
+        assert first(await bench.guide("a")) == 3
+
+
+async def test_nobody_waits_for_the_grammar_of_another() -> None:
+    async with benched(workers=2) as bench:
+        slow = bench.ask("slow")
+        await bench.until_begun()
+        assert first(await bench.guide("a")) == 3
+        assert not slow.done()
+        bench.compiler.released.set()
+        assert first(await slow) == 21
+
+
+async def test_a_known_grammar_waits_for_no_compile() -> None:
+    async with benched(workers=1) as bench:
+        await bench.guide("a")
+        slow = bench.ask("slow")
+        await bench.until_begun()
+        assert first(await bench.guide("a")) == 3
+        bench.compiler.released.set()
+        await slow
+
+
+async def test_whoever_asked_first_may_leave() -> None:
+    async with benched() as bench:
+        leaver = bench.ask("slow")
+        await bench.until_begun()
+        stayer = bench.ask("slow")
+        await asyncio.sleep(0)
+        leaver.cancel()
+        bench.compiler.released.set()
+        assert first(await stayer) == 21
+        assert bench.compiler.compiled == {"slow": 1}
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_gives_up_its_place() -> None:
+    async with benched(workers=1, compile_timeout_s=0.05) as bench:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=r"longer than 0\.05 s to compile"):
+                await bench.guide("slow")
+        assert bench.compiler.compiled == {"slow": 1}
+        assert first(await bench.guide("a")) == 3
+
+
+async def test_too_many_that_take_too_long_refuse_more_until_they_are_done() -> None:
+    async with benched(compile_timeout_s=0.02) as bench:
+        for number in range(4):
+            with pytest.raises(InvalidRequest):
+                await bench.guide(f"slow{'a' * number}")
+        with pytest.raises(Overloaded):
+            await bench.guide("b")
+        bench.compiler.released.set()
+        async with asyncio.timeout(10):
+            while True:
+                with contextlib.suppress(Overloaded):
+                    assert first(await bench.guide("b")) == 4
+                    return
+
+
+async def test_a_grammar_that_finds_no_place_may_come_again() -> None:
+    async with benched(workers=1, compile_timeout_s=0.2) as bench:
+        asked = (bench.guide(text) for text in ("slow", "a", "b"))
+        slow, *others = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(slow, InvalidRequest)
+        # Which of them the place went to when the slow one gave it up is a matter of chance.
+        assert all(isinstance(other, Guide | Overloaded) for other in others)
+        assert first(await bench.guide("a")) == 3
+
+
+async def test_grammars_are_forgotten_by_number_and_by_size() -> None:
+    async with benched(cache_entries=2) as bench:
+        for text in ("a", "b", "a", "c", "a", "b"):
+            await bench.guide(text)
+        assert bench.compiler.compiled == {"a": 1, "b": 2, "c": 1}
+    async with benched(cache_bytes=5000) as bench:
+        for text in ("aaa", "b", "aaa", "cc", "b"):
+            await bench.guide(text)
+        assert bench.compiler.compiled == {"aaa": 1, "b": 2, "cc": 1}
+
+
+async def test_a_choice_begins_where_its_answer_stands() -> None:
+    async with benched() as bench:
+        assert first(await bench.grammars.guide(state_of("cab", 5, 3))) == 4
+        with pytest.raises(Internal, match="not of its grammar"):
+            await bench.grammars.guide(state_of("cab", 5, 5))
+        deferred = await bench.grammars.guide(state_of("cab", 30, 31, after=(31, 32)))
+        assert deferred.mask is None
+        assert deferred.follow(32) is None
+        assert first(deferred) == 5
+
+
+async def test_choices_wait_in_a_queue_until_their_grammars_are_there() -> None:
+    handed: list[ChoiceKey] = []
+    refused: dict[ChoiceKey, EngineError] = {}
+    async with benched(workers=2) as bench, asyncio.TaskGroup() as group:
+        queue = GrammarQueue(
+            bench.grammars,
+            group,
+            hand_over=lambda run, _: handed.append(run.key),
+            refuse=refused.__setitem__,
+        )
+        for number, text in enumerate(("slow", "a", "bad", "slow")):
+            queue.put(Run(ChoiceKey(number), state_of(text), None))
+        await until(lambda: len(queue) == 2)
+        assert handed == [1]
+        assert list(refused) == [2]
+        assert queue.drop(ChoiceKey(0))
+        assert not queue.drop(ChoiceKey(1))
+        bench.compiler.released.set()
+        await until(lambda: not len(queue))
+        assert handed == [1, 3]

@@ -1,0 +1,266 @@
+"""Whatever is drawn under a grammar is of the grammar, when it ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.unit.model_worker.grammar.schemas import random_pattern, random_schema
+from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
+
+from antiphon.model_worker.grammar.matcher import CompiledGrammar
+from antiphon.model_worker.grammar.source import Source, source_of
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+
+END = 2
+
+Compile = Callable[[GrammarKind, str], CompiledGrammar]
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+    compiler = compiler_of()
+    return lambda kind, text: compiler.compile(source_of(Grammar(kind=kind, text=text), 32))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_ends_under_a_random_schema_is_json_of_that_schema(
+    seed: int, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    schema, check = random_schema(random.Random(seed))
+    grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=seed % 2 == 0))
+    ended = 0
+    for voice in range(5):
+        said = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice, tokens_max=800)
+        if said.finish is not None:
+            assert said.finish.reason is FinishReason.STOP
+            assert said.finish.matched_stop == END
+            assert check(json.loads(said.text)), said.text
+            ended += 1
+    assert ended >= 3
+
+
+PATTERNS = [random_pattern(random.Random(seed)) for seed in range(50)]
+PATTERNS += [".*", "[^a]+", r"\S+", "(ab|é)*x+", "[é-👋]{3,}"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_ends_under_a_pattern_matches_it(
+    pattern: str, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled(GrammarKind.REGEX, pattern)
+    for voice in range(5):
+        said = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice, closers=b"")
+        assert said.finish is not None
+        assert said.finish.reason is FinishReason.STOP
+        assert re.fullmatch(pattern, said.text.decode(), re.DOTALL), (pattern, said.text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_json_object_ends_and_parses(
+    seed: int, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled(GrammarKind.JSON_OBJECT, "")
+    said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=1500)
+    assert said.finish is not None
+    assert isinstance(json.loads(said.text), dict)
+
+
+def test_rules_are_followed(compiled: Compile, vocabulary: Vocabulary) -> None:
+    rules = 'root ::= "(" root ")" | "x" | "é世👋"'
+    for voice in range(10):
+        grammar = compiled(GrammarKind.EBNF, rules)
+        text = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice).text.decode()
+        assert re.fullmatch(r"(\(*)(x|é世👋)(\)*)", text)
+        assert text.count("(") == text.count(")")
+
+
+TOOL = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+OLD = {
+    "structures": [{"begin": "<call>", "schema": TOOL, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+NEW = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<call>",
+        "content": {"type": "json_schema", "json_schema": TOOL},
+        "end": "</call>",
+    },
+}
+
+
+@pytest.mark.parametrize("tag", [OLD, NEW], ids=["structures", "format"])
+def test_a_tag_holds_json_of_its_schema(
+    tag: dict[str, object], compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+    guide = guide_of(grammar, vocabulary)
+    begin = {token: id_ for id_, token in enumerate(vocabulary.tokens)}
+    for byte in b"<call>":
+        assert guide.follow(begin[bytes([byte])]) is None
+    rest = speak(guide, vocabulary, seed=1).text
+    content = rest[: rest.index(b"</call>")]
+    assert set(json.loads(content)) == {"n"}
+    assert not re.search(rb"\s{33}", content)
+
+
+def test_white_space_has_a_bound(
+    compiler_of: Callable[..., Compiler], vocabulary: Vocabulary
+) -> None:
+    compiler = compiler_of(whitespace_max=3)
+    grammar = compiler.compile(Source(GrammarKind.JSON_SCHEMA, json.dumps(TOOL)))
+    texts = [speak(guide_of(grammar, vocabulary), vocabulary, seed=n).text for n in range(30)]
+    assert not any(re.search(rb"\s{4}", text) for text in texts)
+    assert any(re.search(rb"\s{3}", text) for text in texts)
+
+
+def test_compact_json_has_one_space_after_commas_and_colons(
+    compiler_of: Callable[..., Compiler], vocabulary: Vocabulary
+) -> None:
+    compiler = compiler_of(compact_json=True)
+    schema = {"type": "array", "items": TOOL, "minItems": 2, "maxItems": 2}
+    grammar = compiler.compile(Source(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    for voice in range(10):
+        text = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice).text.decode()
+        assert text == json.dumps(json.loads(text))
+
+
+def test_special_tokens_write_nothing_and_so_are_never_allowed(
+    compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    guide = guide_of(compiled(GrammarKind.REGEX, "(.|<|\\||>)*"), vocabulary)
+    special = [id_ for id_, token in enumerate(vocabulary.tokens) if not token]
+    assert special == [0, 1, 2, 3, 4, 5]
+    assert set(special) & set(allowed(guide.mask, len(vocabulary.tokens))) == {END}
+
+
+def test_after_the_end_of_the_grammar_only_an_end_may_come(
+    compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    guide = guide_of(compiled(GrammarKind.REGEX, "ab?"), vocabulary)
+    ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if len(token) == 1}
+    assert not guide.must_end
+    assert guide.follow(ids[b"a"]) is None
+    assert not guide.must_end
+    assert set(allowed(guide.mask, 1024)) == {ids[b"b"], END}
+    assert guide.follow(ids[b"b"]) is None
+    assert guide.must_end
+    finish = guide.follow(END)
+    assert finish is not None
+    assert (finish.reason, finish.matched_stop) == (FinishReason.STOP, END)
+
+
+def test_a_stop_token_without_text_ends_an_answer_too(
+    compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled(GrammarKind.REGEX, "a")
+    comma = vocabulary.tokens.index(b",")
+    assert grammar.ends((5, comma, 70_000)) == {END, 5}
+    state = grammar.begin((5, comma, 70_000))
+    assert state.accept(vocabulary.tokens.index(b"a"))
+    assert not state.accept(comma)
+    assert state.accept(5)
+    assert state.terminated
+
+
+def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
+    compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    for wrong in (vocabulary.tokens.index(b"b"), END, 0, 1023):
+        finish = guide_of(compiled(GrammarKind.REGEX, "a+"), vocabulary).follow(wrong)
+        assert finish is not None
+        assert finish.error is not None
+        assert finish.error.code == "internal"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_replayed_answer_stands_where_it_stood_at_every_cut(
+    seed: int, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    schema, _ = random_schema(random.Random(1000 + seed))
+    grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
+    for cut in range(len(said.ids) + (said.finish is None)):
+        state = grammar.begin(())
+        assert all(state.accept(token) for token in said.ids[:cut])
+        words = np.zeros(32, np.int32)
+        mask = words.tolist() if state.fill(words) else None
+        assert cut == len(said.masks) or mask == said.masks[cut]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_taken_back_leaves_no_trace(
+    seed: int, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    dice = random.Random(seed)
+    grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(dice)[0]))
+    said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
+    state, length = grammar.begin(()), 0
+    for _ in range(200):
+        target = dice.randint(0, len(said.masks) - 1)
+        state.rollback(max(0, length - target))
+        assert all(state.accept(token) for token in said.ids[length:target])
+        length = target
+        words = np.zeros(32, np.int32)
+        state.fill(words)
+        assert words.tolist() == said.masks[target]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.REGEX, "[a", "Unclosed"),
+        (GrammarKind.REGEX, r"(a)\1", "Backreference is not supported"),
+        (GrammarKind.REGEX, r"\p{L}", "Unicode character class"),
+        (GrammarKind.REGEX, "(" * 3000 + ")" * 3000, "Nest layer"),
+        (GrammarKind.REGEX, "\ud800", "surrogates"),
+        (GrammarKind.REGEX, "[^\\x00-\\U0010FFFF]", "no token may come next"),
+        (GrammarKind.EBNF, "root ::= x", 'Rule "x" is not defined'),
+        (GrammarKind.EBNF, "x ::= y", '"root" is not found'),
+        (GrammarKind.EBNF, "root ::= root", "no token may come next"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "foo"}', 'Unsupported type "foo"'),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/x"}', "Cannot find field"),
+        (GrammarKind.JSON_SCHEMA, "false", "cannot accept any value"),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "x"}}', "Format type not recognized"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line_without_the_compilers_places(
+    kind: GrammarKind, text: str, message: str, compiled: Compile
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compiled(kind, text)
+    assert caught.value.message.startswith("grammar: ")
+    assert message in caught.value.message
+    assert ".cc" not in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 320
+
+
+def test_an_answer_that_can_be_read_in_too_many_ways_ends_before_it_stalls_the_step(
+    compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    """Each further letter doubles the work and more; a bound on one token's time finds it."""
+    guide = guide_of(
+        compiled(GrammarKind.REGEX, "((((a{1,90}){1,90}){1,90}){1,90}){1,90}"), vocabulary
+    )
+    letter = vocabulary.tokens.index(b"a")
+    for _ in range(90):
+        finish = guide.follow(letter)
+        if finish is not None:
+            assert finish.error is not None
+            assert finish.error.code == "invalid_request"
+            return
+    raise AssertionError("nothing stops it")

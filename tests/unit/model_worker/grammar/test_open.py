@@ -1,0 +1,50 @@
+"""Which workers have grammars, and what the others say."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from antiphon import embedded
+from antiphon.config.card import read_card
+from antiphon.config.device import Device
+from antiphon.config.grammar import GrammarConfig
+from antiphon.config.resolve import resolve
+from antiphon.config.settings import Settings
+from antiphon.model_worker.grammar.open import no_compiler, open_compiler
+from antiphon.model_worker.grammar.source import Source
+from antiphon.model_worker.grammar.vocabulary import read_vocabulary
+from antiphon.wire.errors import Unsupported
+from antiphon.wire.grammar import GrammarKind
+
+CARD = read_card(embedded.path())
+DEVICE = msgspec.convert(
+    {"kind": "cpu", "cores": 2, "memory_bytes": 2**34}, Device, from_attributes=True
+)
+
+
+def test_grammars_need_a_token_that_ends_an_answer() -> None:
+    endless = msgspec.structs.replace(CARD, eos_ids=())
+    decided = resolve(Settings(), endless, DEVICE).grammar
+    assert (decided.value, decided.reason) == (
+        "none",
+        "the model names no token that ends an answer",
+    )
+    assert resolve(Settings(), CARD, DEVICE).grammar.value == "xgrammar"
+
+
+def test_grammars_can_be_switched_off() -> None:
+    off = Settings(grammar=GrammarConfig(backend="none"))
+    decided = resolve(off, CARD, DEVICE).grammar
+    assert (decided.value, decided.reason) == ("none", "grammar.backend")
+    with pytest.raises(Unsupported, match=r"has no grammars: grammar\.backend"):
+        no_compiler(decided.reason)
+
+
+def test_a_folder_with_a_tokenizer_has_a_compiler() -> None:
+    compiler = open_compiler(
+        embedded.path(), CARD.vocabulary_size, frozenset(CARD.eos_ids), GrammarConfig()
+    )
+    made = compiler.compile(Source(GrammarKind.REGEX, "a"))
+    assert made.size_bytes > 0
+    assert made.begin(()).accept(read_vocabulary(embedded.path(), 1024).tokens.index(b"a"))

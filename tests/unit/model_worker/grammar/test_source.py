@@ -1,0 +1,198 @@
+"""What a grammar may be, found out before it is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.model_worker.grammar.source import Source, source_of
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar, GrammarKind
+
+STRING = {"type": "string"}
+OBJECT = {"type": "object", "properties": {"a": STRING}}
+
+
+def of(kind: GrammarKind, text: str) -> Source:
+    return source_of(Grammar(kind=kind, text=text), 8)
+
+
+def schema_of(schema: object) -> object:
+    return json.loads(of(GrammarKind.JSON_SCHEMA, json.dumps(schema)).text)
+
+
+def test_any_object_is_a_schema() -> None:
+    assert of(GrammarKind.JSON_OBJECT, "") == Source(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+def test_two_spellings_of_a_schema_are_compiled_once() -> None:
+    spaced = of(GrammarKind.JSON_SCHEMA, '{ "type":\n"object" }')
+    assert spaced == of(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.REGEX, "", "the text is empty"),
+        (GrammarKind.JSON_OBJECT, "{}", "json_object takes at most 0 characters"),
+        (GrammarKind.REGEX, "a\0b", "NUL"),
+        (GrammarKind.EBNF, 'root ::= "\0"', "NUL"),
+        (GrammarKind.REGEX, "a" * 8193, "regex takes at most 8192 characters"),
+        (GrammarKind.EBNF, "a" * 32_769, "ebnf takes at most 32768 characters"),
+        (GrammarKind.JSON_SCHEMA, "{", "not JSON"),
+        (GrammarKind.JSON_SCHEMA, "3", "not a schema"),
+        (GrammarKind.JSON_SCHEMA, "[" * 100_000, "nested too deep"),
+        (GrammarKind.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200, "nested too deep"),
+        (GrammarKind.STRUCTURAL_TAG, "[]", "a structural tag is a JSON object"),
+        (GrammarKind.STRUCTURAL_TAG, '{"structures": 3}', "structures is a list"),
+        (GrammarKind.STRUCTURAL_TAG, '{"structures": [3]}', "a structure is a JSON object"),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "token", "token": 3}}', "token is not"),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            json.dumps({"format": {"type": "regex", "pattern": "a" * 9000}}),
+            "pattern is longer",
+        ),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            json.dumps({"format": {"type": "json_schema", "json_schema": {"not": {}}}}),
+            "not is not supported",
+        ),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            '{"format": ' + '{"elements": [' * 100 + "]}" * 100 + "}",
+            "nested too deep",
+        ),
+    ],
+)
+def test_what_is_absurd_is_refused_with_a_reason(
+    kind: GrammarKind, text: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        of(kind, text)
+    assert caught.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": STRING}, "#: not is not supported"),
+        ({"if": STRING, "then": STRING}, "#: if is not supported"),
+        ({"type": "array", "items": STRING, "uniqueItems": True}, "uniqueItems is not supported"),
+        ({"type": "array", "contains": STRING}, "contains is not supported"),
+        ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "dependentRequired is not supported"),
+        ({"properties": {"a": {"not": {}}}}, "#/properties/a: not is not supported"),
+        ({"anyOf": [STRING, {"not": {}}]}, "#/anyOf/1: not is not supported"),
+        ({"$defs": {"x": {"not": {}}}}, "#/\\$defs/x: not is not supported"),
+        ({"items": {"additionalProperties": {"not": {}}}}, "#/items/additionalProperties: not"),
+        ({"allOf": [STRING, STRING]}, "allOf of several schemas is not supported"),
+        ({"anyOf": [STRING], "minLength": 3}, "minLength beside anyOf is not supported"),
+        ({"enum": ["a"], "const": "a"}, "enum beside const is not supported"),
+        ({"$ref": "http://x/y"}, "must point into the schema itself"),
+        ({"minLength": 3}, 'minLength needs "type": "string"'),
+        ({"minimum": 3}, 'minimum needs "type": "number"'),
+        ({"required": ["a"]}, 'required needs "type": "object"'),
+        ({"minItems": 1}, 'minItems needs "type": "array"'),
+        ({"type": "number", "multipleOf": 2}, "multipleOf is supported for integers only"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 3}, "multipleOf beside bounds"),
+        ({**STRING, "pattern": "a", "maxLength": 3}, "maxLength beside pattern"),
+        ({**STRING, "format": "date", "maxLength": 3}, "maxLength beside format"),
+        ({**STRING, "format": "date", "pattern": "a"}, "format beside pattern"),
+        ({**STRING, "format": "json-pointer"}, '"format": "json-pointer" is not supported'),
+        ({**STRING, "pattern": 'a"'}, "may not name quotes"),
+        ({**STRING, "pattern": r"a\\b"}, "may not name quotes"),
+        ({**STRING, "pattern": r"a\n"}, "may not name quotes"),
+        ({**STRING, "pattern": r"\x22"}, "may not name quotes"),
+        ({**STRING, "pattern": r"\u0022"}, "may not name quotes"),
+        ({"type": "object", "patternProperties": {'"': {}}}, "may not name quotes"),
+        ({**STRING, "pattern": "a" * 9000}, "longer than 8192"),
+        ({**OBJECT, "required": ["b"]}, "required 'b' must be among the properties"),
+        ({**OBJECT, "patternProperties": {"x": {}}}, "patternProperties beside properties"),
+        ({"type": "array", "items": [STRING]}, "#/items: not a schema"),
+    ],
+)
+def test_a_schema_that_an_answer_could_break_is_refused(schema: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        schema_of(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        True,
+        {"title": "T", "description": "d", "x-note": 1, "type": "object", "properties": {}},
+        {"properties": {"not": STRING, "if": STRING, "minLength": STRING}, "required": ["not"]},
+        {"enum": [{"not": 1, "minLength": 2}, "uniqueItems"]},
+        {"type": "string", "enum": ["a", "b"], "default": "a"},
+        {"$ref": "#/$defs/a", "$defs": {"a": STRING}, "description": "d"},
+        {"type": "object", "oneOf": [OBJECT, {"type": "object", "properties": {"b": STRING}}]},
+        {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": STRING}},
+        {"type": "integer", "multipleOf": 5},
+        {**STRING, "pattern": r'^[^"\\\n]+$'},
+        {**STRING, "format": "a note of mine", "contentEncoding": "base64"},
+        {"type": "array", "items": STRING, "uniqueItems": False},
+        {"type": ["string", "null"], "pattern": "^a$"},
+    ],
+)
+def test_what_is_held_or_only_a_remark_passes_as_it_is(schema: object) -> None:
+    assert schema_of(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ({"maxLength": 3}, "{0,3}"),
+        ({"minLength": 2}, "{2,}"),
+        ({"minLength": 2, "maxLength": 3}, "{2,3}"),
+    ],
+)
+def test_the_length_of_a_string_is_said_by_a_pattern(lengths: dict[str, int], counts: str) -> None:
+    pattern = r'^[^"\\\x00-\x1f]' + counts + "$"
+    assert schema_of({**STRING, **lengths}) == {**STRING, "pattern": pattern}
+
+
+def test_white_space_has_a_bound_in_tags_that_do_not_say() -> None:
+    def content(**more: object) -> dict[str, object]:
+        return {"type": "json_schema", "json_schema": OBJECT, **more}
+
+    parts = [content(), content(max_whitespace_cnt=2), content(style="qwen_xml")]
+    tag = {"format": {"type": "sequence", "elements": parts}}
+    written = json.loads(of(GrammarKind.STRUCTURAL_TAG, json.dumps(tag)).text)
+    assert written["format"]["elements"] == [
+        content(max_whitespace_cnt=8),
+        content(max_whitespace_cnt=2),
+        content(style="qwen_xml"),
+    ]
+
+
+WORDS = [
+    *("type", "format", "pattern", "minLength", "maxLength", "minimum", "multipleOf", "items"),
+    *("prefixItems", "properties", "required", "additionalProperties", "patternProperties"),
+    *("propertyNames", "enum", "const", "anyOf", "allOf", "$ref", "$defs", "json_schema"),
+    *("structures", "triggers", "elements", "content", "begin", "end", "style", "grammar", "tags"),
+]
+NONSENSE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.sampled_from(["", "string", "object", "json_schema", "token", "date", "#", "[", *WORDS]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(NONSENSE)
+def test_nonsense_is_refused_or_passes_and_nothing_else(value: object) -> None:
+    for kind, text in (
+        (GrammarKind.JSON_SCHEMA, json.dumps(value)),
+        (GrammarKind.STRUCTURAL_TAG, json.dumps({"format": value})),
+        (GrammarKind.STRUCTURAL_TAG, json.dumps({"structures": value})),
+    ):
+        with contextlib.suppress(InvalidRequest):
+            of(kind, text)

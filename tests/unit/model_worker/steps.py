@@ -1,0 +1,135 @@
+"""A small batching, and a way to run its steps without a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.admission import Limits
+from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.plan import Outcome
+from antiphon.model_worker.batching.request import ChoiceKey, Progress, RequestState
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.cache.table import CachePools
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.policy import Rules
+
+LIMITS = Limits(
+    step_tokens_max=16,
+    chunk_tokens=8,
+    running_max=4,
+    context_tokens=40,
+    vocab_size=100,
+    end_ids=frozenset({9}),
+    weights_digest="w",
+)
+PAGE_TOKENS = 4
+
+
+def state(prompt: int | Sequence[int] = 3, **said: Any) -> RequestState:
+    """A request of so many tokens, or of these; the rest is state or sampling by its name."""
+    ids = range(10, 10 + prompt) if isinstance(prompt, int) else prompt
+    fields = {name: said.pop(name) for name in list(said) if name in RequestState.__struct_fields__}
+    params: dict[str, Any] = {"max_new_tokens": 8} | said
+    whole: dict[str, Any] = {
+        "request_id": RequestId("r"),
+        "choice": 0,
+        "prompt_ids": pack_ids(ids),
+        "sampling": SamplingParams(**params),
+        "deadline_unix_ms": 0,
+    }
+    return RequestState(**whole | fields)
+
+
+def pools(pages: int = 10, window: int | None = None) -> CachePools:
+    kinds = [(GroupKind.FULL, None)] + ([(GroupKind.WINDOW, window)] if window else [])
+    return CachePools(
+        [
+            CacheGroup(
+                kind=kind,
+                layers=(0,),
+                page_bytes=1,
+                page_tokens=PAGE_TOKENS,
+                pages_total=pages,
+                window=tokens,
+            )
+            for kind, tokens in kinds
+        ]
+    )
+
+
+class Steps:
+    """A batching whose clock advances by a second a step."""
+
+    def __init__(
+        self,
+        pages: int = 10,
+        *,
+        cached: bool = False,
+        window: int | None = None,
+        rules: Rules | None = None,
+        **limits: Any,
+    ) -> None:
+        self.now = 0.0
+        self.pools = pools(pages, window)
+        self.batching = Batching(
+            msgspec.structs.replace(LIMITS, **limits),
+            self.pools,
+            RadixIndex(self.pools) if cached else None,
+            rules,
+        )
+        self._step = 0
+
+    def add(self, key: int, prompt: int | Sequence[int] = 3, **said: Any) -> None:
+        named = {"request_id": RequestId(f"r{key}")} | said
+        self.batching.add(ChoiceKey(key), state(prompt, **named), self.now)
+
+    def drop(self, key: int) -> None:
+        self.batching.drop(ChoiceKey(key))
+
+    def next(self) -> list[Row]:
+        self.now += 1.0
+        return self.batching.next_rows(self.now)
+
+    def commit(self, rows: list[Row], *tokens: list[int]) -> tuple[Progress, ...]:
+        """Row i accepts `tokens[i]`."""
+        assert len(rows) == len(tokens)
+        self._step += 1
+        self.batching.commit(rows, outcome(self._step, tokens))
+        return self.batching.take_progress()
+
+    def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
+        """One step in which row i accepts `tokens[i]`."""
+        return self.commit(self.next(), *tokens)
+
+    def go(self, token: int = 1) -> list[tuple[int, int]]:
+        """One step in which all that draw draw this; the key and length of each row."""
+        rows = self.next()
+        self._step += 1
+        self.pools.launched(self._step)
+        self.pools.finished(self._step)
+        drawn = [[token] if row.draws else [] for row in rows]
+        self.batching.commit(rows, outcome(self._step, drawn))
+        return [(row.request.key, row.length) for row in rows]
+
+    def running(self) -> list[int]:
+        return [request.key for request in self.batching.running.values()]
+
+
+def outcome(step: int, tokens: Sequence[list[int]]) -> Outcome:
+    return Outcome(
+        step=step,
+        starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
+        token_ids=np.array([t for ids in tokens for t in ids], np.int32),
+        status=np.zeros(len(tokens), np.int32),
+    )

@@ -1,0 +1,80 @@
+"""What an SGLang command line does to the batching of a worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.config.test_resolve import CARD, DEVICE
+from tests.unit.config.test_sglang import serve
+from tests.unit.model_worker.steps import Steps, pools
+
+from antiphon.config.resolve import resolve
+from antiphon.config.worker import Policy
+from antiphon.model_worker.batching.open import open_batching
+from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.cache.index import NoIndex
+from antiphon.model_worker.cache.radix import RadixIndex
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.batching import Batching
+
+
+def opened(line: str = "") -> Batching:
+    settings = serve(line).settings
+    resolved = resolve(settings, CARD, DEVICE)
+    return open_batching(settings, resolved, pools(999), vocab_size=100, weights_digest="w")
+
+
+def test_by_default_prefixes_are_kept_and_who_comes_first_goes_first() -> None:
+    batching = opened()
+    assert isinstance(batching.index, RadixIndex)
+    assert batching.rules == Rules()
+    limits = batching.limits
+    assert (limits.step_tokens_max, limits.chunk_tokens, limits.fill_tokens) == (2048, 512, 256)
+    assert (limits.mixed, limits.prefill_max, limits.conservativeness) == (True, None, 1.0)
+
+
+def test_the_prefix_cache_can_be_switched_off() -> None:
+    assert isinstance(opened("--disable-radix-cache").index, NoIndex)
+
+
+@pytest.mark.parametrize(
+    ("line", "rules"),
+    [
+        ("--schedule-policy lpm", Rules(policy=Policy.LPM)),
+        ("--schedule-policy priority", Rules(priority=True)),
+        (
+            "--schedule-policy lof --enable-priority-scheduling"
+            " --schedule-low-priority-values-first --priority-scheduling-preemption-threshold 3",
+            Rules(policy=Policy.LOF, priority=True, low_first=True, preempt_threshold=3),
+        ),
+        ("--abort-on-priority-when-disabled", Rules(refuse_priority=True)),
+        ("--queue-max-overtake-s 2", Rules(max_overtake_s=2.0)),
+    ],
+)
+def test_flags_say_who_goes_first(line: str, rules: Rules) -> None:
+    assert opened(line).rules == rules
+
+
+def test_flags_say_what_a_step_takes() -> None:
+    limits = opened(
+        "--chunked-prefill-size -1 --prefill-max-requests 2 --schedule-conservativeness 0.3"
+        " --stream-interval 4 --max-running-requests 7 --batching-fill-tokens 100"
+        " --no-batching-mixed --queue-timeout-s 5 --batching-running-timeout-s 60"
+    ).limits
+    assert limits.chunk_tokens is None
+    assert (limits.prefill_max, limits.fill_tokens, limits.mixed) == (2, 100, False)
+    assert (limits.conservativeness, limits.stream_interval) == (0.3, 4)
+    assert (limits.running_max, limits.queue_timeout_s, limits.running_timeout_s) == (7, 5.0, 60.0)
+
+
+def test_in_a_full_queue_who_outranks_the_last_takes_its_place() -> None:
+    steps = Steps(running_max=1, queue_max=1, rules=Rules(priority=True))
+    steps.add(1, priority=1)
+    steps.go()
+    steps.add(2, priority=1)
+    steps.add(3, priority=1)
+    steps.add(4, priority=2)
+    refused = [p.key for p in steps.batching.take_progress() if p.finish is not None]
+    assert refused == [3, 2]

@@ -1,0 +1,183 @@
+"""What is told of tokens, on its way from the batching loop to a detokenizer: once, cut to size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.held import ROW_DETAILS_BYTES_MAX, HeldRequest
+from antiphon.wire.base import Attempt, FinishReason, Process, Term
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import Admit, ChoiceOutput
+from antiphon.wire.details import TokenDetails, join, pack_floats
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import DetailParams, SamplingParams
+
+if TYPE_CHECKING:
+    from antiphon.wire.tokens import TokenRow
+
+PROMPT_TOKENS = 6
+KEY = ChoiceKey(1)
+
+
+def process(name: str) -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
+
+
+def details(first: int, stop: int, floats: int = 1) -> TokenDetails:
+    """Token n of the answer has the id 100 + n; a token of the prompt has one below."""
+    return TokenDetails(
+        count=stop - first,
+        token_ids=pack_ids(range(100 + first, 100 + stop)),
+        hidden=pack_floats([0.5] * (floats * (stop - first))),
+    )
+
+
+def held(start: int, output: ChoiceOutput | None = None) -> HeldRequest:
+    return HeldRequest(
+        Admit(
+            request_id=RequestId("r"),
+            owner=process("g"),
+            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+            detokenizer=InstanceId("d"),
+            prompt_ids=pack_ids(range(PROMPT_TOKENS)),
+            choices=(output or ChoiceOutput(choice=0),),
+            sampling=SamplingParams(
+                max_new_tokens=8, details=DetailParams(logprobs=True, prompt_start=start)
+            ),
+            deadline_unix_ms=1000,
+        ),
+        [KEY],
+        now_ms=0,
+    )
+
+
+def progress(first: int, stop: int, *, told_from: int | None = None, floats: int = 1) -> Progress:
+    return Progress(
+        key=KEY,
+        token_ids=pack_ids(range(100 + first, 100 + stop)),
+        details=details(first if told_from is None else told_from, stop, floats),
+    )
+
+
+def sent(request: HeldRequest) -> list[TokenRow]:
+    return list(request.unsent())
+
+
+def check_rows(rows: list[TokenRow], first: int, stop: int) -> None:
+    """The rows tell of [first, stop) without a gap, and each has the ids of just its tokens."""
+    at = first
+    for row in rows:
+        assert row.details is not None
+        assert row.offset == at
+        at += row.details.count
+        told = list(unpack_ids(row.details.token_ids))
+        assert told == list(range(100 + row.offset, 100 + at))
+        assert list(unpack_ids(row.token_ids)) == [token for token in told if token >= 100]
+        assert row.offset >= 0 or at <= 0, "prompt and answer share a row"
+    assert at == stop
+
+
+def test_tokens_of_the_prompt_come_before_the_answer_at_negative_offsets() -> None:
+    request = held(start=2)
+    request.choices[0].append(progress(0, 1, told_from=-4))
+    rows = sent(request)
+    check_rows(rows, -4, 1)
+    assert [row.offset for row in rows] == [-4, 0]
+    assert rows[0].stream is not None
+    assert rows[0].stream.details_from == -4
+    request.choices[0].append(progress(1, 3))
+    check_rows(sent(request), 1, 3)
+    assert sent(request) == []
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(-4, 200), st.data())
+def test_details_are_sent_again_from_any_offset(steps: list[int], offset: int, data) -> None:
+    request, at = held(start=2), 0
+    for count in steps:
+        told_from = -4 if at == 0 else None
+        request.choices[0].append(progress(at, at + count, told_from=told_from))
+        at += count
+        if data.draw(st.booleans()):
+            sent(request)
+    request.rewind({0: offset})
+    check_rows(sent(request), min(offset, at), at)
+    request.rewind({})
+    check_rows(sent(request), -4, at)
+
+
+def test_a_row_holds_no_more_details_than_fit_into_a_message() -> None:
+    floats = 2000
+    request = held(start=0)
+    request.choices[0].append(progress(0, 40, told_from=-5, floats=floats))
+    rows = sent(request)
+    check_rows(rows, -5, 40)
+    sizes = [row.details.size_bytes for row in rows if row.details]
+    assert max(sizes) <= ROW_DETAILS_BYTES_MAX
+    assert len(rows) == 1 + 5, "eight of these fit into a row"
+
+
+def test_an_answer_of_no_tokens_has_one_entry_for_what_would_follow() -> None:
+    request = held(start=-1)
+    follow = TokenDetails(count=1, token_ids=pack_ids([-1]))
+    finish = Finish(reason=FinishReason.LENGTH)
+    request.choices[0].append(Progress(key=KEY, details=follow, finish=finish))
+    (row,) = sent(request)
+    assert (row.offset, row.token_ids, row.details) == (0, b"", follow)
+    assert row.finish_reason is FinishReason.LENGTH
+    request.repeat_end()
+    (again,) = sent(request)
+    assert (again.details, again.finish_reason) == (follow, FinishReason.LENGTH)
+
+
+def test_an_end_comes_even_if_nothing_was_told() -> None:
+    request = held(start=0)
+    finish = Finish(reason=FinishReason.ERROR)
+    request.choices[0].append(Progress(key=KEY, finish=finish))
+    (row,) = sent(request)
+    assert (row.offset, row.finish_reason) == (-5, FinishReason.ERROR)
+
+
+def test_what_was_sealed_with_the_ids_is_sent_with_them() -> None:
+    output = ChoiceOutput(choice=0, output_ids=pack_ids([100, 101]), details=details(-4, 2))
+    request = held(start=2, output=output)
+    check_rows(sent(request), -4, 2)
+    request.choices[0].append(progress(2, 3))
+    check_rows(sent(request), 2, 3)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 9])
+def test_what_lies_beyond_a_stop_is_not_told_of(offset: int) -> None:
+    request = held(start=-1)
+    request.choices[0].append(progress(0, 5))
+    overrun = request.choices[0].stop(offset)
+    assert overrun == max(0, 5 - offset)
+    assert sent(request) == []
+
+
+def test_rows_of_a_request_that_wants_none_have_none() -> None:
+    request = held(start=-1)
+    plain = HeldRequest(
+        Admit(
+            request_id=RequestId("p"),
+            owner=process("g"),
+            attempt=Attempt(term=Term(number=1, scheduler=process("s")), n=1),
+            detokenizer=InstanceId("d"),
+            prompt_ids=pack_ids([1]),
+            choices=(ChoiceOutput(choice=0),),
+            sampling=SamplingParams(max_new_tokens=8),
+            deadline_unix_ms=1000,
+        ),
+        [KEY],
+        now_ms=0,
+    )
+    plain.choices[0].append(Progress(key=KEY, token_ids=pack_ids([7])))
+    (row,) = sent(plain)
+    assert (row.details, row.stream.details_from if row.stream else 0) == (None, None)
+    request.choices[0].append(progress(0, 2))
+    (row,) = sent(request)
+    assert row.details == join([details(0, 2)])

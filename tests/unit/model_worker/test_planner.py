@@ -1,0 +1,335 @@
+"""What one step takes, and who goes before whom."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps
+
+from antiphon.config.worker import Policy
+from antiphon.model_worker.batching.budget import Budget
+from antiphon.model_worker.batching.policy import Rules
+from antiphon.wire.ids import RequestId
+
+STEM = list(range(40, 76))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=10),
+    step=st.integers(1, 64),
+    chunk=st.none() | st.integers(1, 64),
+    fill=st.none() | st.integers(1, 64),
+    prompts=st.none() | st.integers(1, 3),
+)
+def test_a_plan_takes_prompts_in_order_until_it_is_full(
+    lengths: list[int], step: int, chunk: int | None, fill: int | None, prompts: int | None
+) -> None:
+    limits = msgspec.structs.replace(
+        LIMITS, step_tokens_max=step, chunk_tokens=chunk, fill_tokens=fill, prefill_max=prompts
+    )
+    budget = Budget(limits, PAGE_TOKENS)
+    taken: list[int] = []
+    for length in lengths:
+        piece = budget.chunk(0, length)
+        if not piece:
+            break
+        taken.append(piece)
+        budget.spend_prompt(piece)
+    assert taken, "a plan took nothing"
+    assert len(taken) <= (prompts or len(lengths))
+    assert all(taken[i] == lengths[i] for i in range(len(taken) - 1) if chunk is None)
+    if chunk is not None:
+        assert sum(taken) <= step
+        assert max(taken) <= chunk
+    else:
+        assert sum(taken) <= step or len(taken) == 1
+    assert sum(taken[:-1]) < (fill or 10_000)
+    assert sum(taken[1:]) <= (fill or 10_000)
+    for piece, length in zip(taken[1:], lengths[1:], strict=False):
+        assert piece == length or piece % PAGE_TOKENS == 0
+
+
+def burst(step_s: Any, **limits: Any) -> list[float]:
+    """When each of 16 prompts of 128 tokens has its first token, all coming at once."""
+    steps = Steps(
+        pages=16 * 60,
+        running_max=16,
+        step_tokens_max=4096,
+        context_tokens=256,
+        **limits,
+    )
+    for key in range(16):
+        steps.add(key, [key] * 128, max_new_tokens=100, ignore_eos=True)
+    first: dict[int, float] = {}
+    now = 0.0
+    while len(first) < 16:
+        now += step_s(sum(length for _, length in steps.go()))
+        for progress in steps.batching.take_progress():
+            first.setdefault(progress.key, now)
+    assert list(first) == list(range(16)), "the first did not come first"
+    return sorted(first.values())
+
+
+def on_two_cores(tokens: int) -> float:
+    """A small model: reading the weights takes as long as computing 16 tokens."""
+    return 0.6e-3 * max(16, tokens)
+
+
+def test_the_first_of_a_burst_are_answered_before_the_last_are_computed() -> None:
+    together = burst(on_two_cores, chunk_tokens=4096)
+    one_by_one = burst(on_two_cores, chunk_tokens=512, fill_tokens=256)
+    assert together[0] == together[-1]
+    assert one_by_one[7] <= 0.6 * together[7]
+    assert one_by_one[-1] <= 1.05 * together[-1]
+    in_turns = burst(on_two_cores, chunk_tokens=512, fill_tokens=256, mixed=False)
+    assert one_by_one[-1] < in_turns[-1], "mixed steps are the better default here"
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_decode_never_waits_for_more_than_one_step(mixed: bool) -> None:
+    steps = Steps(pages=60, mixed=mixed, context_tokens=200)
+    steps.add(1, max_new_tokens=60)
+    steps.go()
+    steps.add(2, [5] * 100)
+    seen = [steps.go() for _ in range(30)]
+    decodes = [(1, 1) in rows for rows in seen]
+    assert all(a or b for a, b in itertools.pairwise(decodes))
+    assert all(decodes) == mixed
+    prompts = [rows for rows in seen if any(key == 2 and length > 1 for key, length in rows)]
+    assert all(((1, 1) in rows) == mixed for rows in prompts)
+    assert sum(length for rows in prompts for key, length in rows if key == 2) == 100
+
+
+def order(
+    policy: Policy, prepare: Any, requests: list[dict[str, Any]], slots: int = 1, **rules: Any
+) -> list[int]:
+    """The order in which waiting requests are started when so many slots become free."""
+    steps = Steps(
+        pages=400,
+        running_max=slots,
+        cached=True,
+        context_tokens=200,
+        step_tokens_max=256,
+        rules=Rules(policy=policy, max_overtake_s=1_000.0, **rules),
+    )
+    for prompt in prepare:
+        steps.add(100, prompt, max_new_tokens=1)
+        while not steps.batching.idle:
+            steps.go()
+    for key in range(slots):
+        steps.add(99 - key, 3, max_new_tokens=2)
+    steps.go()
+    for key, said in enumerate(requests):
+        steps.add(key, **said)
+    started: list[int] = []
+    while not steps.batching.idle:
+        for key, _ in steps.go():
+            if key < len(requests) and key not in started:
+                started.append(key)
+    return started
+
+
+def test_lof_starts_the_longest_answer_first() -> None:
+    requests = [{"max_new_tokens": n} for n in (2, 9, 4, 9)]
+    assert order(Policy.LOF, [], requests) == [1, 3, 2, 0]
+
+
+def test_lpm_starts_the_longest_cached_prefix_first() -> None:
+    requests = [
+        {"prompt": prompt}
+        for prompt in ([1] * 20, [*STEM[:12], *[2] * 20], [*STEM[:30], 3], STEM[:3])
+    ]
+    assert order(Policy.LPM, [STEM], requests) == [2, 1, 0, 3]
+
+
+def test_dfs_weight_stays_in_the_subtree_that_most_wait_for() -> None:
+    left, right = [*STEM[:8], *[1] * 8], [*STEM[:8], *[2] * 8]
+    requests = [
+        {"prompt": prompt}
+        for prompt in (
+            [*left, 5],
+            [*right, 5, 5],
+            [9] * 4,
+            [*right, 6],
+            [*left, 6],
+            [*right, 7],
+            [*STEM[:8], 3],
+        )
+    ]
+    assert order(Policy.DFS_WEIGHT, [left, right], requests, slots=7) == [1, 3, 5, 0, 4, 6, 2]
+
+
+def test_random_is_none_of_the_others_and_always_the_same() -> None:
+    requests: list[dict[str, Any]] = [{} for _ in range(8)]
+    drawn = order(Policy.RANDOM, [], requests)
+    assert sorted(drawn) == list(range(8)) != drawn
+    assert order(Policy.RANDOM, [], requests) == drawn
+
+
+@pytest.mark.parametrize(("low_first", "expected"), [(False, [2, 0, 3, 1]), (True, [1, 0, 3, 2])])
+def test_priorities_go_before_the_policy(low_first: bool, expected: list[int]) -> None:
+    requests = [{"priority": n} for n in (1, 0, 5, 1)]
+    assert order(Policy.FCFS, [], requests, priority=True, low_first=low_first) == expected
+    assert order(Policy.FCFS, [], requests) == [0, 1, 2, 3]
+
+
+def test_a_priority_is_refused_where_none_counts_if_that_is_asked_for() -> None:
+    steps = Steps(rules=Rules(refuse_priority=True))
+    steps.add(1, priority=1)
+    steps.add(2)
+    (progress,) = steps.batching.take_progress()
+    assert progress.finish is not None
+    assert progress.finish.error is not None
+    assert progress.finish.error.param == "priority"
+
+
+def test_beyond_128_waiting_the_tree_does_not_count() -> None:
+    steps = Steps(
+        pages=400, running_max=1, cached=True, queue_max=500, rules=Rules(policy=Policy.LPM)
+    )
+    steps.add(1000, STEM, max_new_tokens=1)
+    while not steps.batching.idle:
+        steps.go()
+    for key in range(130):
+        steps.add(key, [key % 90] * 8, max_new_tokens=1)
+    steps.add(500, STEM, max_new_tokens=1)
+    started = [key for _ in range(8) for key, _ in steps.go()]
+    assert started[0] == 0
+    assert 500 in started[:6], "it was not passed over when fewer waited"
+
+
+def test_nobody_is_overtaken_for_longer_than_allowed() -> None:
+    steps = Steps(
+        pages=400, running_max=1, rules=Rules(priority=True, max_overtake_s=5.0), queue_max=99
+    )
+    steps.add(0, priority=9, max_new_tokens=1)
+    steps.add(1, priority=0, max_new_tokens=3)
+    started: list[int] = []
+    for turn in range(12):
+        steps.add(10 + turn, priority=9, max_new_tokens=1)
+        started += [key for key, _ in steps.go()]
+    assert started[:6] == [0, 10, 11, 12, 13, 14]
+    assert started[6:9] == [1, 1, 1], "it was preempted, or passed again"
+
+
+def test_who_outranks_by_enough_takes_the_place_of_the_weakest() -> None:
+    rules = Rules(priority=True, preempt_threshold=3)
+    steps = Steps(pages=40, running_max=2, cached=True, rules=rules)
+    steps.add(1, range(8), priority=2)
+    steps.add(2, range(20, 28), priority=1)
+    steps.go()
+    steps.add(3, range(40, 48), priority=4)
+    steps.go()
+    assert steps.running() == [1, 2], "4 is not more than 3 above 1"
+    steps.add(4, range(60, 68), priority=5)
+    steps.go()
+    assert sorted(steps.running()) == [1, 4]
+    assert steps.batching.preemptions == 1
+    assert steps.batching.retractions == 0
+    while not steps.batching.idle:
+        steps.go()
+    told = steps.batching.take_progress()
+    assert sorted(p.key for p in told if p.finish) == [1, 2, 3, 4]
+    assert all(p.finish.error is None for p in told if p.finish)
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    steps = Steps(pages=10, running_max=3, rules=Rules(priority=True, preempt_threshold=0))
+    steps.add(1, range(20), priority=9, max_new_tokens=8, ignore_eos=True)
+    steps.add(2, [1], priority=0, max_new_tokens=4, ignore_eos=True)
+    steps.go()
+    assert steps.running() == [1, 2]
+    steps.add(3, range(20, 35), priority=5, max_new_tokens=9, ignore_eos=True)
+    steps.go()
+    assert steps.batching.preemptions == 0
+
+
+def test_with_pages_to_spare_nobody_is_preempted() -> None:
+    steps = Steps(pages=40, running_max=3, rules=Rules(priority=True, preempt_threshold=0))
+    steps.add(1, priority=0)
+    steps.add(2, priority=9)
+    steps.go()
+    assert steps.running() == [2, 1]
+
+
+def test_requests_that_begin_alike_follow_the_first_one() -> None:
+    steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
+    for key in range(3):
+        steps.add(key, [*STEM, key])
+    steps.add(3, [1, 2])
+    assert steps.go() == [(0, 37), (3, 2)]
+    assert steps.go() == [(0, 1), (3, 1), (1, 1), (2, 1)]
+
+
+def test_who_follows_is_not_held_back_by_a_leader_that_left() -> None:
+    steps = Steps(pages=60, cached=True)
+    for key in range(2):
+        steps.add(key, [*STEM, key])
+    assert steps.go() == [(0, 8)]
+    steps.drop(0)
+    assert steps.go() == [(1, 8)]
+
+
+def test_a_short_common_beginning_is_not_worth_waiting_for() -> None:
+    steps = Steps(pages=60, cached=True)
+    for key in range(2):
+        steps.add(key, [*STEM[:5], key])
+    assert steps.go() == [(0, 6), (1, 6)]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("cached", [True, False], ids=["tree", "fork"])
+def test_the_choices_of_a_request_share_its_prompt(cached: bool, window: int | None) -> None:
+    steps = Steps(pages=60, cached=cached, window=window, step_tokens_max=256, chunk_tokens=256)
+    for key in range(3):
+        steps.add(key, STEM[:22], request_id=RequestId("one"), choice=key)
+    assert steps.go() == [(0, 22)]
+    assert steps.go() == [(0, 1), (1, 2), (2, 2)]
+    tables = [request.table for request in steps.batching.running.values()]
+    beginnings = {tuple(table.pages(0)[:5]) for table in tables if table is not None}
+    assert len(beginnings) == 1
+    while not steps.batching.idle:
+        steps.go()
+    steps.batching.flush()
+    steps.pools.finished(1_000)
+    assert steps.pools.used() == [0] * len(steps.pools.groups)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["tree", "fork"])
+def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
+    steps = Steps(pages=60, cached=cached, step_tokens_max=256, chunk_tokens=256)
+    for key in range(2):
+        steps.add(key, STEM[:22], request_id=RequestId("one"), choice=key)
+    assert steps.go() == [(0, 22)]
+    steps.batching.renew("newer")
+    assert steps.go() == [(0, 1), (1, 22)]
+
+
+def test_a_choice_that_comes_too_late_for_a_window_computes_its_prompt_itself() -> None:
+    steps = Steps(pages=60, window=6, running_max=1)
+    steps.add(0, STEM[:22], request_id=RequestId("one"), choice=0, max_new_tokens=9)
+    steps.add(1, STEM[:22], request_id=RequestId("one"), choice=1, max_new_tokens=9)
+    rows = [steps.go() for _ in range(14)]
+    assert [(1, 8)] in rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_by_arrival_holds_however_many_come_and_go(seed: int) -> None:
+    chance = random.Random(seed)
+    steps = Steps(pages=400, running_max=4, queue_max=999)
+    started: list[int] = []
+    for key in range(150):
+        steps.add(key, chance.randint(1, 20), max_new_tokens=chance.randint(1, 4))
+        if chance.random() < 0.2:
+            steps.drop(chance.randint(0, key))
+        started += [row.request.key for row in steps.next() if row.request.key not in started]
+        if chance.random() < 0.5:
+            for key_running in steps.running():
+                steps.drop(key_running)
+    assert started == sorted(started)

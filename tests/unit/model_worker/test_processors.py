@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.model_worker.batching.processors import (
+    ThinkingClock,
+    TokenFilter,
+    looks_back,
+    pack,
+    words_count,
+)
+from antiphon.wire.processors import (
+    AllowRange,
+    AllowTokens,
+    DisallowTokens,
+    LogitProcessor,
+    ThinkingBudget,
+)
+
+VOCABULARY = 70
+BEGIN, LINE, END = 50, 60, 61
+BUDGET = ThinkingBudget(tokens_max=3, begin_id=BEGIN, closing_ids=(LINE, END))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def allowed(*processors: LogitProcessor, prompt: tuple[int, ...] = (1,), ids: tuple[int, ...] = ()):
+    """The tokens that may follow a prompt and some outputs."""
+    made = TokenFilter(processors, ints(*prompt), VOCABULARY)
+    words = np.full(words_count(VOCABULARY), -1, np.int32)
+    made.restrict(words, ints(*prompt, *ids))
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[:VOCABULARY]).tolist())
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_packed_bits_are_read_as_they_are_documented(bits: list[bool]) -> None:
+    words = pack(np.array(bits))
+    assert len(words) == words_count(len(bits))
+    read = [bool(int(words[token // 32]) >> token % 32 & 1) for token in range(len(bits))]
+    assert read == bits
+
+
+def test_every_processor_does_something() -> None:
+    examples: dict[type, LogitProcessor] = {
+        DisallowTokens: DisallowTokens(token_ids=(5,)),
+        AllowTokens: AllowTokens(token_ids=(5, 69)),
+        AllowRange: AllowRange(first=31, last=33),
+        ThinkingBudget: ThinkingBudget(tokens_max=0, begin_id=1, closing_ids=(7,)),
+    }
+    assert set(examples) == set(get_args(LogitProcessor))
+    everything = set(range(VOCABULARY))
+    assert {kind: allowed(one) for kind, one in examples.items()} == {
+        DisallowTokens: everything - {5},
+        AllowTokens: {5, 69},
+        AllowRange: {31, 32, 33},
+        ThinkingBudget: {7},  # the prompt has begun to think
+    }
+
+
+def test_what_one_forbids_no_other_allows() -> None:
+    assert allowed(AllowTokens(token_ids=(5, 6, 7)), DisallowTokens(token_ids=(6,))) == {5, 7}
+    assert allowed(AllowRange(first=0, last=3), AllowTokens(token_ids=(9,))) == set()
+    forced = allowed(BUDGET, DisallowTokens(token_ids=(LINE,)), prompt=(BEGIN,), ids=(1, 2, 3))
+    assert forced == set()
+
+
+def forced_after(outputs: list[int], prompt: tuple[int, ...] = (1,)) -> int | None:
+    return ThinkingClock(BUDGET, ints(*prompt)).forced(ints(*prompt, *outputs))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "outputs", "forced"),
+    [
+        ((1,), [2, 3, 4, 5, 6], None),  # it never thinks
+        ((1, BEGIN), [], None),
+        ((1, BEGIN, 8, 8, 8, 8), [2, 3], None),  # the prompt's own tokens do not count
+        ((1, BEGIN), [2, 3, 4], LINE),
+        ((1, BEGIN), [2, 3, 4, LINE], END),
+        ((1, BEGIN), [2, 3, 4, LINE, END], None),
+        ((1, BEGIN), [2, END, 4, 4, 4, 4], None),  # it has ended by itself
+        ((1, BEGIN, END), [2, 3, 4, 5], None),
+        ((1, BEGIN, END, BEGIN), [2, 3, 4], LINE),
+        ((1,), [2, BEGIN, 3, 4, 5], LINE),
+        ((1,), [2, BEGIN, 3, BEGIN, 5], LINE),  # to begin again is one thought more
+        ((1,), [BEGIN, 3, END, BEGIN, 4, 5], None),  # each thinking has the whole budget
+        ((1,), [BEGIN, 3, END, BEGIN, 4, 5, 6], LINE),
+    ],
+)
+def test_thinking_is_closed_after_its_budget(prompt, outputs, forced) -> None:
+    assert forced_after(outputs, prompt) == forced
+
+
+@given(st.lists(st.sampled_from([2, BEGIN, LINE, END]), max_size=40), st.data())
+def test_a_clock_that_looked_often_says_what_one_says_that_looks_once(outputs, data) -> None:
+    looks = sorted(data.draw(st.lists(st.integers(0, len(outputs)), max_size=5)))
+    clock = ThinkingClock(BUDGET, ints(1))
+    for look in looks:
+        assert clock.forced(ints(1, *outputs[:look])) == forced_after(outputs[:look])
+    assert clock.forced(ints(1, *outputs)) == forced_after(outputs)
+
+
+def test_only_a_budget_must_know_the_last_token() -> None:
+    static = (DisallowTokens(token_ids=(5,)), AllowRange(first=0, last=9))
+    assert not looks_back(static)
+    assert looks_back((*static, BUDGET))

@@ -1,0 +1,209 @@
+"""What the recorder keeps, how it is written down, and what running it again finds."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.simulation.hash_runner import HashRunner
+from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
+
+from antiphon.model_worker.batching.plan import Penalties
+from antiphon.model_worker.batching.recorder import Record, Recorder, summary
+from antiphon.model_worker.recording import (
+    FILES_MAX,
+    Header,
+    RecordingBroken,
+    read,
+    write,
+)
+from antiphon.model_worker.replay import Result, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.simulation.test_worker_overlap import Stage
+
+    from antiphon.model_worker.batching.plan import Outcome, Plan
+
+
+def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage, list[Record]]:
+    """A few requests in a world of their own, and the plans that it took."""
+    with staged(overlap=overlap, curse=-1 if cursed is None else CURSE) as stage:
+        for salt in range(4):
+            prompt = harmless(9 + 8 * salt, salt)
+            stage.run([*prompt, CURSE] if salt == cursed else prompt, tokens_max=12, seed=salt)
+        stage.drain()
+        return stage, list(stage.loop.recorder.records())
+
+
+def run_again(records: Sequence[Record], stage: Stage, vocab_size: int = VOCAB_SIZE) -> Result:
+    runner = HashRunner(stage.pools.groups, vocab_size)
+    runner.plans = records[0].plan.step - 1
+    return replay(records, stage.pools.groups, runner)
+
+
+def header(stage: Stage, reason: str = "somebody asked", unix_ms: int = 7) -> Header:
+    return Header(
+        reason=reason,
+        unix_ms=unix_ms,
+        instance="worker.0",
+        weights_digest="w",
+        weight_version="default",
+        groups=stage.pools.groups,
+        resolved=None,
+    )
+
+
+def test_every_plan_is_kept_with_its_outcome() -> None:
+    stage, records = recorded()
+    assert [r.plan.step for r in records] == list(range(1, stage.reports[-1].step + 1))
+    assert all(r.outcome is not None and r.outcome.step == r.plan.step for r in records)
+    drawn = sum(len(r.outcome.token_ids) for r in records if r.outcome)
+    assert drawn >= sum(len(told.ids) for told in stage.told.values())
+
+
+def test_the_oldest_plans_make_room() -> None:
+    plan = recorded()[1][0].plan
+    few = Recorder(plans_max=3)
+    small = Recorder(bytes_max=6_000)
+    for step in range(10):
+        few.begin(replace(plan, step=step))
+        small.begin(replace(plan, step=step))
+    assert [r.plan.step for r in few.records()] == [7, 8, 9]
+    assert 1 < len(small.records()) < 6
+    assert small.records()[-1].plan.step == 9
+
+
+def test_a_plan_larger_than_all_that_may_be_kept_is_not_kept() -> None:
+    recorder = Recorder(bytes_max=10)
+    recorder.begin(recorded()[1][0].plan)
+    assert recorder.records() == ()
+
+
+def test_a_summary_says_how_large_a_plan_is() -> None:
+    plan = recorded()[1][0].plan
+    said = summary(plan)
+    assert (said["step"], said["rows"], said["tokens"]) == (1, 1, 9)
+    assert said["kv_tokens_max"] == 9
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    stage, records = recorded(cursed=1)
+    ints, floats = np.arange(3, dtype=np.int32), np.ones(3, np.float32)
+    penalties = Penalties(
+        rows=ints,
+        frequency=floats,
+        presence=floats,
+        repetition=floats,
+        begun=ints,
+        begun_starts=ints,
+        begun_ids=ints,
+    )
+    records[0] = Record(replace(records[0].plan, penalties=penalties, token_masks=ints))
+    file = write(tmp_path / "new", header(stage), records)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = read(file)
+    assert found.header == header(stage)
+    assert len(found.records) == len(records)
+    for one, other in zip(found.records, records, strict=True):
+        assert one.failure == other.failure
+        np.testing.assert_equal(fields(one.plan), fields(other.plan))
+        np.testing.assert_equal(fields(one.outcome), fields(other.outcome))
+
+
+def fields(value: object) -> object:
+    """A plan or an outcome as plain containers."""
+    names = getattr(type(value), "__dataclass_fields__", None)
+    return value if names is None else {name: fields(getattr(value, name)) for name in names}
+
+
+def test_the_last_files_of_an_instance_are_kept(tmp_path: Path) -> None:
+    stage, records = recorded()
+    for number in range(FILES_MAX + 3):
+        write(tmp_path, header(stage, unix_ms=100 + number), records[:1])
+    kept = sorted(read(file).header.unix_ms for file in tmp_path.iterdir())
+    assert kept == list(range(103, 103 + FILES_MAX))
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "noise"])
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, damage: str) -> None:
+    stage, records = recorded()
+    file = write(tmp_path, header(stage), records)
+    content = file.read_bytes()
+    match damage:
+        case "cut":
+            content = content[:-5]
+        case "other":
+            content = b"something else" + content
+        case _:
+            content = content[:40] + b"\xff" * 40 + content[80:]
+    file.write_bytes(content)
+    with pytest.raises(RecordingBroken):
+        read(file)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_replay_ends_as_it_did(overlap: bool) -> None:
+    stage, records = recorded(overlap=overlap)
+    result = run_again(records, stage)
+    assert result.difference is None
+    assert result.plans == len(records)
+    assert result.passed == 0
+    assert result.rows == sum(len(record.plan.slot) for record in records)
+
+
+def test_a_replay_that_draws_otherwise_names_the_first_row_that_does() -> None:
+    stage, records = recorded()
+    result = run_again(records, stage, vocab_size=VOCAB_SIZE - 1)
+    difference = result.difference
+    assert difference is not None
+    assert difference.row is not None
+    outcome = records[difference.step - 1].outcome
+    assert outcome is not None
+    drawn = outcome.token_ids[outcome.starts[difference.row] :][:1].tolist()
+    assert difference.recorded == f"tokens {drawn} status 0"
+    assert str(difference).startswith(f"step {difference.step}, row {difference.row}: recorded")
+
+
+def test_rows_that_build_on_what_was_not_recorded_are_passed_over() -> None:
+    stage, records = recorded()
+    later = records[3:]
+    assert any((r.plan.kv_len > r.plan.query_len).any() for r in later[:1])
+    result = run_again(later, stage)
+    assert result.difference is None
+    assert result.passed > 0
+    assert result.rows > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_plan_that_failed_is_expected_to_fail_again(overlap: bool) -> None:
+    stage, records = recorded(cursed=2, overlap=overlap)
+    assert any(record.failure.startswith("Cursed: ") for record in records)
+    result = run_again(records, stage)
+    assert result.difference is not None
+    assert result.difference.replayed == "an outcome"
+    assert "the failure Cursed" in result.difference.recorded
+
+    class Again(HashRunner):
+        def run(self, plan: Plan) -> Outcome:
+            outcome = super().run(plan)
+            assert CURSE not in plan.tokens
+            return outcome
+
+    runner = Again(stage.pools.groups, VOCAB_SIZE)
+    result = replay(records, stage.pools.groups, runner)
+    assert result.difference is None
+    assert result.failed > 0
+
+
+def test_a_plan_without_an_end_is_run_and_not_compared() -> None:
+    stage, records = recorded()
+    records[-1].outcome = None
+    result = run_again(records, stage)
+    assert result.difference is None
+    assert result.unended == 1

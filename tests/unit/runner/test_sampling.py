@@ -1,0 +1,283 @@
+"""The sampler on a small vocabulary: how often each token is drawn, whatever steers the draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from antiphon.kernels.op import Device
+from antiphon.kernels.ops import select
+from antiphon.model_worker.batching.plan import Biases, Penalties, Plan, SamplingColumns
+from antiphon.model_worker.batching.processors import pack
+from antiphon.model_worker.runner.errors import PlanRefused
+from antiphon.model_worker.runner.sampling import Sampler
+
+VOCABULARY = 12
+DRAWS = 20_000
+LOGITS = np.random.default_rng(3).normal(size=VOCABULARY).astype(np.float32)
+OUTPUTS = [3, 3, 3, 5, 8]
+SEEN = np.bincount(OUTPUTS, minlength=VOCABULARY)
+FORBIDDEN = [0, 4, 11]
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def columns(
+    rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> SamplingColumns:
+    return SamplingColumns(
+        temperature=np.full(rows, temperature, np.float32),
+        top_p=np.full(rows, top_p, np.float32),
+        min_p=np.full(rows, min_p, np.float32),
+        top_k=np.full(rows, top_k, np.int32),
+        seed=np.arange(rows, dtype=np.int64),
+        choice=np.zeros(rows, np.int32),
+    )
+
+
+def plan_of(sampling: SamplingColumns, **steering: Any) -> Plan:
+    """Rows that decode one token each."""
+    rows = len(sampling.seed)
+    every = np.arange(rows, dtype=np.int32)
+    ones = np.ones(rows, np.int32)
+    return Plan(
+        step=1,
+        slot=every,
+        query_start=every,
+        query_len=ones,
+        kv_len=ones,
+        adapter=-ones,
+        tokens=np.zeros(rows, np.int32),
+        positions=np.zeros((1, rows), np.int32),
+        logit_tokens=every,
+        sampling=sampling,
+        page_tables=(),
+        **steering,
+    )
+
+
+def penalties(rows: int, frequency: float, presence: float, repetition: float) -> Penalties:
+    return Penalties(
+        rows=np.arange(rows, dtype=np.int32),
+        frequency=np.full(rows, frequency, np.float32),
+        presence=np.full(rows, presence, np.float32),
+        repetition=np.full(rows, repetition, np.float32),
+        begun=np.arange(rows, dtype=np.int32),
+        begun_starts=np.arange(rows + 1, dtype=np.int32) * len(OUTPUTS),
+        begun_ids=np.tile(ints(*OUTPUTS), rows),
+    )
+
+
+def masks(rows: int) -> dict[str, object]:
+    words = pack(~np.isin(np.arange(VOCABULARY), FORBIDDEN))
+    return {
+        "token_masks": np.tile(words, (rows, 1)),
+        "token_mask_rows": np.arange(rows, dtype=np.int32),
+    }
+
+
+def biases(rows: int) -> Biases:
+    return Biases(
+        rows=np.repeat(np.arange(rows, dtype=np.int32), 2),
+        token_ids=np.tile(ints(2, 6), rows),
+        values=np.tile(floats(1.5, -np.inf), rows),
+    )
+
+
+def drawn(plan: Plan, positions: np.ndarray | None = None) -> np.ndarray:
+    rows = len(plan.slot)
+    sampler = Sampler(select(Device("cpu")))
+    logits = torch.as_tensor(np.tile(LOGITS, (rows, 1)))
+    every = np.arange(rows)
+    sampler.steer(plan, every, logits)
+    positions = np.full(rows, 9) if positions is None else positions
+    return sampler.draw(plan.sampling, logits, every, positions).numpy()
+
+
+def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits.astype(np.float64) / temperature
+    mass = np.exp(scaled - scaled.max())
+    return mass / mass.sum()
+
+
+def kept(mass: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """What is left of a distribution when only some tokens are kept."""
+    left = np.where(tokens, mass, 0)
+    return left / left.sum()
+
+
+def rank(mass: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(-mass, kind="stable"), kind="stable")
+
+
+def before(mass: np.ndarray) -> np.ndarray:
+    """The mass of all tokens likelier than each."""
+    order = np.argsort(-mass, kind="stable")
+    result = np.zeros(len(mass))
+    result[order] = np.cumsum(mass[order]) - mass[order]
+    return result
+
+
+def likely(mass: np.ndarray, share: float) -> np.ndarray:
+    return mass >= share * mass.max()
+
+
+def penalised(logits: np.ndarray) -> np.ndarray:
+    lowered = logits - 0.4 * SEEN - 0.3 * (SEEN > 0)
+    return np.where(SEEN > 0, np.where(lowered > 0, lowered / 1.5, lowered * 1.5), logits)
+
+
+def forbidden(logits: np.ndarray) -> np.ndarray:
+    return np.where(np.isin(np.arange(VOCABULARY), FORBIDDEN), -np.inf, logits)
+
+
+def biased(logits: np.ndarray) -> np.ndarray:
+    result = logits.copy()
+    result[2] += 1.5
+    result[6] = -np.inf
+    return result
+
+
+PLAIN, WARM = softmax(LOGITS, 1.0), softmax(LOGITS, 1.7)
+CASES = {
+    "temperature": (plan_of(columns(DRAWS, 1.7)), WARM),
+    "top-k": (plan_of(columns(DRAWS, 1.0, top_k=4)), kept(PLAIN, rank(PLAIN) < 4)),
+    "top-p": (plan_of(columns(DRAWS, 1.7, top_p=0.7)), kept(WARM, before(WARM) <= 0.7)),
+    "min-p": (plan_of(columns(DRAWS, 1.7, min_p=0.2)), kept(WARM, likely(WARM, 0.2))),
+    "all filters": (
+        plan_of(columns(DRAWS, 1.7, top_k=9, top_p=0.9, min_p=0.05)),
+        kept(WARM, (rank(WARM) < 9) & (before(WARM) <= 0.9) & likely(WARM, 0.05)),
+    ),
+    "penalties": (
+        plan_of(columns(DRAWS, 1.0), penalties=penalties(DRAWS, 0.4, 0.3, 1.5)),
+        softmax(penalised(LOGITS), 1.0),
+    ),
+    "masks": (plan_of(columns(DRAWS, 1.0), **masks(DRAWS)), softmax(forbidden(LOGITS), 1.0)),
+    "biases": (plan_of(columns(DRAWS, 1.0), biases=biases(DRAWS)), softmax(biased(LOGITS), 1.0)),
+    "everything": (
+        plan_of(
+            columns(DRAWS, 1.7, top_k=7),
+            penalties=penalties(DRAWS, 0.4, 0.3, 1.5),
+            biases=biases(DRAWS),
+            **masks(DRAWS),
+        ),
+        kept(
+            softmax(biased(forbidden(penalised(LOGITS))), 1.7),
+            rank(softmax(biased(forbidden(penalised(LOGITS))), 1.7)) < 7,
+        ),
+    ),
+}
+
+
+def chi_square_limit(freedom: int, deviations: float = 4.5) -> float:
+    """What chi-square exceeds three times in a million, as Wilson and Hilferty approximate it."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + deviations * spread**0.5) ** 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_drawn_as_often_as_they_should_be(case: str) -> None:
+    plan, probability = CASES[case]
+    counts = np.bincount(drawn(plan), minlength=VOCABULARY)
+    possible = probability > 0
+    assert not counts[~possible].any()
+    expected = probability[possible] * DRAWS
+    assert expected.min() > 5, "too few draws for this test"
+    chi_square = ((counts[possible] - expected) ** 2 / expected).sum()
+    assert chi_square < chi_square_limit(int(possible.sum()) - 1)
+
+
+def test_neighbouring_positions_and_choices_draw_independently() -> None:
+    positions = np.arange(DRAWS)
+    same_seed = replace(columns(DRAWS, 1.7), seed=np.full(DRAWS, 5, np.int64))
+    tokens = drawn(plan_of(same_seed), positions)
+    counts = np.bincount(tokens, minlength=VOCABULARY)
+    chi_square = ((counts - WARM * DRAWS) ** 2 / (WARM * DRAWS)).sum()
+    assert chi_square < chi_square_limit(VOCABULARY - 1)
+    pairs = np.zeros((VOCABULARY, VOCABULARY))
+    np.add.at(pairs, (tokens[:-1], tokens[1:]), 1)
+    expected = np.outer(WARM, WARM) * (DRAWS - 1)
+    common = expected > 5
+    chi_square = ((pairs - expected)[common] ** 2 / expected[common]).sum()
+    assert chi_square < chi_square_limit(int(common.sum()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
+    """Exactly: seeds, filters and steering of the neighbours are nothing to it."""
+    random = np.random.default_rng(seed)
+    rows = 40
+    sampling = SamplingColumns(
+        temperature=random.choice([0.0, 0.3, 1.0, 2.0], rows).astype(np.float32),
+        top_p=random.choice([0.5, 0.9, 1.0], rows).astype(np.float32),
+        min_p=random.choice([0.0, 0.1], rows).astype(np.float32),
+        top_k=random.choice([0, 1, 3], rows).astype(np.int32),
+        seed=random.integers(-(2**63), 2**63 - 1, rows),
+        choice=random.integers(0, 3, rows).astype(np.int32),
+    )
+    positions = random.integers(0, 5000, rows)
+    steered = np.flatnonzero(random.random(rows) < 0.5)
+
+    def some(index: np.ndarray) -> Plan:
+        """The plan of some of these rows."""
+        number = np.flatnonzero(np.isin(index, steered)).astype(np.int32)
+        lowered = penalties(len(number), 0.4, 0.3, 1.5)
+        bias = biases(len(number))
+        return plan_of(
+            SamplingColumns(**{n: getattr(sampling, n)[index] for n in COLUMNS}),
+            penalties=replace(lowered, rows=number, begun=number) if len(number) else None,
+            biases=replace(bias, rows=np.repeat(number, 2)) if len(number) else None,
+        )
+
+    together = drawn(some(np.arange(rows)), positions)
+    for row in range(rows):
+        one = np.array([row])
+        assert drawn(some(one), positions[one])[0] == together[row]
+
+
+COLUMNS = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")
+
+
+def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
+    sampler = Sampler(select(Device("cpu")))
+    plan = plan_of(columns(1, 0.0), penalties=penalties(1, 2.0, 2.0, 1.0))
+    for count in range(1, 4):
+        logits = torch.zeros(1, VOCABULARY)
+        sampler.steer(plan, np.arange(1), logits)
+        expected = -2.0 * (SEEN[9] + count - 1) - 2.0 * (count > 1)
+        assert logits[0, 9] == expected
+        sampler.count(plan, ints(0, 1), ints(9))
+        assert plan.penalties is not None
+        plan = replace(plan, penalties=replace(plan.penalties, begun=ints(), begun_starts=ints(0)))
+
+
+def test_rows_left_without_a_token_are_named() -> None:
+    plan = plan_of(
+        columns(3),
+        biases=Biases(
+            rows=np.full(VOCABULARY, 1, np.int32),
+            token_ids=np.arange(VOCABULARY, dtype=np.int32),
+            values=np.full(VOCABULARY, -np.inf, np.float32),
+        ),
+    )
+    logits = torch.zeros(3, VOCABULARY)
+    barren = Sampler(select(Device("cpu"))).steer(plan, np.arange(3), logits)
+    assert barren is not None
+    assert barren.tolist() == [False, True, False]
+
+
+def test_rows_that_verify_drafts_are_not_steered() -> None:
+    plan = plan_of(columns(2), penalties=penalties(2, 1.0, 0.0, 1.0))
+    logits = torch.zeros(3, VOCABULARY)
+    with pytest.raises(PlanRefused, match="one token each"):
+        Sampler(select(Device("cpu"))).steer(plan, np.array([0, 0, 1]), logits)

@@ -1,0 +1,186 @@
+"""Models of the hub: fetched once, found again without it, refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.service.fake_hub import COMMIT, FakeHub
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.loading import LoadConfig, LoadFormat
+from antiphon.config.settings import Settings
+from antiphon.service.hub import fetch, is_hub_id, published
+from antiphon.service.model import model_files, served_name, tokenizer_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+REPO = "somebody/small"
+INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+FILES = {
+    "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+    "tokenizer.json": b"{}",
+    "README.md": b"# small",
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-1.safetensors": b"one",
+    "model-2.safetensors": b"two",
+    "stray.safetensors": b"stray",
+    "pytorch_model.bin": b"torch",
+    "original/model-1.safetensors": b"again",
+}
+DESCRIBED = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+WEIGHTS = {"model-1.safetensors", "model-2.safetensors"}
+
+
+@pytest.fixture
+def hub() -> Generator[FakeHub]:
+    with FakeHub(REPO, FILES).serving() as hub:
+        yield hub
+
+
+def cached_in(folder: Path, **fields: object) -> LoadConfig:
+    return replace(LoadConfig(), download_folder=str(folder), **fields)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_description_is_fetched_without_the_weights(hub: FakeHub, tmp_path: Path) -> None:
+    folder = fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
+    assert names(folder) == DESCRIBED
+    assert (folder / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_of_the_weights_only_one_format_is_fetched_and_only_once(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    load = cached_in(tmp_path)
+    folder = fetch(REPO, load, weights=True, endpoint=hub.url)
+    assert names(folder) == DESCRIBED | WEIGHTS
+    before = list(hub.fetched)
+    assert fetch(REPO, load, weights=True, endpoint=hub.url) == folder
+    assert hub.fetched == before
+
+
+def test_another_format_is_fetched_when_it_is_asked_for(hub: FakeHub, tmp_path: Path) -> None:
+    load = cached_in(tmp_path, format=LoadFormat.PT)
+    folder = fetch(REPO, load, weights=True, endpoint=hub.url)
+    assert names(folder) == DESCRIBED | {"pytorch_model.bin"}
+
+
+def test_a_commit_names_the_same_files_as_its_branch(hub: FakeHub, tmp_path: Path) -> None:
+    by_commit = fetch(REPO, cached_in(tmp_path, revision=COMMIT), weights=True, endpoint=hub.url)
+    assert by_commit == fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
+
+
+def test_what_was_fetched_is_found_offline_and_without_the_hub(tmp_path: Path) -> None:
+    with FakeHub(REPO, FILES).serving() as hub:
+        folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
+    offline = cached_in(tmp_path, offline=True)
+    assert fetch(REPO, offline, weights=True) == folder
+    assert fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url) == folder
+
+
+def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path) -> None:
+    folder = fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
+    settings = Settings()
+    settings = replace(
+        settings,
+        model=replace(settings.model, path=REPO),
+        load=cached_in(tmp_path, offline=True),
+    )
+    files = model_files(settings)
+    assert files.folder == folder
+    assert {file.name for file in files.weights} == WEIGHTS
+    assert tokenizer_folder(settings) == folder
+    assert served_name(settings) == REPO
+
+
+@pytest.mark.parametrize(
+    ("repo", "fields", "message"),
+    [
+        ("nobody/none", {}, "nobody/none: neither a folder here nor a model of the hub"),
+        (REPO, {"revision": "v9"}, r"load\.revision = v9: there is no such revision"),
+        (REPO, {"offline": True}, r"not wholly in the cache, and load\.offline is set"),
+        ("a--b/c", {}, "a--b/c: .*--"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_a_line(
+    hub: FakeHub, tmp_path: Path, repo: str, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        fetch(repo, cached_in(tmp_path, **fields), weights=True, endpoint=hub.url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_behind_a_gate_says_who_opens_it(tmp_path: Path) -> None:
+    with (
+        FakeHub(REPO, FILES, gated=True).serving() as hub,
+        pytest.raises(ConfigError, match=r"owner must grant access.*HF_TOKEN"),
+    ):
+        fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
+
+
+def test_a_hub_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with FakeHub(REPO, FILES).serving() as hub:
+        pass
+    with pytest.raises(ConfigError, match=r"neither a folder here nor in the cache, and the hub"):
+        fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
+
+
+def test_part_of_a_model_is_not_enough_offline(hub: FakeHub, tmp_path: Path) -> None:
+    fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
+    with pytest.raises(ConfigError, match="2 file"):
+        fetch(REPO, cached_in(tmp_path, offline=True), weights=True)
+
+
+def test_a_disk_without_room_is_found_before_anything_is_fetched(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(REPO, cached_in(tmp_path), weights=False, endpoint=hub.url)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage())
+    with pytest.raises(ConfigError, match=r"its weights take 0\.00 GiB; 0\.00 GiB are free in"):
+        fetch(REPO, cached_in(tmp_path), weights=True, endpoint=hub.url)
+    assert not WEIGHTS & set(hub.fetched)
+
+
+class DiskUsage:
+    free = 5
+
+
+def test_the_hub_says_what_its_files_are(hub: FakeHub) -> None:
+    known = published(REPO, LoadConfig(), endpoint=hub.url)
+    assert known["config.json"].sha256 is None
+    assert known["model-1.safetensors"].size_bytes == 3
+    with pytest.raises(ConfigError, match=r"load\.offline is set"):
+        published(REPO, replace(LoadConfig(), offline=True), endpoint=hub.url)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_id"),
+    [
+        (REPO, True),
+        ("gpt2", True),
+        ("/models/small", False),
+        ("./somebody/small", False),
+        ("~/small", False),
+        ("a/b/c", False),
+        ("model.gguf", False),
+        ("somebody/model.gguf", False),
+    ],
+)
+def test_a_path_or_an_id(path: str, is_id: bool) -> None:
+    assert is_hub_id(path) is is_id
+
+
+def test_a_folder_of_the_same_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(REPO).mkdir(parents=True)
+    assert not is_hub_id(REPO)
