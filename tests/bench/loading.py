@@ -8,8 +8,8 @@ the same file from the same disk. Memory is the growth of the process's resident
 That counts pages of the file too while they are mapped: loading lets them go as it proceeds. The
 processor's time stands beside the clock's: on a machine that others use, only it tells much.
 
-A virtual machine has memory only once it was touched, and the first touch takes longer than the disk.
-So a process before each load touches as much and ends; the load has that memory.
+A virtual machine has memory only once it was touched, and the first touch takes longer than the
+disk. So a process before each load touches as much and ends; the load has that memory.
 """
 
 from __future__ import annotations
