@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-kernels bench-serving bench-engine bench-peers docs up down image
+  bench bench-kernels bench-loading bench-serving bench-engine bench-peers docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench: setup  ## What the services add: latency hop by hop, and processor time
 bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what rounding weights costs
 	$(BIN)/python -m tests.bench.kernels.linears $(ARGS)
 	$(BIN)/python -m tests.bench.perplexity
+
+bench-loading: setup  ## Rate and memory of loading a model, against the disk and its weights
+	$(BIN)/python -m tests.bench.loading $(ARGS)
 
 bench-serving: setup  ## Load on a server, open or closed loop; ARGS='--arrival poisson:4 --json FILE'
 	$(BIN)/python -m tests.bench.serving $(ARGS)

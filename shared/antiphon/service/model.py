@@ -82,6 +82,13 @@ def served_name(settings: Settings) -> ModelName:
     return ModelName(folder.stem if is_gguf(folder) else folder.name)
 
 
+def hub_models(settings: Settings) -> tuple[str, ...]:
+    """Return the models of the hub that the settings name."""
+    model = settings.model
+    named = {path for path in (model.path, model.tokenizer_path) if path not in ("", EMBEDDED)}
+    return tuple(sorted(path for path in named if is_hub_id(path)))
+
+
 def _place(settings: Settings, *, weights: bool) -> Path:
     """The folder or GGUF file that `model.path` names."""
     path = settings.model.path

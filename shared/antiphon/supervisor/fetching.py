@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from antiphon.service.hub import is_hub_id
-from antiphon.service.model import model_files, tokenizer_place
+from antiphon.service.model import hub_models, model_files, tokenizer_place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,11 +23,10 @@ def fetched(settings: Settings, console: Console) -> Settings:
     Raises:
         ConfigError: It cannot be had; says why.
     """
-    model = settings.model
-    named = {path for path in (model.path, model.tokenizer_path) if path and is_hub_id(path)}
+    named = hub_models(settings)
     if not named:
         return settings
-    console.print(f"looking for {', '.join(sorted(named))}", highlight=False)
+    console.print(f"looking for {', '.join(named)}", highlight=False)
     model_files(settings)
     tokenizer_place(settings)
     return replace(settings, load=replace(settings.load, offline=True))

@@ -8,6 +8,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import ENDINGS, ModelFiles, Place, files_at
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.formats import pages
 from antiphon.model_worker.model.formats.ahead import read_ahead
 from antiphon.model_worker.model.formats.progress import Progress
 from antiphon.model_worker.model.formats.safetensors import read_safetensors
@@ -89,6 +90,7 @@ class Checkpoint:
                 source.load(numbers)
             tensor.data.release()
             progress.add(tensor.data.size_bytes)
+        pages.trim()
         progress.end()
 
 

@@ -1,4 +1,4 @@
-"""Hints to the kernel about mapped memory: bring these pages in, drop those.
+"""Hints about memory: bring these mapped pages in, drop those, give back what is free.
 
 By address and not by `mmap.madvise`, which holds the interpreter while a disk is read, and which
 does not know mappings that torch made.
@@ -30,6 +30,12 @@ def drop(mapped: Tensor) -> None:
     Only for tensors in a mapped file that were never written to.
     """
     _advise(mapped, mmap.MADV_DONTNEED if sys.platform == "linux" else 0)
+
+
+def trim() -> None:
+    """Give back the memory that is free but still held, where the C library can."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 def _advise(mapped: Tensor, advice: int) -> None:
