@@ -85,10 +85,9 @@ def log_mass(logits: Tensor, temperature: Tensor) -> Tensor:
 
     logits (L, V) float32; temperature (L,) float32, above 0  ->  (L,) float32
     """
-    scaled = logits / temperature[:, None]
-    peak = scaled.amax(dim=-1, keepdim=True)
-    mass = _block_sums(torch.exp(scaled - peak)).sum(dim=-1)  # (L,) float64
-    return peak[:, 0] + mass.log().float()
+    peak = logits.amax(dim=-1, keepdim=True)
+    mass = _block_sums(_weights(logits, peak, temperature)).sum(dim=-1)  # (L,) float64
+    return peak[:, 0] / temperature + mass.log().float()
 
 
 @kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:greedy"), invariant=True)
@@ -123,8 +122,7 @@ def draw(
     Returns:
         (L,) int64 token ids.
     """
-    scaled = logits / temperature[:, None]
-    weights = torch.exp(scaled - scaled.amax(dim=-1, keepdim=True))  # (L, V), 1 at the likeliest
+    weights = _weights(logits, logits.amax(dim=-1, keepdim=True), temperature)
     floor = min_p.clone()  # weights are relative to the likeliest token, so this is min-p
     filtered = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(-1)
     if len(filtered) > 0:
@@ -139,6 +137,14 @@ def _octets(device: torch.device) -> Tensor:
     octet, token = torch.arange(256), torch.arange(8)
     allowed = torch.bitwise_right_shift(octet[:, None], token) & 1
     return torch.where(allowed == 1, 0.0, -torch.inf).to(device)
+
+
+def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
+    """What softmax sums up, (L, V), 1 at the likeliest.
+
+    The peak is taken away before the division: a low temperature would make infinities of both.
+    """
+    return torch.exp((logits - peak) / temperature[:, None])
 
 
 def _floor(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
 from antiphon.wire.processors import named_ids
-from antiphon.wire.sampling import LogitBias, SamplingParams
+from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams
 from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 _TOP_K_ALL = 2**30
 """SGLang's way to say: the whole vocabulary."""
-_FLOAT32_MAX = 3.4e38
 
 
 def answer_tokens(ask: Ask, *, prompt_tokens: int, context_tokens: int) -> int:
@@ -106,9 +105,8 @@ def _named_ids(said: Sampling) -> Iterator[tuple[str, Collection[int]]]:
 def _bias(said: Mapping[int, float]) -> LogitBias | None:
     if not said:
         return None
-    # Beyond float32 a value would become infinite, and an infinite one has no order.
-    if not all(abs(value) <= _FLOAT32_MAX for value in said.values()):
-        raise InvalidRequest("a value is not a finite number", param="logit_bias")
+    if not all(abs(value) <= BIAS_MAX for value in said.values()):
+        raise InvalidRequest(f"a value is beyond {BIAS_MAX:g} either way", param="logit_bias")
     return LogitBias(token_ids=pack_ids(said), values=pack_floats(said.values()))
 
 

@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.request import (
 from antiphon.model_worker.held import HeldChoice, HeldRequest
 from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, Overloaded, decode_error
+from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.parts import parts
 from antiphon.wire.tokens import TokenBatch, TokenRow
@@ -254,10 +254,16 @@ class Output:
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
         if self.live_count > self.live_max:
+            error = self._no_room(len(held.choices))
             for choice in held.choices:
-                self.refuse(choice.key, Overloaded("the worker is full", retry_after_s=1.0))
+                self.refuse(choice.key, error)
             return actions
         return actions + _runs(admit, held)
+
+    def _no_room(self, choices: int) -> EngineError:
+        if choices > self.live_max:
+            return InvalidRequest(f"a worker runs at most {self.live_max} answers", param="n")
+        return Overloaded("the worker is full", retry_after_s=1.0)
 
     def _abort(self, abort: Abort) -> list[Action]:
         held = self._held.get(abort.request_id)

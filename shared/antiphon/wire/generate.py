@@ -138,7 +138,7 @@ class TextPlace(Value):
     """
 
     choice: int
-    text_offset: int
+    text_offset: Annotated[int, Meta(ge=0)]
     token_offset: int | None = None
 
 
@@ -146,7 +146,7 @@ class GenerateResume(Message):
     """Say again what lies beyond these places, and the terminal if there is one."""
 
     request_id: RequestId
-    places: tuple[TextPlace, ...] = ()
+    places: Annotated[tuple[TextPlace, ...], Meta(max_length=CHOICES_MAX)] = ()
 
 
 class GenerateCancel(Message):

@@ -17,11 +17,13 @@ TokensMax = Annotated[int, Meta(ge=0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 AdditivePenalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=2.0)]
 TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=1024)]
 
 BIASES_MAX = 1024
 """Most entries of a logit bias."""
+BIAS_MAX = 1e4
+"""Largest value of one, either way: far beyond every logit, and far from what overflows."""
 TOP_MAX = 128
 """Most of the likeliest tokens that are told beside each token; the OpenAI API allows 20."""
 NAMED_MAX = 128
@@ -37,7 +39,7 @@ TEMPERATURE_MIN = 1e-6
 class LogitBias(Value):
     """Numbers added to the logits of single tokens: the i-th value to the i-th id, each id once.
 
-    Both are little-endian, int32 and finite float32.
+    Both are little-endian, int32 and float32 from -BIAS_MAX to BIAS_MAX.
     """
 
     token_ids: Annotated[bytes, Meta(max_length=4 * BIASES_MAX)]

@@ -184,6 +184,7 @@ async def test_route_as_an_inbox_gets_nothing_at_all(at: House, client: Client) 
         ({"min_tokens": 9, "max_tokens": 8}, "invalid_request"),
         ({"logit_bias": {256: 1.0}}, "invalid_request"),
         ({"logit_bias": {5: float("nan")}}, "invalid_request"),
+        ({"logit_bias": {5: 3e38}}, "invalid_request"),
         ({"processors": (DisallowTokens(token_ids=(256,)),)}, "invalid_request"),
         ({"details": DetailParams(named_ids=(256,))}, "invalid_request"),
         ({"max_tokens": 1000}, "invalid_request"),

@@ -11,7 +11,7 @@ import pytest
 from tests.simulation.hash_runner import HashRunner
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
 
-from antiphon.model_worker.batching.plan import Penalties
+from antiphon.model_worker.batching.plan import Biases, Penalties
 from antiphon.model_worker.batching.recorder import Record, Recorder, summary
 from antiphon.model_worker.recording import (
     FILES_MAX,
@@ -82,6 +82,19 @@ def test_the_oldest_plans_make_room() -> None:
 def test_a_plan_larger_than_all_that_may_be_kept_is_not_kept() -> None:
     recorder = Recorder(bytes_max=10)
     recorder.begin(recorded()[1][0].plan)
+    assert recorder.records() == ()
+
+
+def test_what_a_client_sizes_counts() -> None:
+    plan = recorded()[1][0].plan
+    count = 50_000
+    biases = Biases(
+        rows=np.zeros(count, np.int32),
+        token_ids=np.arange(count, dtype=np.int32),
+        values=np.zeros(count, np.float32),
+    )
+    recorder = Recorder(bytes_max=10 * count)
+    recorder.begin(replace(plan, biases=biases))
     assert recorder.records() == ()
 
 

@@ -281,3 +281,13 @@ def test_rows_that_verify_drafts_are_not_steered() -> None:
     logits = torch.zeros(3, VOCABULARY)
     with pytest.raises(PlanRefused, match="one token each"):
         Sampler(select(Device("cpu"))).steer(plan, np.array([0, 0, 1]), logits)
+
+
+@pytest.mark.parametrize("peak", [1e4, -1e4])
+def test_a_low_temperature_makes_no_infinity_of_a_large_logit(peak: float) -> None:
+    ops = select(Device("cpu"))
+    logits = torch.full((1, 500), peak - 50.0)
+    logits[0, 300] = peak
+    one = torch.ones(1)
+    drawn = ops.draw(logits, one.double() / 2, one * 1e-36, torch.tensor([0]), one, one * 0)
+    assert drawn.tolist() == [300]

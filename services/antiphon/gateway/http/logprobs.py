@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -82,7 +83,7 @@ def text_logprobs(piece: DetailPiece | None, start: int) -> TextLogprobs | None:
         {text: _logprob(logprob) for text, logprob in reversed(likeliest)}
         for _, _, likeliest in tokens
     ]
-    offsets = [start + sum(map(len, texts[:number])) for number in range(len(texts))]
+    offsets = list(accumulate(map(len, texts), initial=start))[: len(texts)]
     return TextLogprobs(
         tokens=texts,
         token_logprobs=[_logprob(detail.logprob) for _, detail, _ in tokens],

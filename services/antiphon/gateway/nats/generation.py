@@ -183,7 +183,7 @@ class _Spoken:
             yield start, piece, None
             start += len(piece.encode())
         told = place.token_offset if place else None
-        told = self.details.first if told is None else told
+        told = self.details.first if told is None else max(told, self.details.first)
         tokens = max(1, _PIECE_BYTES_MAX // 2 // max(1, self.details.token_bytes))
         for first in range(told, self.details.end, tokens):
             yield len(self.text), "", self.piece(first, first + tokens)

@@ -84,12 +84,12 @@ class Guide:
 
     def follow(self, token: int) -> Finish | None:
         """Go on by the token that was drawn; how the choice ends, if it ends by that."""
-        if not self._state.accept(token):
-            # The mask forbade it: whoever drew it is wrong, or the mask was.
-            return Finish.failed(Internal(f"token {token} was drawn against the grammar"))
-        if self._state.terminated:
-            return Finish(reason=FinishReason.STOP, matched_stop=token)
         try:
+            if not self._state.accept(token):
+                # The mask forbade it: whoever drew it is wrong, or the mask was.
+                return Finish.failed(Internal(f"token {token} was drawn against the grammar"))
+            if self._state.terminated:
+                return Finish(reason=FinishReason.STOP, matched_stop=token)
             self._refresh()
         except EngineError as error:
             return Finish.failed(error)

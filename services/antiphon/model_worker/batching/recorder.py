@@ -85,4 +85,8 @@ def _size_bytes(plan: Plan) -> int:
         size += table.nbytes
     if plan.token_masks is not None:
         size += plan.token_masks.nbytes
+    for part in (plan.penalties, plan.biases, plan.details):
+        if part is not None:
+            # What a client sizes counts whole.
+            size += sum(getattr(part, name).nbytes for name in part.__slots__)
     return size

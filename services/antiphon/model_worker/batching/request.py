@@ -236,7 +236,7 @@ class Request:
     def end(self) -> None:
         """It is over, and holds nothing any more."""
         self.phase = Phase.ENDED
-        self.table = None
+        self.table = self.following = None
         self.life += 1
 
     def promote(self) -> None:

@@ -13,6 +13,7 @@ from antiphon.model_worker.batching.plan import Biases, Penalties
 from antiphon.model_worker.batching.processors import TokenFilter, words_count
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.processors import named_ids
+from antiphon.wire.sampling import BIAS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,8 +172,8 @@ def check(sampling: SamplingParams, vocab_size: int) -> None:
         if len(bias.token_ids) != len(bias.values) or len(bias.token_ids) % _IDS.itemsize:
             raise InvalidRequest("a logit bias has a value for each id", param="logit_bias")
         ids, values = unpack_bias(bias)
-        if len(np.unique(ids)) != len(ids) or not np.isfinite(values).all():
-            text = "a logit bias names each id once, with a finite value"
+        if len(np.unique(ids)) != len(ids) or not (np.abs(values) <= BIAS_MAX).all():
+            text = f"a logit bias names each id once, with a value up to {BIAS_MAX:g} either way"
             raise InvalidRequest(text, param="logit_bias")
         check_ids(ids, vocab_size, "logit_bias")
     for processor in sampling.processors:

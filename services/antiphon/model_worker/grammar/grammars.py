@@ -85,6 +85,7 @@ class Grammars:
             group: Where compiles are waited for: whoever asked first may leave.
         """
         self._config = config
+        self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
         self._group = group
         # Beginning a choice is short work, and waits for nobody's compile. The compiler is opened
@@ -108,10 +109,10 @@ class Grammars:
         """
         grammar = state.sampling.grammar
         assert grammar is not None, "a choice without a grammar needs no guide"
-        source = source_of(grammar, 1 if self._config.compact_json else self._config.whitespace_max)
-        compiled = self._kept.get(source)
+        asked = Source(grammar.kind, grammar.text)
+        compiled = self._kept.get(asked)
         if compiled is None:
-            compiled = await asyncio.shield(self._compile(source))
+            compiled = await asyncio.shield(self._compile(asked))
         if isinstance(compiled, ErrorReply):
             raise decode_error(compiled)
         loop = asyncio.get_running_loop()
@@ -122,17 +123,17 @@ class Grammars:
         """Begin no more choices. Compiles that run are left to end with the process."""
         self._executor.shutdown(wait=False)
 
-    def _compile(self, source: Source) -> asyncio.Task[Compiled | ErrorReply]:
-        if source not in self._compiling:
-            self._compiling[source] = self._group.create_task(self._fill(source), name="grammar")
-        return self._compiling[source]
+    def _compile(self, asked: Source) -> asyncio.Task[Compiled | ErrorReply]:
+        if asked not in self._compiling:
+            self._compiling[asked] = self._group.create_task(self._fill(asked), name="grammar")
+        return self._compiling[asked]
 
-    async def _fill(self, source: Source) -> Compiled | ErrorReply:
+    async def _fill(self, asked: Source) -> Compiled | ErrorReply:
         """Compile a grammar, or find out why not, and keep either."""
         timeout_s = self._config.compile_timeout_s
         try:
             compiler = await self._opened()
-            job = functools.partial(compiler.compile, source)
+            job = functools.partial(_check_and_compile, compiler, asked, self._whitespace_max)
             made = await self._threads.run(job, timeout_s)
         except TimeoutError:
             message = f"grammar: it takes longer than {timeout_s:g} s to compile"
@@ -144,11 +145,11 @@ class Grammars:
         except Exception:
             # One of the process's outermost borders: whatever a compiler raises ends the requests
             # of this grammar, and not the service.
-            log.exception("grammar not compiled", extra={"kind": source.kind})
+            log.exception("grammar not compiled", extra={"kind": asked.kind})
             return encode_error(Internal("the grammar of this request could not be compiled"))
         finally:
-            del self._compiling[source]
-        self._kept.put(source, made)
+            del self._compiling[asked]
+        self._kept.put(asked, made)
         return made
 
     async def _opened(self) -> Compiler:
@@ -158,6 +159,11 @@ class Grammars:
                 compiler = await loop.run_in_executor(self._executor, self._opener)
                 self._compiler = compiler
         return compiler
+
+
+def _check_and_compile(compiler: Compiler, asked: Source, whitespace_max: int) -> Compiled:
+    """In a compile thread, and under its deadline: looking a schema over takes its time, too."""
+    return compiler.compile(source_of(asked, whitespace_max))
 
 
 def _begin(compiled: Compiled, state: RequestState, vocab_size: int) -> Guide:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.plan import Ints
@@ -125,7 +126,8 @@ class Matcher:
     def accept(self, token: int) -> bool:
         """See `GrammarState`."""
         started = time.thread_time()
-        accepted = self._matcher.accept_token(token)
+        with _blaming_the_grammar():
+            accepted = self._matcher.accept_token(token)
         self._note(started)
         if accepted:
             self._utf8_states.append(self._utf8.after(self._utf8_states[-1], token))
@@ -134,7 +136,8 @@ class Matcher:
     def fill(self, words: Ints) -> bool:
         """See `GrammarState`."""
         started = time.thread_time()
-        self._matcher.fill_next_token_bitmask(words[np.newaxis])
+        with _blaming_the_grammar():
+            self._matcher.fill_next_token_bitmask(words[np.newaxis])
         self._note(started)
         words &= self._utf8.masks[self._utf8_states[-1]]
         if self._slowest_s > TOKEN_S_MAX:
@@ -158,6 +161,15 @@ def _readable(message: str) -> str:
     """The message without the compiler's own places, in a line of sane length."""
     plain = _PLACE.sub("", message).replace("\n", " ").strip()
     return plain if len(plain) <= _MESSAGE_MAX else f"{plain[:_MESSAGE_MAX]}…"
+
+
+@contextmanager
+def _blaming_the_grammar() -> Generator[None]:
+    """Let whatever the matcher raises over one request's text end that request, and no other."""
+    try:
+        yield
+    except (RuntimeError, ValueError, MemoryError) as error:
+        raise InvalidRequest(f"grammar: {error}", param="grammar") from error
 
 
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")

@@ -60,16 +60,18 @@ def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[
         raise InvalidRequest("grammar: nested too deep", param="grammar")
     yield path, schema
     for word, value in schema.items():
-        inner: dict[str, Json] = {}
+        inner: list[tuple[str, Json]] = []
         if word in _MAPS and isinstance(value, dict):
-            inner = {f"{path}/{word}/{name}": part for name, part in value.items()}
+            # A name may be as long as all of the schema, and stand above thousands of others.
+            inner = [(name[:_NAME_SHOWN], part) for name, part in value.items()]
         elif word in _LISTS and isinstance(value, list):
-            inner = {f"{path}/{word}/{index}": part for index, part in enumerate(value)}
+            inner = [(str(index), part) for index, part in enumerate(value)]
         elif word in _SINGLE:
-            inner = {f"{path}/{word}": value}
+            inner = [("", value)]
         if word == "propertyNames" and isinstance(value, dict):
             value.setdefault("type", "string")  # as names always are
-        for place, part in inner.items():
+        for name, part in inner:
+            place = f"{path}/{word}/{name}".removesuffix("/")
             yield from _parts(part, place, depth + 1)
 
 
@@ -204,5 +206,7 @@ _FORMATS = _UNQUOTED_FORMATS | {
     "uri-reference", "uri-template", "uuid",
 }  # fmt: skip
 """Formats that are held; any other is a remark, as JSON Schema has it."""
-_OTHERS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]")
+_NAME_SHOWN = 32
+_OTHERS = re.compile(r"\[\^(?:\\.|[^\]\\]){0,256}\]")
+"""Bounded, or a row of openings without an end would be read again from each of them."""
 _ESCAPED = re.compile(r"[\"\x00-\x1f]|\\[\\nrtfv0c]|\\x(?:[01]|22|5[cC])|\\u00(?:[01]|22|5[cC])")

@@ -26,7 +26,7 @@ class Source(msgspec.Struct, frozen=True):
     text: str
 
 
-def source_of(grammar: Grammar, whitespace_max: int) -> Source:
+def source_of(grammar: Grammar | Source, whitespace_max: int) -> Source:
     """Check a grammar without compiling it.
 
     Raises:

@@ -95,9 +95,12 @@ async def test_a_grammar_is_compiled_once_however_many_choices_ask_at_once() -> 
 
 async def test_nothing_is_opened_before_it_is_needed() -> None:
     async with benched() as bench:
+        assert bench.opened == 0
         with pytest.raises(InvalidRequest, match="empty"):
             await bench.guide("")
-        assert bench.opened == 0
+        assert bench.opened == 1
+        await bench.guide("a")
+        assert bench.opened == 1
 
 
 async def test_a_failure_is_kept_too() -> None:

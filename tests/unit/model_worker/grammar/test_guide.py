@@ -25,8 +25,22 @@ class Barren(Word):
         return super().fill(words)
 
 
+class Raises(Word):
+    """Ends as a matcher does that cannot go on."""
+
+    def accept(self, token: int) -> bool:
+        raise InvalidRequest("grammar: out of memory")
+
+
 def guide(state: Word | Deferred) -> Guide:
     return Guide(state, VOCAB_SIZE, frozenset({END}))
+
+
+def test_a_matcher_that_raises_ends_its_own_choice() -> None:
+    finish = guide(Raises("cab")).follow(CAB[0])
+    assert finish is not None
+    assert finish.error is not None
+    assert finish.error.code == "invalid_request"
 
 
 def test_a_sentence_is_followed_to_its_end() -> None:
