@@ -10,12 +10,10 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.bench.peers.peer import NotHere
 
-from antiphon.service.parent import die_with
 from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
@@ -60,9 +58,8 @@ def running(peer: Peer, model: Model) -> Iterator[Server]:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # A server that outlives a killed benchmark would spoil the next one.
-            preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 we have no threads here
         )
+    watch = _watch(process)
     try:
         url = f"http://127.0.0.1:{port}"
         if not _healthy_in(process, url, peer.starts_in_s):
@@ -71,6 +68,22 @@ def running(peer: Peer, model: Model) -> Iterator[Server]:
         yield Server(url, peer.served(model), process.pid, time.monotonic() - began_s)
     finally:
         _stop(process)
+        watch.communicate()
+
+
+def _watch(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """Start what ends the whole group should we be killed before we can.
+
+    Its input ends when we do. That a server dies with its parent would not be enough: the workers
+    of some servers live on without it, and spoil whatever is measured next.
+    """
+    return subprocess.Popen(
+        ["sh", "-c", f"cat; kill -KILL -{process.pid}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _healthy_in(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> bool:
