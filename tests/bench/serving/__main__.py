@@ -34,6 +34,8 @@ from tests.bench.serving.nats import NatsTarget
 from tests.bench.serving.plot import Line, chart
 from tests.bench.serving.report import Report, Run, table, write
 
+from antiphon.client import Client
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -60,7 +62,7 @@ class Place:
     def target(self) -> Target:
         """Return a new connection."""
         if self.nats:
-            return NatsTarget(self.nats, self.served)
+            return NatsTarget(Client(self.nats), self.served)
         return HttpTarget(self.url, self.served, chat=self.chat)
 
 

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Self
 
 from tests.bench.serving.timeline import Piece, Timeline
 
-from antiphon.client import Client
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.client import Client
+
 
 class NatsTarget:
     """The gateways behind a broker. Answers are as long as asked; nobody counts prompt tokens."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._client = Client(url)
+    def __init__(self, client: Client, model: str) -> None:
+        self._client = client
         self._model = model
 
     async def __aenter__(self) -> Self:

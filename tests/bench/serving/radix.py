@@ -27,6 +27,8 @@ from tests.bench.serving.nats import WholeNatsTarget
 from tests.bench.serving.report import RESULTS, Report, Run, table, write
 from tests.system.stack import Stack, serving
 
+from antiphon.client import Client
+
 REQUESTS = 32
 DATASET = SharedPrefix(768, 32, 1)
 PAIRS = 5
@@ -78,7 +80,7 @@ def shared_tokens() -> int:
 
 async def _run(name: str, seed: int, model: Model, stack: Stack) -> Run:
     words = Vocabulary(model.folder)
-    async with WholeNatsTarget(stack.nats_url, stack.model) as target:
+    async with WholeNatsTarget(Client(stack.nats_url), stack.model) as target:
         warm_up = SharedPrefix(64, 32, 1).scripts(words, REQUESTS, seed + 1_000_000)
         await play(warm_up, ClosedLoop(REQUESTS), target)
         before = work([os.getpid(), stack.process.pid])
