@@ -33,6 +33,7 @@ and, in brackets, the least and the most. The ratio is ours over the best other 
 round; for times, lower is better. The limit is what the machine would allow by its own measured
 rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
 """
+ROUNDS_MIN = 5
 RADIX_HEAD = """
 ## The radix cache
 
@@ -66,6 +67,9 @@ def page(results: Path) -> str:
 def _peers(report: PeersReport) -> Iterable[str]:
     names = [each.name for each in report.entrants if each.skipped is None]
     yield PEERS_HEAD + "\n" + _where(report.machine, report.device) + "\n"
+    rounds = len({turn.round for turn in report.turns})
+    caution = "" if rounds >= ROUNDS_MIN else " Too few to trust the spread."
+    yield f"Rounds: {rounds}.{caution}\n\n"
     yield _markdown(
         ("", *names, "ratio", "best other", "must / aim", "limit"),
         (_cells(row, names) for row in rows(report, CASES)),
