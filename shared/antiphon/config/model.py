@@ -72,7 +72,8 @@ class ModelConfig(Config):
     ] = False
     device: Annotated[Literal["auto", "cpu"], Help("Where the model runs.")] = "auto"
     threads: Annotated[
-        Threads | None, Help("Threads of one worker's arithmetic; unset: one fewer than the cores.")
+        Threads | None,
+        Help("Threads of one worker's arithmetic; unset: all cores, or one fewer, and why."),
     ] = None
     weight_version: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)],

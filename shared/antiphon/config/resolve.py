@@ -26,6 +26,9 @@ CPU_FILL_TOKENS = 256
 """With this many rows a CPU computes at nearly the rate of any more: layers of a small model, a
 core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of the rate of 1,024."""
 
+CACHED_BYTES_MAX = 64 << 20
+"""Weights up to here are read from caches: steps are short, and the other services need a core."""
+
 
 class Decided(msgspec.Struct, Generic[T], frozen=True):
     """A value and why it is this one."""
@@ -87,7 +90,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         dtype=dtype,
         linear=linear,
         deterministic=_deterministic(settings, linear),
-        threads=_threads(settings, device),
+        threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
         page_tokens=Decided(page_tokens, "cluster.page_tokens"),
@@ -166,13 +169,19 @@ def _deterministic(settings: Settings, linear: Decided[Linear]) -> Decided[bool]
     return Decided(value=True, reason=reason)
 
 
-def _threads(settings: Settings, device: Device) -> Decided[int]:
-    if settings.model.threads is None:
-        # OpenMP spins at barriers: beside busy neighbours, as many threads as there are cores run
-        # up to 60 times slower than one fewer.
-        threads = max(1, device.cores - 1)
-        return Decided(threads, f"one fewer than the {device.cores} cores, for the other services")
-    return Decided(settings.model.threads, "model.threads")
+def _threads(
+    settings: Settings, device: Device, linear: Linear, weights_bytes: int
+) -> Decided[int]:
+    if settings.model.threads is not None:
+        return Decided(settings.model.threads, "model.threads")
+    if linear is not Linear.PLAIN and weights_bytes >= CACHED_BYTES_MAX:
+        return Decided(device.cores, "all cores: the kernels wait for work, not for each other")
+    threads = max(1, device.cores - 1)
+    if linear is Linear.PLAIN:
+        # torch's threads spin at every barrier: beside busy neighbours, as many of them as there
+        # are cores run up to 60 times slower than one fewer.
+        return Decided(threads, f"one fewer than the {device.cores} cores: torch's wait spinning")
+    return Decided(threads, f"one fewer than the {device.cores} cores: its steps are short")
 
 
 def _context(settings: Settings, card: ModelCard) -> Decided[int]:

@@ -49,12 +49,26 @@ def decide_on(device: Device, **said: str) -> Plan:
 def test_what_the_operator_left_open_is_decided() -> None:
     plan = decide()
     assert (plan.dtype.value, plan.dtype.reason) == (Dtype.BFLOAT16, "the checkpoint's")
-    assert (plan.threads.value, plan.device.value) == (5, "cpu")
+    assert (plan.threads.value, plan.device.value) == (6, "cpu")
     assert plan.context_tokens.value == 512
     assert plan.eos_ids.value == (2, 7)
     assert plan.step_tokens.value == 2048
     assert (plan.chunk_tokens.value, plan.fill_tokens.value) == (512, 256)
     assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
+
+
+def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
+    assert decide().threads.reason.startswith("all cores")
+    spinning = decide(model__linear="plain").threads
+    assert (spinning.value, spinning.reason) == (
+        5,
+        "one fewer than the 6 cores: torch's wait spinning",
+    )
+    small = msgspec.structs.replace(CARD, weights=Weights(1 << 20, 2 << 20, Dtype.BFLOAT16))
+    short = resolve(load(environ={}).settings, small, DEVICE).threads
+    assert (short.value, short.reason) == (5, "one fewer than the 6 cores: its steps are short")
+    alone = msgspec.structs.replace(DEVICE, cores=1)
+    assert resolve(load(environ={}).settings, small, alone).threads.value == 1
 
 
 def test_linears_are_packed_where_the_kernels_run() -> None:
