@@ -35,7 +35,7 @@ from antiphon.model_worker.training.grammar import conversations
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from antiphon.kernels.heads import HeadNorms
+    from antiphon.layers.context import Manner
     from antiphon.model_worker.training.batches import Row
 
 SEED = 20_000
@@ -88,9 +88,9 @@ class WholeSequence:
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
         """(T, Q + 2 H, D)  ->  (T, Q, D)."""
-        assert norms is None, "the embedded model has no norms of heads"
+        assert manner.norms is None, "the embedded model has no norms of heads"
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotary(q, self.cos, self.sin), rotary(k, self.cos, self.sin)
         mixed = F.scaled_dot_product_attention(
@@ -103,11 +103,13 @@ def logits(model: Model, row: Row) -> Tensor:
     """Of every token of a conversation, (T, V)."""
     spec, build = model.spec, model.build
     positions = torch.tensor(row.positions)
-    cos, sin = angles(spec.rotary.frequencies(), positions, build.dtype)
+    mixer = spec.layers[0].mixer
+    assert mixer.rotary is not None
+    cos, sin = angles(mixer.rotary.frequencies(), positions, build.dtype)
     ctx = ForwardContext(
         ops=select(Device("cpu", dtype=build.dtype)),
         tp=SingleRank(),
-        attend=WholeSequence(spec.query_heads, spec.kv_heads, cos, sin),
+        attend=WholeSequence(mixer.query_heads, mixer.kv_heads, cos, sin),
         token_adapter=torch.full((len(positions),), -1),
     )
     hidden = model.decoder.forward(ctx, tokens=torch.tensor(row.token_ids)).last

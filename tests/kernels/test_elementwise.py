@@ -53,7 +53,7 @@ def test_silu_mul_gates_the_second_half(row: Row) -> None:
 
 
 def test_rotary_turns_pairs_by_position_times_frequency() -> None:
-    waves = Rotary(head_size=6, base=50.0)
+    waves = Rotary(size=6, base=50.0)
     positions = torch.tensor([0, 3, 41])
     x = random(3, 2, 6)
     cos, sin = angles(waves.frequencies(), positions, torch.float32)

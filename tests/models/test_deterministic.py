@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS
+from tests.models.specs import windowed
 from tests.models.stepper import Line, Stepper
 from tests.models.tiny import VOCABULARY, write_llama
 
@@ -91,7 +91,8 @@ class Bench:
 
 
 def with_windows(model: Model, folder: Path, kind: Kind) -> Model:
-    spec = msgspec.structs.replace(model.spec, windows=kind.windows)
+    assert kind.windows is not None
+    spec = windowed(model.spec, kind.windows)
     decoder = Decoder(spec, model.build, method=METHODS[kind.linear])
     fill(decoder, Checkpoint.open(folder), spec)
     return Model(spec, decoder, model.build)

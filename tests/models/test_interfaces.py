@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.models.specs import windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
 from torch import Tensor
@@ -19,9 +19,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model import registry
-from antiphon.model_worker.model.decoder import Decoder, NotPlain
+from antiphon.model_worker.model.declare import attention, gated, layers, rms_norm
+from antiphon.model_worker.model.declare import model as model_of
+from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.layer import NotPlain
 from antiphon.model_worker.model.load import Model, fill, load
-from antiphon.model_worker.model.spec import Biases, Family
+from antiphon.model_worker.model.spec import Family, LayerSpec
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.forward import Runner
@@ -112,7 +115,7 @@ def test_rows_with_different_adapters_give_different_text(llama: Path) -> None:
 
 def with_windows(folder: Path, windows: tuple[int | None, ...]) -> OpenModel:
     model = load(folder, dtype="float32")
-    spec = msgspec.structs.replace(model.spec, windows=windows)
+    spec = windowed(model.spec, windows)
     decoder = Decoder(spec, model.build)
     fill(decoder, Checkpoint.open(folder), spec)
     groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
@@ -140,20 +143,23 @@ def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path
     assert again.ids == line.ids
 
 
-QWEN2 = Family(
-    name="qwen2",
-    biases=lambda config: Biases(qkv=True),
-    windows=lambda config: tuple(
-        config.sliding_window if kind == "sliding_attention" else None
-        for kind in config.layer_types or ()
-    ),
-)
+def declare(config):
+    norm = rms_norm(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        mixer = replace(attention(config, window=window), qkv_bias=True)
+        return LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
+
+    return model_of("qwen2", config, layers(config.windows(), layer), norm)
+
+
+QWEN2 = Family(name="qwen2", declare=declare)
 
 
 def test_a_family_with_window_layers_is_a_declaration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen2 in six lines, with two cache groups, against transformers."""
+    """Qwen2 in ten lines, with two cache groups, against transformers."""
     kinds = ["full_attention", "sliding_attention"] * 2
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -299,5 +305,7 @@ def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -
     theta = fields.pop("rope_parameters")["rope_theta"]
     fields |= {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2.0}}
     file.write_text(json.dumps(fields))
-    old, new = load(folder).spec.rotary, load(llama).spec.rotary
+    old, new = (load(place).spec.layers[0].mixer.rotary for place in (folder, llama))
+    assert old is not None
+    assert new is not None
     torch.testing.assert_close(old.frequencies(), new.frequencies() / 2)

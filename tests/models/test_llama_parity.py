@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.models.specs import layered, mixed, windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY, write_llama
 from torch import Tensor
 
 from antiphon import embedded
+from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import Model, fill, load
+from antiphon.model_worker.model.spec import PRE, Norms
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
@@ -193,20 +195,19 @@ def mutated(folder: Path, spec: ModelSpec) -> OpenModel:
 @pytest.mark.parametrize(
     "mutation",
     [
-        lambda spec: {"norm_eps": 1.1 * spec.norm_eps},
-        lambda spec: {"rotary": replace(spec.rotary, base=1.0)},
-        lambda spec: {"windows": (88,) * spec.layers},
-        lambda spec: {
-            "names": msgspec.structs.replace(
-                spec.names, attention_norm=spec.names.mlp_norm, mlp_norm=spec.names.attention_norm
-            )
-        },
+        lambda spec: layered(spec, norm=NormSpec(eps=1.1 * spec.norm.eps)),
+        lambda spec: mixed(spec, rotary=replace(spec.layers[0].mixer.rotary, base=1.0)),
+        lambda spec: windowed(spec, (88,) * len(spec.layers)),
+        lambda spec: layered(
+            spec,
+            norms=Norms(before_mixer=PRE.before_feed_forward, before_feed_forward=PRE.before_mixer),
+        ),
     ],
     ids=["another norm eps", "no rotation", "a window of 88", "norms swapped"],
 )
 def test_parity_notices_a_mutant(llama: Path, reference, mutation) -> None:
     spec = load(llama).spec
     ids = prompts()[-1]
-    model = mutated(llama, msgspec.structs.replace(spec, **mutation(spec)))
+    model = mutated(llama, mutation(spec))
     with pytest.raises(AssertionError, match="standard deviations"):
         assert_close(logits_of(model, ids, chunk=90), reference(llama).logits(ids))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import torch
+from tests.models.specs import windowed
 from tests.models.test_llama_parity import (
     assert_close,
     logits_of,
@@ -18,7 +18,6 @@ from tests.models.tiny import write_qwen2
 
 from antiphon.layers.methods import unfit
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.model.spec import Biases
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
@@ -63,20 +62,22 @@ def test_greedy_text_and_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("mutation", "shape"),
+    ("windows", "shape"),
     [
-        ({"windows": (None,) * 4}, {"use_sliding_window": True, "sliding_window": 60}),
-        ({"windows": (60, None, None, None)}, {}),
+        ((None,) * 4, {"use_sliding_window": True, "sliding_window": 60}),
+        ((60, None, None, None), {}),
     ],
     ids=["no window", "a window"],
 )
-def test_parity_notices_a_mutant(tmp_path: Path, reference, mutation, shape) -> None:
+def test_parity_notices_a_mutant(tmp_path: Path, reference, windows, shape) -> None:
     folder = write_qwen2(tmp_path, shape)
-    model = mutated(folder, msgspec.structs.replace(load(folder).spec, **mutation))
+    model = mutated(folder, windowed(load(folder).spec, windows))
     ids = prompts()[-1]
     with pytest.raises(AssertionError, match="standard deviations"):
         assert_close(logits_of(model, ids, chunk=90), reference(folder).logits(ids), LIMIT)
 
 
 def test_only_queries_keys_and_values_have_a_bias(tmp_path: Path) -> None:
-    assert load(write_qwen2(tmp_path)).spec.biases == Biases(qkv=True, out=False, mlp=False)
+    for layer in load(write_qwen2(tmp_path)).spec.layers:
+        biases = (layer.mixer.qkv_bias, layer.mixer.out_bias, layer.feed_forward.bias)
+        assert biases == (True, False, False)

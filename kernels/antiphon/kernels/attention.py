@@ -200,6 +200,59 @@ def paged_attention(
     return out
 
 
+@kernel("attention.shaped")
+def shaped_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`paged_attention` with its scores capped, or with a sink in its softmax, or both.
+
+    Args:
+        q: (T, G * H, D).
+        keys: (P, S, H, D), this pass's own already stored.
+        values: As keys.
+        rows: Of the cache group.
+        scale: Of the scores.
+        softcap: Scores become softcap * tanh(score / softcap).
+        sinks: (G * H,) a score that every query of a head gives to nothing: it takes a share of
+            the softmax and adds no value. Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2.
+
+    Returns:
+        (T, G * H, D). Scores and softmax are float32.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for block in rows.blocks:
+        k, v = _gather(keys, values, rows, block)
+        picked = q if block.queries is None else q.index_select(0, block.queries)
+        grouped = _heads_first(picked, block, rows.shape)  # (B, H, G * Q, D)
+        scores = (grouped @ k.transpose(-1, -2)).float() * scale  # (B, H, G * Q, K)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if block.mask is not None:
+            scores = scores + block.mask
+        weights = _softmax(scores, sinks, block).to(v.dtype)
+        result = _tokens_first(weights @ v, block, rows.shape)
+        if block.queries is None:
+            return result
+        out.index_copy_(0, block.queries, result)
+    return out
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None, block: Block) -> Tensor:
+    """Softmax of scores (B, H, G * Q, K), with each head's sink among them if there are sinks."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    heads = scores.shape[1]
+    each = sinks.float().view(heads, -1).repeat_interleave(block.queries_per_row, dim=1)
+    column = each[None, :, :, None].expand(len(scores), -1, -1, 1)  # (B, H, G * Q, 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+
+
 def _gather(
     keys: Tensor, values: Tensor, rows: AttentionRows, block: Block
 ) -> tuple[Tensor, Tensor]:

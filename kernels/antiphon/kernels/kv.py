@@ -6,7 +6,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSpec:
+    """What a layer of attention keeps of each token: keys and values.
+
+    Attributes:
+        heads: Key-value heads.
+        head_size: Numbers in a head.
+        window: A query sees itself and the window - 1 tokens before it; None: all before it.
+    """
+
+    heads: int
+    head_size: int
+    window: int | None = None
+
+    def heads_of(self, ranks: int) -> int:
+        """Heads on one of `ranks` ranks; with fewer heads than ranks they are copied."""
+        return max(1, self.heads // ranks)
+
+    def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
+        """Of one token in one layer, on one rank."""
+        return 2 * self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

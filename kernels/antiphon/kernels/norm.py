@@ -1,8 +1,9 @@
-"""Root-mean-square normalisation."""
+"""Normalisation of rows."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
 from antiphon.kernels.cpu.backend import cpu
@@ -48,3 +49,34 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     """
     total = x + residual
     return _scale_to_unit(total, weight, eps), total
+
+
+@kernel("norm.rmsnorm_wide")
+def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root-mean-square, rounding once, after the weight multiplied.
+
+    x (..., size); weight (size,) float32  ->  as x, in its dtype
+    """
+    wide = x.float()
+    mean_square = wide.square().mean(dim=-1, keepdim=True)
+    return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
+
+
+@kernel("norm.layernorm")
+def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Scale each row to zero mean and unit variance.
+
+    x (..., size); weight, bias (size,), dtype of x  ->  as x
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@kernel("norm.squares")
+def squares(x: Tensor) -> Tensor:
+    """The sum of squares of each row, for a norm whose rows are cut over ranks.
+
+    x (tokens, size)  ->  (tokens, 1) float32
+    """
+    return x.float().square().sum(dim=-1, keepdim=True)

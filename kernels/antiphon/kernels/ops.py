@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from antiphon.kernels.activation import silu_mul
-from antiphon.kernels.attention import AttentionRows, paged_attention
+from antiphon.kernels.activation import Activation, activate, gate, silu_mul
+from antiphon.kernels.attention import AttentionRows, paged_attention, shaped_attention
 from antiphon.kernels.finite import finite_rows
 from antiphon.kernels.heads import HeadNorms, ready_heads
-from antiphon.kernels.norm import add_rmsnorm, rmsnorm
+from antiphon.kernels.norm import add_rmsnorm, layernorm, rmsnorm, rmsnorm_wide, squares
 from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
 from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
 
@@ -26,9 +26,15 @@ REGISTRY: Mapping[str, Op[..., object]] = {
     for op in (
         rmsnorm,
         add_rmsnorm,
+        rmsnorm_wide,
+        layernorm,
+        squares,
         silu_mul,
+        gate,
+        activate,
         ready_heads,
         paged_attention,
+        shaped_attention,
         finite_rows,
         penalize,
         mask,
@@ -46,11 +52,19 @@ class Ops:
 
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rmsnorm_wide: Callable[[Tensor, Tensor, float], Tensor]
+    layernorm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+    squares: Callable[[Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor, Activation], Tensor]
+    activate: Callable[[Tensor, Activation], Tensor]
     ready_heads: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None], Tensor
     ]
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionRows, float], Tensor]
+    shaped_attention: Callable[
+        [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None], Tensor
+    ]
     finite_rows: Callable[[Tensor], Tensor | None]
     penalize: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask: Callable[[Tensor, Tensor, Tensor], None]
@@ -80,9 +94,15 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
     return Ops(
         rmsnorm=choose(rmsnorm),
         add_rmsnorm=choose(add_rmsnorm),
+        rmsnorm_wide=choose(rmsnorm_wide),
+        layernorm=choose(layernorm),
+        squares=choose(squares),
         silu_mul=choose(silu_mul),
+        gate=choose(gate),
+        activate=choose(activate),
         ready_heads=choose(ready_heads),
         paged_attention=choose(paged_attention),
+        shaped_attention=choose(shaped_attention),
         finite_rows=choose(finite_rows),
         penalize=choose(penalize),
         mask=choose(mask),

@@ -38,22 +38,68 @@ class Llama3Scaling:
     trained_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Slow pairs stretched, fast ones kept, a ramp over pairs between them.
+
+    Attributes:
+        fast_turns: Pairs that turn more often than this in the trained text are kept.
+        slow_turns: Those that turn less often are stretched by all of `factor`.
+        amplitude: What cosine and sine are multiplied by.
+        truncate: Whether the ends of the ramp are whole pairs.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.
+    """
+
+    factor: float
+    trained_tokens: int
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    amplitude: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Each pair divided by a factor of its own. Source: Ding et al. 2024, arXiv:2402.13753.
+
+    Attributes:
+        factors: One a pair.
+        amplitude: What cosine and sine are multiplied by.
+    """
+
+    factors: tuple[float, ...]
+    amplitude: float = 1.0
+
+
 _POSITIONS_MIN = 1024
 
-RotaryScaling = LinearScaling | Llama3Scaling
+RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotation of a model: the size of what is rotated, the base, and how it was stretched."""
+    """A rotation: how many numbers of a head it turns, the base, and how it was stretched.
 
-    head_size: int
+    With a `size` below the head's the rest of each head stays as it is.
+    """
+
+    size: int
     base: float
     scaling: RotaryScaling | None = None
 
+    @property
+    def amplitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        match self.scaling:
+            case YarnScaling() | LongScaling():
+                return self.scaling.amplitude
+            case _:
+                return 1.0
+
     def frequencies(self) -> Tensor:
-        """Radians a position, (D / 2,) float32."""
-        exponent = torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size
+        """Radians a position, (R / 2,) float32."""
+        exponent = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         frequencies = 1.0 / (self.base**exponent)
         match self.scaling:
             case None:
@@ -62,17 +108,23 @@ class Rotary:
                 return frequencies / factor
             case Llama3Scaling():
                 return _stretch_long_waves(frequencies, self.scaling)
+            case YarnScaling():
+                return _stretch_slow_pairs(frequencies, self, self.scaling)
+            case LongScaling(factors):
+                return 1.0 / (torch.tensor(factors) * self.base**exponent)
 
 
-def angles(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(
+    frequencies: Tensor, positions: Tensor, dtype: torch.dtype, amplitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of each token's position.
 
-    Axes: T tokens, D head size. frequencies (D / 2,) float32, positions (T,)  ->  (T, 1, D) both.
-    The sine of the first half is negative, so that the rotation is one product with the halves
-    swapped.
+    Axes: T tokens, R rotated numbers of a head. frequencies (R / 2,) float32, positions (T,)
+    ->  (T, 1, R) both. The sine of the first half is negative, so that the rotation is one product
+    with the halves swapped.
     """
-    angle = torch.outer(positions.float(), frequencies)  # (T, D / 2)
-    cos, sin = angle.cos(), angle.sin()
+    angle = torch.outer(positions.float(), frequencies)  # (T, R / 2)
+    cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
     return (
         torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
         torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1),
@@ -84,7 +136,7 @@ class Turns:
     """How each token of a pass is rotated.
 
     Attributes:
-        cos: Of every position up to the last, (P, 1, D).
+        cos: Of every position up to the last, (P, 1, R).
         sin: Likewise, signed as in `angles`.
         positions: (T,) int32.
     """
@@ -95,7 +147,7 @@ class Turns:
 
     @cached_property
     def by_token(self) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of each token, (T, 1, D) both."""
+        """Cosine and signed sine of each token, (T, 1, R) both."""
         positions = torch.as_tensor(self.positions)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
@@ -106,9 +158,10 @@ class AngleTable:
     Computed in every pass they would take longer than the rest of a small pass beside its layers.
     """
 
-    def __init__(self, frequencies: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> None:
         self._frequencies = frequencies
         self._dtype = dtype
+        self._amplitude = amplitude
         self._cos, self._sin = self._computed(_POSITIONS_MIN)
 
     def turns(self, positions: NDArray[np.int32]) -> Turns:
@@ -120,18 +173,52 @@ class AngleTable:
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
         every = torch.arange(positions, device=self._frequencies.device)
-        return angles(self._frequencies, every, self._dtype)
+        return angles(self._frequencies, every, self._dtype, self._amplitude)
+
+
+class Rotations:
+    """The rotations of one pass: each way of rotating at the positions of its tokens."""
+
+    def __init__(self, tables: AngleTables, positions: NDArray[np.int32]) -> None:
+        self._tables = tables
+        self._positions = positions
+        self._made: dict[Rotary | None, Turns] = {}
+
+    def of(self, rotary: Rotary | None) -> Turns:
+        """How this way of rotating turns each token; None turns nothing."""
+        if rotary not in self._made:
+            self._made[rotary] = self._tables.of(rotary).turns(self._positions)
+        return self._made[rotary]
+
+
+class AngleTables:
+    """A table of angles for each way of rotating that layers ask for."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._tables: dict[Rotary | None, AngleTable] = {}
+
+    def of(self, rotary: Rotary | None) -> AngleTable:
+        """The table of one way, made when it is first asked for; None: of nothing rotated."""
+        if rotary not in self._tables:
+            way = rotary or Rotary(0, 1.0)
+            frequencies = way.frequencies().to(self._device)
+            self._tables[rotary] = AngleTable(frequencies, self._dtype, way.amplitude)
+        return self._tables[rotary]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head by its token's angles.
+    """Rotate the start of each head by its token's angles.
 
-    Axes: T tokens, H heads, D head size.
-    x (T, H, D); cos, sin (T, 1, D) in the dtype of x, sin signed as in `angles`
+    Axes: T tokens, H heads, D head size, R rotated numbers of a head.
+    x (T, H, D); cos, sin (T, 1, R) in the dtype of x, sin signed as in `angles`
     ->  (T, H, D)
     """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
+    size = cos.shape[-1]
+    turned = x if size == x.shape[-1] else x[..., :size]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((second, first), dim=-1) * sin
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
 
 
 def _stretch_long_waves(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -139,3 +226,18 @@ def _stretch_long_waves(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 0: stretched, 1: kept
     return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+
+
+def _stretch_slow_pairs(frequencies: Tensor, rotary: Rotary, scaling: YarnScaling) -> Tensor:
+    def pair_of(turns: float) -> float:
+        """The pair that makes so many turns in the trained text, counted in numbers of a head."""
+        tokens_a_turn = scaling.trained_tokens / (turns * 2 * math.pi)
+        return rotary.size * math.log(tokens_a_turn) / (2 * math.log(rotary.base))
+
+    first, last = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.size - 1)
+    width = last - first if last != first else 0.001
+    stretched = ((torch.arange(rotary.size // 2) - first) / width).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

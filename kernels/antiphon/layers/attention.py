@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear
+from antiphon.kernels.kv import KvSpec
+from antiphon.layers.context import Manner
+from antiphon.layers.head_norms import head_norms
+from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,57 +17,127 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.cpu.linear import Linear
+    from antiphon.kernels.rotary import Rotary
+    from antiphon.layers.block import Site
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.norm import NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """Sizes of an attention block, and the checkpoint's names of its four linears."""
+class AttentionNames:
+    """What the checkpoint calls a layer's tensors, after the layer's own name.
 
-    hidden: int
+    Attributes:
+        query, key, value: With one name for all three they lie in one tensor.
+        by_head: Whether that tensor has each head's query, key and value together, not all queries
+            before all keys before all values.
+        transposed: Whether weights are (inputs, outputs).
+    """
+
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    out: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    by_head: bool = False
+    transposed: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether queries, keys and values lie in one tensor."""
+        return self.query == self.key == self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention over cached keys and values.
+
+    Attributes:
+        scale: Of scores, `head_size ** -0.5` in most models.
+        rotary: How queries and keys are rotated; None: they are not.
+        neighbours: Whether the pairs that rotate together are neighbours in the checkpoint.
+        window: A query sees itself and the window - 1 tokens before it; None: all before it.
+        qk_norm: Of queries and keys, before the rotation.
+        qk_norm_over: What is normalised together: each head by itself, or all of a token.
+        softcap: Scores become softcap * tanh(score / softcap).
+        sinks: Whether each query head has a learned score that adds no value.
+    """
+
     query_heads: int
     kv_heads: int
     head_size: int
-    qkv_bias: bool
-    out_bias: bool
-    query: str
-    key: str
-    value: str
-    out: str
+    scale: float
+    rotary: Rotary | None
+    neighbours: bool = False
+    window: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "token"] = "head"
+    softcap: float | None = None
+    sinks: bool = False
+    names: AttentionNames = field(default_factory=AttentionNames)
+
+    @property
+    def cache(self) -> KvSpec:
+        """What it keeps of each token."""
+        return KvSpec(heads=self.kv_heads, head_size=self.head_size, window=self.window)
 
 
 class Attention:
-    """Grouped-query attention with rotary positions. Axes: T tokens, Q query heads, H kv heads."""
+    """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __init__(
-        self, name: str, layer: int, shape: AttentionShape, build: Build, method: LinearMethod
-    ) -> None:
-        self._layer = layer
-        self._head_size = shape.head_size
-        self._query_heads = build.share(shape.query_heads, name)
-        # Fewer kv heads than ranks: neighbours hold copies of the same head.
-        shards = min(build.tp.ranks, shape.kv_heads)
-        self._kv_heads = shape.kv_heads // shards
-        query_size = shape.query_heads * shape.head_size
-        kv_size = shape.kv_heads * shape.head_size
-        parts = (
-            Part(shape.query, query_size, build.tp.ranks),
-            Part(shape.key, kv_size, shards),
-            Part(shape.value, kv_size, shards),
-        )
+    def __init__(self, site: Site, spec: AttentionSpec) -> None:
+        name, build, names = f"{site.name}.attention", site.build, spec.names
+        self._layer = site.layer
+        self._head_size = spec.head_size
+        query_heads = build.share(spec.query_heads, name)
         self._qkv = ColumnLinear(
-            f"{name}.qkv", shape.hidden, parts, bias=shape.qkv_bias, build=build, method=method
+            f"{name}.qkv",
+            site.hidden,
+            _parts(site, spec),
+            bias=spec.qkv_bias,
+            build=build,
+            method=site.method,
         )
         self._out = RowLinear(
-            shape.out, query_size, shape.hidden, bias=shape.out_bias, build=build, method=method
+            site.named(names.out),
+            spec.query_heads * spec.head_size,
+            site.hidden,
+            bias=spec.out_bias,
+            build=build,
+            method=site.method,
+            stored=Stored(transposed=names.transposed),
         )
+        self._norms = None if spec.qk_norm is None else head_norms(site, spec, spec.qk_norm)
+        first = build.tp.rank * query_heads
+        self._share = slice(first, first + query_heads)
+        self._sinks_name, self._query_heads = site.named(names.sinks), spec.query_heads
+        self.manner = Manner(
+            scale=spec.scale,
+            rotary=spec.rotary,
+            norms=None if self._norms is None else self._norms.kernel,
+            softcap=spec.softcap,
+            sinks=build.empty(query_heads) if spec.sinks else None,
+        )
+        """How it attends."""
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Those of its norms, and the kernels of attention."""
+        manner = self.manner
+        shaped = manner.softcap is not None or manner.sinks is not None
+        own = frozenset({"attention.heads", "attention.shaped" if shaped else "attention.paged"})
+        return own if self._norms is None else own | self._norms.operations
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
-        mixed = ctx.attend(self._layer, heads, None)  # (T, Q, D)
+        if self._norms is not None:
+            heads = self._norms(ctx, heads)
+        mixed = ctx.attend(self._layer, heads, self.manner)  # (T, Q, D)
         return self._out(ctx, mixed.flatten(1))
 
     @property
@@ -72,12 +146,62 @@ class Attention:
         qkv, out = self._qkv.packed, self._out.packed
         return None if qkv is None or out is None else (qkv, out)
 
+    @property
+    def plain(self) -> bool:
+        """Whether all that it does is in its manner, and the scores are neither capped nor sunk."""
+        manner = self.manner
+        own_norms = self._norms is not None and self._norms.kernel is None
+        return manner.softcap is None and manner.sinks is None and not own_norms
+
     def sources(self) -> Iterator[WeightSource]:
-        """Tensors of the four linears."""
+        """Tensors of the four linears, of norms and sinks."""
         yield from self._qkv.sources()
         yield from self._out.sources()
+        if self._norms is not None:
+            yield from self._norms.sources()
+        if (sinks := self.manner.sinks) is not None:
+            yield WeightSource(
+                self._sinks_name,
+                (self._query_heads,),
+                lambda tensor: void(sinks.copy_(tensor[self._share])),
+            )
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._qkv.pack()
         self._out.pack()
+
+
+def _parts(site: Site, spec: AttentionSpec) -> tuple[Part, ...]:
+    """Queries, keys and values: their names, sizes and places in the checkpoint."""
+    names, ranks = spec.names, site.build.tp.ranks
+    # Fewer kv heads than ranks: neighbours hold copies of the same head.
+    shards = min(ranks, spec.kv_heads)
+    heads = (spec.query_heads, spec.kv_heads, spec.kv_heads)
+    turned = spec.rotary.size if spec.neighbours and spec.rotary is not None else 0
+    parts: list[Part] = []
+    for place, name in enumerate((names.query, names.key, names.value)):
+        run, first, runs = _fused_place(spec, place)
+        stored = Stored(
+            run=run,
+            first=first,
+            runs=runs,
+            transposed=names.transposed,
+            neighbours=turned if place < 2 else 0,
+            head_size=spec.head_size,
+        )
+        outputs = heads[place] * spec.head_size
+        parts.append(Part(site.named(name), outputs, ranks if place == 0 else shards, stored))
+    return tuple(parts)
+
+
+def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]:
+    """Where queries (0), keys (1) or values (2) lie among the three: run, first and runs."""
+    size = spec.head_size
+    if not spec.names.fused:
+        return None, 0, 1
+    if spec.names.by_head:
+        assert spec.query_heads == spec.kv_heads, "a head has a query, a key and a value"
+        return 3 * size, place * size, spec.kv_heads
+    first = (0, spec.query_heads, spec.query_heads + spec.kv_heads)[place]
+    return (spec.query_heads + 2 * spec.kv_heads) * size, first * size, 1

@@ -15,13 +15,33 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.heads import HeadNorms
     from antiphon.kernels.ops import Ops
+    from antiphon.kernels.rotary import Rotary
     from antiphon.layers.tp import Tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How a layer attends: what does not change from pass to pass.
+
+    Attributes:
+        scale: Of scores.
+        rotary: How queries and keys are rotated; None: they are not.
+        norms: Of each query and key head, before the rotation.
+        softcap: Scores become softcap * tanh(score / softcap).
+        sinks: (Q,) a score of each query head that takes part in the softmax and adds no value.
+    """
+
+    scale: float
+    rotary: Rotary | None
+    norms: HeadNorms | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Attend(Protocol):
     """The cache as a layer meets it. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
         """Rotate queries and keys, keep this pass's keys and values, and attend over all of a row.
 
         heads (T, Q + 2 H, D), queries before keys before values  ->  (T, Q, D)
@@ -61,6 +81,7 @@ class ForwardContext:
         ops: The kernels chosen for this device.
         tp: The ranks that share each layer.
         attend: The paged cache, and the rotation of each token.
+        positions: (T,) int32, of each token in its sequence.
         token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
         adapters: Unset: no row of this pass has one.
         fused: Unset: this pass goes layer by layer.
@@ -69,6 +90,7 @@ class ForwardContext:
     ops: Ops
     tp: Tp
     attend: Attend
+    positions: Tensor | None = None
     token_adapter: Tensor | None = None
     adapters: Adapters | None = None
     fused: Fused | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.weights import Build, WeightSource
+from antiphon.layers.weights import Build, WeightSource, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,14 +24,22 @@ class VocabularyTable:
     """
 
     def __init__(
-        self, name: str, vocabulary: int, hidden: int, build: Build, method: LinearMethod
+        self,
+        name: str,
+        vocabulary: int,
+        hidden: int,
+        build: Build,
+        method: LinearMethod,
+        *,
+        bias: bool = False,
     ) -> None:
         self.name = name
+        self._bias = bias
         self._vocabulary, self._hidden = vocabulary, hidden
         self._share = -(-vocabulary // build.tp.ranks)
         self._first = build.tp.rank * self._share
         self._method = method.for_table()
-        self._weights = self._method.create(LinearShape(hidden, self._share, bias=False), build)
+        self._weights = self._method.create(LinearShape(hidden, self._share, bias), build)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """Look up tokens (T,) int64  ->  (T, hidden)."""
@@ -48,15 +56,36 @@ class VocabularyTable:
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
 
     def sources(self) -> Iterator[WeightSource]:
-        """Its weight."""
-        shape = (self._vocabulary, self._hidden)
-        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
-        yield WeightSource(
-            f"{self.name}.weight",
-            shape,
-            lambda tensor: self._method.load(self._weights, "weight", tensor, cut),
-        )
+        """Its weight, and the bias of a head that has one."""
+        yield self._source("weight", (self._vocabulary, self._hidden))
+        if self._bias:
+            yield self._source("bias", (self._vocabulary,))
 
     def pack(self) -> None:
         """Called once the weight is loaded."""
         self._method.pack(self._weights)
+
+    def _source(self, field: str, shape: tuple[int, ...]) -> WeightSource:
+        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
+        return WeightSource(
+            f"{self.name}.{field}",
+            shape,
+            lambda tensor: self._method.load(self._weights, field, tensor, cut),
+        )
+
+
+class LearnedPositions:
+    """A vector a position, added to the token's; whole on every rank."""
+
+    def __init__(self, name: str, positions: int, hidden: int, build: Build) -> None:
+        self._name = name
+        self._weight = build.empty(positions, hidden)
+
+    def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
+        """Add each token's position to its embedding: (T, hidden)  ->  (T, hidden)."""
+        assert ctx.positions is not None, "a model with learned positions"
+        return embedded + self._weight.index_select(0, ctx.positions)
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Its weight."""
+        return whole(f"{self._name}.weight", self._weight)

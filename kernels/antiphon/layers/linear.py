@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from antiphon.layers.methods import Cut, LinearShape
 from antiphon.layers.weights import Build, WeightSource, whole
 
@@ -21,6 +23,57 @@ if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """How a linear lies in its checkpoint's tensor, where it is not the whole of it as it comes.
+
+    Attributes:
+        run: Outputs of the tensor are runs of so many, and the linear has the same part of each;
+            None: all outputs are the linear's.
+        first: Where the part begins in a run.
+        runs: How many runs there are.
+        transposed: Whether the tensor is (inputs, outputs).
+        neighbours: Numbers at the start of each head of which neighbours rotate together; they
+            come to lie in halves, as the rotation here has them.
+        head_size: Of those heads.
+    """
+
+    run: int | None = None
+    first: int = 0
+    runs: int = 1
+    transposed: bool = False
+    neighbours: int = 0
+    head_size: int = 0
+
+    def shape(self, field: str, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Of the checkpoint's `weight` or `bias`."""
+        outputs = outputs if self.run is None else self.runs * self.run
+        if field == "bias":
+            return (outputs,)
+        return (inputs, outputs) if self.transposed else (outputs, inputs)
+
+    def pick(self, field: str, outputs: int, tensor: Tensor) -> Tensor:
+        """The linear's own `weight` (O, I) or `bias` (O,) of the checkpoint's tensor."""
+        if self.transposed and field == "weight":
+            tensor = tensor.T
+        if self.run is not None:
+            part = slice(self.first, self.first + outputs // self.runs)
+            runs = tensor.reshape(self.runs, self.run, *tensor.shape[1:])
+            tensor = runs[:, part].flatten(0, 1)
+        if self.neighbours:
+            tensor = self._in_halves(tensor)
+        return tensor
+
+    def _in_halves(self, tensor: Tensor) -> Tensor:
+        heads = tensor.reshape(-1, self.head_size, *tensor.shape[1:])
+        turned = heads[:, : self.neighbours]
+        turned = torch.cat((turned[:, ::2], turned[:, 1::2]), dim=1)
+        return torch.cat((turned, heads[:, self.neighbours :]), dim=1).flatten(0, 1)
+
+
+AS_IT_COMES = Stored()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One of the checkpoint's linears inside a fused one.
@@ -30,11 +83,13 @@ class Part:
         outputs: Of the whole linear.
         shards: Equal pieces that it is cut into; fewer than ranks means that neighbours share a
             piece, as key and value heads do when there are fewer of them than ranks.
+        stored: How it lies in the tensor of that name.
     """
 
     name: str
     outputs: int
     shards: int
+    stored: Stored = AS_IT_COMES
 
     def piece(self) -> int:
         """Outputs on one rank."""
@@ -91,20 +146,23 @@ class ColumnLinear:
         for part in self._parts:
             start = part.start(self._tp.rank, self._tp.ranks)
             cut = Cut(slice(start, start + part.piece()), slice(None), into)
-            yield self._source(part, "weight", (part.outputs, self._inputs), cut)
+            yield self._source(part, "weight", cut)
             if self._bias:
-                yield self._source(part, "bias", (part.outputs,), cut)
+                yield self._source(part, "bias", cut)
             into += part.piece()
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._method.pack(self._weights)
 
-    def _source(self, part: Part, field: str, shape: tuple[int, ...], cut: Cut) -> WeightSource:
+    def _source(self, part: Part, field: str, cut: Cut) -> WeightSource:
+        stored, outputs = part.stored, part.outputs
+
+        def load(tensor: Tensor) -> None:
+            self._method.load(self._weights, field, stored.pick(field, outputs, tensor), cut)
+
         return WeightSource(
-            f"{part.name}.{field}",
-            shape,
-            lambda tensor: self._method.load(self._weights, field, tensor, cut),
+            f"{part.name}.{field}", stored.shape(field, outputs, self._inputs), load
         )
 
 
@@ -123,9 +181,11 @@ class RowLinear:
         bias: bool,
         build: Build,
         method: LinearMethod,
+        stored: Stored = AS_IT_COMES,
     ) -> None:
         self.name = name
         self._inputs, self._outputs = inputs, outputs
+        self._stored = stored
         self._method = method
         self._tp = build.tp
         share = build.share(inputs, name)
@@ -151,9 +211,9 @@ class RowLinear:
 
     def sources(self) -> Iterator[WeightSource]:
         """The checkpoint's weight, and its bias if it has one."""
-        yield self._source("weight", (self._outputs, self._inputs))
+        yield self._source("weight")
         if self._bias_within:
-            yield self._source("bias", (self._outputs,))
+            yield self._source("bias")
         if self._bias is not None:
             yield from whole(f"{self.name}.bias", self._bias)
 
@@ -161,12 +221,13 @@ class RowLinear:
         """Called once all sources are loaded."""
         self._method.pack(self._weights)
 
-    def _source(self, field: str, shape: tuple[int, ...]) -> WeightSource:
-        return WeightSource(
-            f"{self.name}.{field}",
-            shape,
-            lambda tensor: self._method.load(self._weights, field, tensor, self._cut),
-        )
+    def _source(self, field: str) -> WeightSource:
+        def load(tensor: Tensor) -> None:
+            own = self._stored.pick(field, self._outputs, tensor)
+            self._method.load(self._weights, field, own, self._cut)
+
+        shape = self._stored.shape(field, self._outputs, self._inputs)
+        return WeightSource(f"{self.name}.{field}", shape, load)
 
 
 class ReplicatedLinear(ColumnLinear):

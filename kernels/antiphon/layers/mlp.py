@@ -1,58 +1,95 @@
-"""The gated feed-forward block."""
+"""Dense feed-forward blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear
+from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from antiphon.kernels.activation import Activation
     from antiphon.kernels.cpu.linear import Linear
+    from antiphon.layers.block import Site
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpShape:
-    """Sizes of a gated block, and the checkpoint's names of its three linears."""
+class GatedSpec:
+    """down(activation(gate(x)) * up(x)).
 
-    hidden: int
+    Attributes:
+        width: Outputs of the gate.
+        bias: Whether the three linears have one.
+        gate, up, down: The checkpoint's names, after the layer's; with one name for gate and up
+            they lie in one tensor, the gate first.
+    """
+
     width: int
-    bias: bool
-    gate: str
-    up: str
-    down: str
+    activation: Activation = "silu"
+    bias: bool = False
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), gate and up as one linear."""
+    """A gated block, gate and up as one linear."""
 
-    def __init__(self, name: str, shape: MlpShape, build: Build, method: LinearMethod) -> None:
-        ranks = build.tp.ranks
-        build.share(shape.width, name)
-        parts = (Part(shape.gate, shape.width, ranks), Part(shape.up, shape.width, ranks))
+    def __init__(self, site: Site, spec: GatedSpec) -> None:
+        build = site.build
+        build.share(spec.width, f"{site.name}.mlp")
+        names = (spec.gate, spec.up)
+        fused = spec.gate == spec.up
+        parts = tuple(
+            Part(
+                site.named(name),
+                spec.width,
+                build.tp.ranks,
+                Stored(first=place * spec.width, run=2 * spec.width) if fused else Stored(),
+            )
+            for place, name in enumerate(names)
+        )
+        self._activation: Activation = spec.activation
         self._gate_up = ColumnLinear(
-            f"{name}.gate_up",
-            shape.hidden,
+            f"{site.name}.mlp.gate_up",
+            site.hidden,
             parts,
-            bias=shape.bias,
+            bias=spec.bias,
             build=build,
-            method=method,
+            method=site.method,
             halves=True,
         )
         self._down = RowLinear(
-            shape.down, shape.width, shape.hidden, bias=shape.bias, build=build, method=method
+            site.named(spec.down),
+            spec.width,
+            site.hidden,
+            bias=spec.bias,
+            build=build,
+            method=site.method,
         )
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """The gate's."""
+        return frozenset({"activation.silu_mul" if self.plain else "activation.gate"})
+
+    @property
+    def plain(self) -> bool:
+        """Whether its gate is the one that the CPU's own kernels know."""
+        return self._activation == "silu"
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
-        return self._down(ctx, ctx.ops.silu_mul(self._gate_up(ctx, x)))
+        both = self._gate_up(ctx, x)
+        if self.plain:
+            return self._down(ctx, ctx.ops.silu_mul(both))
+        return self._down(ctx, ctx.ops.gate(both, self._activation))
 
     @property
     def packed(self) -> tuple[Linear, Linear] | None:
@@ -68,4 +105,66 @@ class GatedMlp:
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._gate_up.pack()
+        self._down.pack()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainSpec:
+    """down(activation(up(x))).
+
+    Attributes:
+        width: Outputs of the first linear.
+        bias: Whether both linears have one.
+        transposed: Whether the checkpoint keeps weights as (inputs, outputs).
+        up, down: The checkpoint's names, after the layer's.
+    """
+
+    width: int
+    activation: Activation
+    bias: bool = False
+    transposed: bool = False
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+class PlainMlp:
+    """Two linears with an activation between them."""
+
+    def __init__(self, site: Site, spec: PlainSpec) -> None:
+        stored = Stored(transposed=spec.transposed)
+        ranks = site.build.tp.ranks
+        site.build.share(spec.width, f"{site.name}.mlp")
+        self._activation: Activation = spec.activation
+        self._up = ColumnLinear(
+            f"{site.name}.mlp.up",
+            site.hidden,
+            (Part(site.named(spec.up), spec.width, ranks, stored),),
+            bias=spec.bias,
+            build=site.build,
+            method=site.method,
+        )
+        self._down = RowLinear(
+            site.named(spec.down),
+            spec.width,
+            site.hidden,
+            bias=spec.bias,
+            build=site.build,
+            method=site.method,
+            stored=stored,
+        )
+
+    operations = frozenset({"activation.plain"})
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Transform x (T, hidden)  ->  (T, hidden)."""
+        return self._down(ctx, ctx.ops.activate(self._up(ctx, x), self._activation))
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of both linears."""
+        yield from self._up.sources()
+        yield from self._down.sources()
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        self._up.pack()
         self._down.pack()

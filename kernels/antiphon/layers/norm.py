@@ -1,8 +1,11 @@
-"""The normalisation between blocks."""
+"""The normalisations of a decoder; a kind is chosen by its `NormSpec`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
 
 from antiphon.layers.weights import Build, WeightSource, whole
 
@@ -13,14 +16,69 @@ if TYPE_CHECKING:
 
     from antiphon.layers.context import ForwardContext
 
+NormKind = Literal["rms", "rms_wide", "rms_one_plus", "layer"]
+"""`rms` rounds to the model's number format before its weight multiplies, `rms_wide` after it;
+`rms_one_plus` is wide and multiplies by one and the weight; `layer` subtracts the mean as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSpec:
+    """A normalisation.
+
+    Attributes:
+        eps: Added inside the root.
+        bias: Whether a `layer` norm adds one.
+        affine: Whether it has a weight at all.
+    """
+
+    kind: NormKind = "rms"
+    eps: float
+    bias: bool = False
+    affine: bool = True
+
+
+class Norm(Protocol):
+    """A normalisation of rows, whole on every rank."""
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the kernels that it calls through `ctx.ops`."""
+        ...
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        ...
+
+    def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of both, and the sum: the residual stream from here on."""
+        ...
+
+    def sources(self) -> Iterator[WeightSource]:
+        """The checkpoint's tensors that it takes."""
+        ...
+
+
+def norm_of(spec: NormSpec, name: str, size: int, build: Build) -> Norm:
+    """Build the norm that a spec describes; its tensors are `name`.weight and `name`.bias."""
+    match spec.kind:
+        case "rms":
+            return RmsNorm(spec, name, size, build)
+        case "rms_wide" | "rms_one_plus":
+            return WideRmsNorm(spec, name, size, build)
+        case "layer":
+            return LayerNorm(spec, name, size, build)
+
 
 class RmsNorm:
-    """Root-mean-square norm with a weight, whole on every rank."""
+    """Root-mean-square norm, rounded before the weight multiplies."""
 
-    def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
+    operations = frozenset({"norm.rmsnorm", "norm.add_rmsnorm"})
+
+    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
         self.name = name
-        self._eps = eps
-        self._weight = build.empty(size)
+        self.eps = spec.eps
+        self._affine = spec.affine
+        self._weight = build.empty(size).fill_(1.0)
 
     @property
     def weight(self) -> Tensor:
@@ -29,12 +87,71 @@ class RmsNorm:
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
-        return ctx.ops.rmsnorm(x, self._weight, self._eps)
+        return ctx.ops.rmsnorm(x, self._weight, self.eps)
 
     def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised sum of both, and the sum: the residual stream from here on."""
-        return ctx.ops.add_rmsnorm(x, residual, self._weight, self._eps)
+        """The normalised sum of both, and the sum."""
+        return ctx.ops.add_rmsnorm(x, residual, self._weight, self.eps)
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""
-        return whole(f"{self.name}.weight", self._weight)
+        if self._affine:
+            yield from whole(f"{self.name}.weight", self._weight)
+
+
+class WideRmsNorm:
+    """Root-mean-square norm that is rounded once, after the weight multiplied."""
+
+    operations = frozenset({"norm.rmsnorm_wide"})
+
+    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
+        self.name = name
+        self._eps = spec.eps
+        self._plus = 1.0 if spec.kind == "rms_one_plus" else 0.0
+        # One plus a small weight has more digits than the weight has.
+        self._weight = torch.ones(size, dtype=torch.float32, device=build.device)
+        self._affine = spec.affine
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        return ctx.ops.rmsnorm_wide(x, self._weight, self._eps)
+
+    def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of both, and the sum."""
+        total = x + residual
+        return self(ctx, total), total
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Its weight."""
+        if self._affine:
+            yield WeightSource(f"{self.name}.weight", tuple(self._weight.shape), self._load)
+
+    def _load(self, tensor: Tensor) -> None:
+        self._weight.copy_(tensor).add_(self._plus)
+
+
+class LayerNorm:
+    """Norm of mean and variance."""
+
+    operations = frozenset({"norm.layernorm"})
+
+    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
+        self.name = name
+        self._eps = spec.eps
+        self._weight = build.empty(size) if spec.affine else None
+        self._bias = build.empty(size) if spec.bias else None
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        return ctx.ops.layernorm(x, self._weight, self._bias, self._eps)
+
+    def add(self, ctx: ForwardContext, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of both, and the sum."""
+        total = x + residual
+        return self(ctx, total), total
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Its weight and its bias."""
+        for field, tensor in (("weight", self._weight), ("bias", self._bias)):
+            if tensor is not None:
+                yield from whole(f"{self.name}.{field}", tensor)

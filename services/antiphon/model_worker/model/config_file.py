@@ -1,51 +1,52 @@
-"""config.json of a model folder, as Hugging Face writes it: the fields that shape a decoder."""
+"""config.json of a model folder, as Hugging Face writes it: the fields that many families share.
+
+A family reads those that it alone has with `ConfigFile.extra`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import files_at
-from antiphon.kernels.rotary import LinearScaling, Llama3Scaling, Rotary, RotaryScaling
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.rope_field import RopeField
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
+    from antiphon.kernels.activation import Activation
+    from antiphon.kernels.rotary import Rotary
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+T = TypeVar("T")
 
-
-class RopeField(msgspec.Struct, frozen=True):
-    """`rope_scaling` (`type` in old files), or `rope_parameters`, which carries theta too."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """`default`, or the name of a scaling."""
-        return self.rope_type or self.type or "default"
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+"""By the names of transformers; three of them are spellings of one formula."""
 
 
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields we read; unknown ones are the business of other programs."""
+    """The fields we read; unknown ones are the business of families and other programs."""
 
     vocab_size: Size
     hidden_size: Size
-    intermediate_size: Size
+    intermediate_size: Size | None = None
     num_hidden_layers: Size
     num_attention_heads: Size
     max_position_embeddings: Size
     architectures: tuple[str, ...] = ()
+    model_type: str = ""
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     hidden_act: str = "silu"
@@ -54,8 +55,10 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
     rope_scaling: RopeField | None = None
     rope_parameters: RopeField | None = None
+    original_max_position_embeddings: Size | None = None
     use_sliding_window: bool = False
     sliding_window: Size | None = None
     max_window_layers: int = 28
@@ -63,6 +66,8 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config: msgspec.Raw | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
+    raw: bytes = b"{}"
+    """The file itself."""
 
     @property
     def kv_heads(self) -> int:
@@ -74,16 +79,37 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers in a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    def check(self, *, activation: str) -> None:
-        """Refuse what would be served wrongly.
+    @property
+    def width(self) -> int:
+        """Of the feed-forward block; four times the stream where the file is silent."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def activation(self) -> Activation:
+        """Of the feed-forward block.
+
+        Raises:
+            ModelLoadError: We do not have it.
+        """
+        return activation_of(self.hidden_act, "hidden_act")
+
+    def extra(self, type_: type[T]) -> T:
+        """Fields that one family has.
+
+        Raises:
+            ModelLoadError: A field is missing or of a wrong type.
+        """
+        try:
+            return msgspec.json.decode(self.raw, type=type_)
+        except msgspec.DecodeError as error:
+            raise ModelLoadError(f"config.json: {error}") from error
+
+    def check(self) -> None:
+        """Refuse what contradicts itself, whichever family it is of.
 
         Raises:
             ModelLoadError: Names the field and what is supported.
         """
-        if self.hidden_act != activation:
-            raise ModelLoadError(
-                f"config.json: hidden_act {self.hidden_act!r} is not supported: use {activation!r}"
-            )
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ModelLoadError(
                 f"config.json: layer_types names {len(self.layer_types)} of"
@@ -97,36 +123,47 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
                 f" {self.kv_heads} key-value heads evenly"
             )
 
-    def rotary(self) -> Rotary:
-        """The rotation of positions.
+    def windows(self) -> tuple[int | None, ...]:
+        """How far each layer looks back, as `layer_types` says; None is all the way.
+
+        Raises:
+            ModelLoadError: A layer is of another type, or the window has no size.
+        """
+        kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
+        if "sliding_attention" in kinds and self.sliding_window is None:
+            raise ModelLoadError("config.json: sliding_window: layers need one and it is not set")
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+    def rotary(self, kind: str = "full_attention") -> Rotary:
+        """The rotation of positions in layers of a type.
 
         Raises:
             ModelLoadError: A scaling that we do not have.
         """
         field = self.rope_parameters or self.rope_scaling or RopeField()
-        if field.partial_rotary_factor != 1.0:
-            raise ModelLoadError("config.json: partial_rotary_factor other than 1 is not supported")
-        base = field.rope_theta or self.rope_theta
-        return Rotary(self.head_size, base, self._scaling(field))
+        return field.of(kind).rotary(
+            head_size=self.head_size,
+            theta=self.rope_theta,
+            partial=self.partial_rotary_factor,
+            context_tokens=self.max_position_embeddings,
+            trained_tokens=self.original_max_position_embeddings,
+        )
 
-    def _scaling(self, field: RopeField) -> RotaryScaling | None:
-        match field.kind:
-            case "default":
-                return None
-            case "linear":
-                return LinearScaling(field.factor)
-            case "llama3":
-                return Llama3Scaling(
-                    field.factor,
-                    field.low_freq_factor,
-                    field.high_freq_factor,
-                    field.original_max_position_embeddings or self.max_position_embeddings,
-                )
-            case kind:
-                raise ModelLoadError(
-                    f"config.json: rope scaling {kind!r} is not supported:"
-                    " there are default, linear and llama3"
-                )
+
+def activation_of(name: str, field: str) -> Activation:
+    """The activation that transformers call by this name.
+
+    Raises:
+        ModelLoadError: We do not have it; names the field that asked for it.
+    """
+    if name not in ACTIVATIONS:
+        raise ModelLoadError(
+            f"config.json: {field} {name!r} is not supported: there are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 def read_config(place: Place) -> ConfigFile:
@@ -137,8 +174,10 @@ def read_config(place: Place) -> ConfigFile:
     """
     files = files_at(place)
     try:
-        return msgspec.json.decode(files.config(), type=ConfigFile)
+        raw = files.config()
+        config = msgspec.json.decode(raw, type=ConfigFile)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"{files.folder / 'config.json'}: {error}") from error
+    return msgspec.structs.replace(config, raw=raw)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.stack import Stack, StackLayer
-from antiphon.layers.attention import Attention, AttentionShape
-from antiphon.layers.embedding import VocabularyTable
+import torch
+
+from antiphon.kernels.cpu.stack import Stack
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.block import Site
+from antiphon.layers.embedding import LearnedPositions, VocabularyTable
 from antiphon.layers.methods import PlainLinear
-from antiphon.layers.mlp import GatedMlp, MlpShape
-from antiphon.layers.norm import RmsNorm
+from antiphon.layers.norm import RmsNorm, norm_of
+from antiphon.model_worker.model.layer import DecoderLayer, NotPlain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.kv import LayerCache
+    from antiphon.kernels.rotary import Rotary
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.weights import Build, WeightSource
@@ -44,66 +48,6 @@ class Hidden:
     finite: Tensor | None = None
 
 
-class NotPlain(Exception):
-    """These layers cannot be run as one stack; the message says why."""
-
-
-class DecoderLayer:
-    """Attention, then the feed-forward block, each on a normalised residual stream."""
-
-    def __init__(self, spec: ModelSpec, index: int, build: Build, method: LinearMethod) -> None:
-        names, name = spec.names, spec.names.layer.format(index)
-        self._attention_norm = RmsNorm(
-            f"{name}.{names.attention_norm}", spec.hidden, spec.norm_eps, build
-        )
-        self._attention = Attention(
-            f"{name}.attention", index, _attention_shape(spec, name), build, method
-        )
-        self._mlp_norm = RmsNorm(f"{name}.{names.mlp_norm}", spec.hidden, spec.norm_eps, build)
-        self._mlp = GatedMlp(f"{name}.mlp", _mlp_shape(spec, name), build, method)
-
-    def __call__(
-        self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layer. The block output that is not yet in the residual stream is `pending`.
-
-        It is added by the norm that reads it, which saves a pass over memory a block.
-        """
-        if pending is None:
-            normed = self._attention_norm(ctx, residual)
-        else:
-            normed, residual = self._attention_norm.add(ctx, pending, residual)
-        attended = self._attention(ctx, normed)
-        normed, residual = self._mlp_norm.add(ctx, attended, residual)
-        return self._mlp(ctx, normed), residual
-
-    @property
-    def packed(self) -> StackLayer | None:
-        """What a stack computes this layer with, if its linears are packed for that."""
-        attention, mlp = self._attention.packed, self._mlp.packed
-        if attention is None or mlp is None:
-            return None
-        return StackLayer(
-            qkv=attention[0],
-            out=attention[1],
-            gate_up=mlp[0],
-            down=mlp[1],
-            attention_norm=self._attention_norm.weight,
-            mlp_norm=self._mlp_norm.weight,
-            head_norms=None,
-        )
-
-    def sources(self) -> Iterator[WeightSource]:
-        """Tensors of all four parts."""
-        for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
-            yield from part.sources()
-
-    def pack(self) -> None:
-        """Called once all sources are loaded."""
-        self._attention.pack()
-        self._mlp.pack()
-
-
 class Decoder:
     """A run of a model's layers; the first run embeds, the last normalises and has the head."""
 
@@ -118,24 +62,46 @@ class Decoder:
         method = method or PlainLinear()
         self.invariant = method.invariant
         """Whether its linears give a row the same bits whatever else is in the pass."""
-        run = layers if layers is not None else range(spec.layers)
-        self._first, self._last = run.start == 0, run.stop == spec.layers
-        self.layers = {index: DecoderLayer(spec, index, build, method) for index in run}
-        self._embedding = self._norm = self._head = None
-        if self._first or (self._last and spec.tied):
+        self._spec = spec
+        run = layers if layers is not None else range(len(spec.layers))
+        self._first, self._last = run.start == 0, run.stop == len(spec.layers)
+        self.layers = {
+            index: DecoderLayer(_site(spec, index, build, method), spec.layers[index])
+            for index in run
+        }
+        self._embedding = self._positions = self._norm = self._head = None
+        # A scale is rounded as what it multiplies is.
+        self._scale = float(torch.tensor(spec.embedding.scale, dtype=build.dtype))
+        if self._first or (self._last and spec.head.tied):
             # A table that is only looked up lies best as it comes, a row a token.
-            kept = method if spec.tied else PlainLinear()
-            self._embedding = _table(spec, spec.names.embedding, build, kept)
+            kept = method if spec.head.tied else PlainLinear()
+            self._embedding = _table(spec, spec.embedding.name, build, kept)
+        if self._first and spec.embedding.positions is not None:
+            self._positions = LearnedPositions(
+                spec.embedding.positions, spec.context_tokens, spec.hidden, build
+            )
         if self._last:
-            self._norm = RmsNorm(spec.names.final_norm, spec.hidden, spec.norm_eps, build)
-            head = spec.names.head
-            self._head = self._embedding if spec.tied else _table(spec, head, build, method)
+            self._norm = norm_of(spec.norm, spec.norm_name, spec.hidden, build)
+            head = spec.head
+            if not head.tied:
+                self._head = _table(spec, head.name, build, method, bias=head.bias)
+            else:
+                self._head = self._embedding
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the kernels that its layers call."""
+        parts = (*self.layers.values(), *([] if self._norm is None else [self._norm]))
+        return frozenset[str]().union(*(part.operations for part in parts))
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """The residual stream that enters the first layer, (T, hidden)."""
         assert self._first, "only the first stage embeds"
         assert self._embedding is not None
-        return self._embedding.embed(ctx, tokens)
+        embedded = self._embedding.embed(ctx, tokens)
+        if self._scale != 1.0:
+            embedded = embedded * self._scale
+        return embedded if self._positions is None else self._positions.add(ctx, embedded)
 
     def forward(
         self,
@@ -169,7 +135,7 @@ class Decoder:
         normed, _ = self._norm.add(ctx, pending, residual)
         return Hidden(normed, aux)
 
-    def stack(self, caches: Mapping[int, LayerCache], *, eps: float, scale: float) -> Stack:
+    def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
         """All layers and the final norm as one call of the CPU's own kernels.
 
         Raises:
@@ -177,22 +143,47 @@ class Decoder:
         """
         if self._norm is None or not self._first:
             raise NotPlain("this is a stage of a pipeline")
-        layers: list[tuple[StackLayer, LayerCache]] = []
-        for index, layer in self.layers.items():
-            if (packed := layer.packed) is None:
-                raise NotPlain("the linears are not packed whole on one rank")
-            layers.append((packed, caches[index]))
-        return Stack(layers, final_norm=self._norm.weight, eps=eps, scale=scale)
+        if not isinstance(self._norm, RmsNorm):
+            raise NotPlain("the last norm is another than Llama's")
+        layers = [(layer.stacked(), caches[index]) for index, layer in self.layers.items()]
+        norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
+        scale, _ = self._shared()
+        if len(norms) > 1:
+            raise NotPlain("the norms differ from layer to layer")
+        return Stack(layers, final_norm=self._norm.weight, eps=self._norm.eps, scale=scale)
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotation of all layers, where they are one stack; None: they do not rotate.
+
+        Raises:
+            NotPlain: They are none.
+        """
+        return self._shared()[1]
+
+    def _shared(self) -> tuple[float, Rotary | None]:
+        """Scale and rotation of every layer."""
+        mixers: list[object] = [layer.mixer for layer in self._spec.layers]
+        ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
+        if len(ways) != 1:
+            raise NotPlain("scale or rotation differ from layer to layer")
+        return ways.pop()
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Score normalised hidden (L, hidden)  ->  (L, V) float32."""
         assert self._head is not None, "only the last stage has the head"
-        return self._head.logits(ctx, hidden)
+        logits = self._head.logits(ctx, hidden)
+        head = self._spec.head
+        if head.scale != 1.0:
+            logits = logits * head.scale
+        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
 
     def sources(self) -> Iterator[WeightSource]:
         """Every tensor that these layers take from the checkpoint."""
         if self._embedding is not None:
             yield from self._embedding.sources()
+        if self._positions is not None:
+            yield from self._positions.sources()
         for layer in self.layers.values():
             yield from layer.sources()
         if self._norm is not None:
@@ -210,31 +201,12 @@ class Decoder:
         return {table for table in (self._embedding, self._head) if table is not None}
 
 
-def _table(spec: ModelSpec, name: str, build: Build, method: LinearMethod) -> VocabularyTable:
-    return VocabularyTable(name, spec.vocabulary, spec.hidden, build, method)
+def _site(spec: ModelSpec, index: int, build: Build, method: LinearMethod) -> Site:
+    name = spec.layer_name.format(index)
+    return Site(layer=index, name=name, hidden=spec.hidden, build=build, method=method)
 
 
-def _attention_shape(spec: ModelSpec, name: str) -> AttentionShape:
-    return AttentionShape(
-        hidden=spec.hidden,
-        query_heads=spec.query_heads,
-        kv_heads=spec.kv_heads,
-        head_size=spec.head_size,
-        qkv_bias=spec.biases.qkv,
-        out_bias=spec.biases.out,
-        query=f"{name}.{spec.names.query}",
-        key=f"{name}.{spec.names.key}",
-        value=f"{name}.{spec.names.value}",
-        out=f"{name}.{spec.names.out}",
-    )
-
-
-def _mlp_shape(spec: ModelSpec, name: str) -> MlpShape:
-    return MlpShape(
-        hidden=spec.hidden,
-        width=spec.mlp_width,
-        bias=spec.biases.mlp,
-        gate=f"{name}.{spec.names.gate}",
-        up=f"{name}.{spec.names.up}",
-        down=f"{name}.{spec.names.down}",
-    )
+def _table(
+    spec: ModelSpec, name: str, build: Build, method: LinearMethod, *, bias: bool = False
+) -> VocabularyTable:
+    return VocabularyTable(name, spec.vocabulary, spec.hidden, build, method, bias=bias)

@@ -14,15 +14,16 @@ from antiphon.layers.methods import METHODS, unfit
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import Build
 from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.remote_code import family_of
-from antiphon.model_worker.model.spec import ModelSpec, read_spec
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles, Place
     from antiphon.layers.tp import Tp
+    from antiphon.model_worker.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,8 +83,8 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """
     sources = list(decoder.sources())
     # A tied model's checkpoint may still carry the head; it is the embedding.
-    head = (f"{spec.names.head}.weight",) if spec.tied else ()
-    checkpoint.compare(sources, spec.names.ignored + head)
+    head = (f"{spec.head.name}.weight",) if spec.head.tied else ()
+    checkpoint.compare(sources, spec.ignored + head)
     checkpoint.load(sources)
     decoder.pack()
 

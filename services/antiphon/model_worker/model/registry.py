@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
     "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen2:QWEN2",
+    "Qwen3ForCausalLM": "antiphon.model_worker.model.families.qwen3:QWEN3",
 }
 
 

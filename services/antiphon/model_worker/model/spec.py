@@ -1,136 +1,164 @@
-"""What a family of models declares, and what one model of it looks like."""
+"""What one model looks like, as its family declares it. The decoder is built from this alone.
+
+A `ModelSpec` is a tuple of `LayerSpec`s between an embedding and a head. A layer is a mixer (what
+lets tokens see each other), a feed-forward part, the norms around both, and how their outputs join
+the residual stream.
+
+Mixers and feed-forward parts are tagged kinds: each is a frozen spec, a member of the union
+`MixerSpec` or `FeedForwardSpec` below, and lies in `antiphon.layers` beside the block that computes
+it. To add a kind:
+
+1. In a file of its own in `antiphon.layers`, write a frozen dataclass with what differs between
+   models (sizes, switches, and the checkpoint's names, each relative to its layer) and a class
+   built as `Block(site, spec)` that has the methods of `layers.block.Block`. What it needs of a
+   pass it gets from its `ForwardContext`.
+2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `MIXERS` or `FEED_FORWARDS`
+   in `decoder`.
+3. A mixer's spec says with `cache` what it keeps of each token (None: nothing). Layers whose
+   `cache` is equal share a cache group. A new kind of cache is one more member of `CacheSpec`.
+4. Give a family that has it its row in `tests/models/families.py`, with a mutant a feature.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.kernels.rotary import Rotary
-from antiphon.model_worker.model.config_file import ConfigFile
+from antiphon.kernels.kv import KvSpec
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mlp import GatedSpec, PlainSpec
+from antiphon.layers.norm import NormSpec
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
+
+    from antiphon.model_worker.model.config_file import ConfigFile
+
+MixerSpec = AttentionSpec
+"""What lets tokens see each other."""
+FeedForwardSpec = GatedSpec | PlainSpec
+"""What transforms each token by itself."""
+CacheSpec = KvSpec
+"""What a mixer keeps of each token."""
 
 
-class Biases(msgspec.Struct, frozen=True, kw_only=True):
-    """Which linears of a layer have a bias."""
+class Norms(msgspec.Struct, frozen=True, kw_only=True):
+    """Which norms a layer has, by their names in the checkpoint after the layer's; None: none."""
 
-    qkv: bool = False
-    out: bool = False
-    mlp: bool = False
-
-
-class WeightNames(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checkpoint calls each tensor; those of a layer follow the layer's own name."""
-
-    embedding: str = "model.embed_tokens"
-    head: str = "lm_head"
-    final_norm: str = "model.norm"
-    layer: str = "model.layers.{}"
-    attention_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    query: str = "self_attn.q_proj"
-    key: str = "self_attn.k_proj"
-    value: str = "self_attn.v_proj"
-    out: str = "self_attn.o_proj"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Endings of tensors that old checkpoints carry and that are computed here."""
+    before_mixer: str | None = None
+    after_mixer: str | None = None
+    before_feed_forward: str | None = None
+    after_feed_forward: str | None = None
 
 
-Windows = tuple[int | None, ...]
+PRE = Norms(before_mixer="input_layernorm", before_feed_forward="post_attention_layernorm")
+"""Both parts see a normalised stream, and what they give is added as it is."""
+POST = Norms(
+    after_mixer="post_attention_layernorm", after_feed_forward="post_feedforward_layernorm"
+)
+"""Both parts see the stream itself, and what they give is normalised."""
+SANDWICH = Norms(
+    before_mixer="input_layernorm",
+    after_mixer="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
+"""Both."""
 
 
-def full_attention(config: ConfigFile) -> Windows:
-    """Every layer sees every token."""
-    return (None,) * config.num_hidden_layers
-
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What models of one family share; the sizes come from each model's config.json.
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer.
 
     Attributes:
-        norm: Before each block and at the end.
-        activation: Of the gate in the feed-forward block.
-        rotary: Which pairs of a head are rotated together.
-        windows: How far each layer looks back; None is all the way.
-        biases: Which linears have a bias.
-        names: What the checkpoint calls its tensors.
+        norm: The kind of all its norms.
+        norms: Which of them there are.
+        parallel: Both parts see the stream that enters the layer; without a norm of its own the
+            feed-forward part sees what the mixer sees.
+        multiplier: What each part gives is multiplied by this before it is added.
     """
 
-    name: str
-    norm: Literal["rmsnorm"] = "rmsnorm"
-    activation: Literal["silu"] = "silu"
-    rotary: Literal["halves"] = "halves"
-    windows: Callable[[ConfigFile], Windows] = full_attention
-    biases: Callable[[ConfigFile], Biases]
-    names: WeightNames = WeightNames()
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    norms: Norms = PRE
+    parallel: bool = False
+    multiplier: float = 1.0
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become the residual stream.
+
+    Attributes:
+        scale: What the embedding is multiplied by.
+        positions: The name of a table of learned positions, one a token of the context.
+    """
+
+    name: str = "model.embed_tokens"
+    scale: float = 1.0
+    positions: str | None = None
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How the normalised stream becomes logits.
+
+    Attributes:
+        tied: Whether the embedding is the head.
+        scale: What logits are multiplied by.
+        softcap: Logits become softcap * tanh(logit / softcap).
+    """
+
+    name: str = "lm_head"
+    tied: bool
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's shape: everything that building its decoder needs."""
+    """One model: everything that building its decoder needs.
+
+    Attributes:
+        norm: After the last layer; its name is `norm_name`.
+        layer_name: What the checkpoint calls a layer, with `{}` for its index.
+        ignored: Endings of tensors that checkpoints carry and nobody takes.
+    """
 
     family: str
     vocabulary: int
     hidden: int
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_size: int
-    mlp_width: int
-    norm_eps: float
+    layers: tuple[LayerSpec, ...]
     context_tokens: int
-    tied: bool
-    biases: Biases
-    windows: Windows
-    rotary: Rotary
-    names: WeightNames
+    norm: NormSpec
+    norm_name: str = "model.norm"
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    head: HeadSpec
+    layer_name: str = "model.layers.{}"
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def kv_groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """Layers that keep the same tokens, as (window, layers), full attention first.
+    def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
+        """Layers that keep the same of each token, full attention first, then narrow windows.
 
         A group of layers shares page tables: entry g here is `page_tables[g]` of a plan.
         """
-        windows = sorted(set(self.windows), key=lambda window: (window is not None, window or 0))
-        return tuple(
-            (window, tuple(i for i, own in enumerate(self.windows) if own == window))
-            for window in windows
-        )
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """Key-value heads on one of `ranks` ranks; with fewer heads than ranks they are copied."""
-        return max(1, self.kv_heads // ranks)
-
-    def kv_bytes(self, layers: int, ranks: int, dtype: torch.dtype) -> int:
-        """Keys and values of one token in `layers` layers, on one rank."""
-        return 2 * layers * self.kv_heads_of(ranks) * self.head_size * dtype.itemsize
+        kept: dict[CacheSpec, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            kept.setdefault(layer.mixer.cache, []).append(index)
+        ordered = sorted(kept, key=lambda spec: (spec.window is not None, spec.window or 0))
+        return tuple((spec, tuple(kept[spec])) for spec in ordered)
 
 
-def read_spec(family: Family, config: ConfigFile) -> ModelSpec:
-    """The shape of the model that `config` describes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family of models: the name, and the function that makes a model's spec of its config.
 
-    Raises:
-        ModelLoadError: The config asks for something that this family does not have.
+    Attributes:
+        declare: Raises `ModelLoadError` for a config that would be served wrongly.
+        features: What its models have that a plain Llama has not, each with a mutant in the parity
+            test, which shows that it is computed.
     """
-    config.check(activation=family.activation)
-    return ModelSpec(
-        family=family.name,
-        vocabulary=config.vocab_size,
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        query_heads=config.num_attention_heads,
-        kv_heads=config.kv_heads,
-        head_size=config.head_size,
-        mlp_width=config.intermediate_size,
-        norm_eps=config.rms_norm_eps,
-        context_tokens=config.max_position_embeddings,
-        tied=config.tie_word_embeddings,
-        biases=family.biases(config),
-        windows=family.windows(config),
-        rotary=config.rotary(),
-        names=family.names,
-    )
+
+    name: str
+    declare: Callable[[ConfigFile], ModelSpec]
+    features: tuple[str, ...] = ()

@@ -10,18 +10,18 @@ import torch
 
 from antiphon.kernels.kv import LayerCache
 from antiphon.kernels.op import Choice
-from antiphon.kernels.rotary import AngleTable
+from antiphon.kernels.rotary import AngleTables, Rotations
 from antiphon.layers.context import Adapters, ForwardContext
-from antiphon.model_worker.model.decoder import NotPlain
+from antiphon.model_worker.model.layer import NotPlain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionRows
     from antiphon.kernels.cpu.stack import Stack
-    from antiphon.kernels.heads import HeadNorms
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.rotary import Turns
+    from antiphon.kernels.rotary import Rotary
+    from antiphon.layers.context import Manner
     from antiphon.model_worker.batching.plan import Plan
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.runner.batch import Batch
@@ -56,10 +56,9 @@ class Contexts:
         self._tp = placement.tp
         self._adapters = adapters
         self._caches = _caches(pools)
-        self._scale = model.spec.head_size**-0.5
-        frequencies = model.spec.rotary.frequencies().to(placement.device)
-        self._angles = AngleTable(frequencies, placement.dtype)
+        self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
+        self._stack_rotary: Rotary | None = None
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: Model, *, fused: bool) -> Choice[..., object]:
@@ -67,8 +66,8 @@ class Contexts:
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, fused=fused)
-            eps = model.spec.norm_eps
-            self._stack = decoder.stack(self._caches, eps=eps, scale=self._scale)
+            self._stack = decoder.stack(self._caches)
+            self._stack_rotary = decoder.rotary
         except NotPlain as error:
             refused = (("cpu", str(error)),)
             # It is as invariant as its operations are.
@@ -77,15 +76,17 @@ class Contexts:
 
     def of(self, plan: Plan, batch: Batch) -> ForwardContext:
         """The context of one pass."""
-        turns = self._angles.turns(plan.positions[0])
+        rotations = Rotations(self._angles, plan.positions[0])
         adapted = self._adapters is not None and bool((plan.adapter >= 0).any())
         fused = None
         if self._stack is not None and not adapted:
+            turns = rotations.of(self._stack_rotary)
             fused = partial(self._stack, turns=turns, groups=batch.groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
-            attend=PagedAttend(self._ops, self._caches, batch.groups, self._scale, turns),
+            attend=PagedAttend(self._ops, self._caches, batch.groups, rotations),
+            positions=torch.as_tensor(plan.positions[0]),
             token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
             adapters=self._adapters if adapted else None,
             fused=fused,
@@ -99,18 +100,22 @@ class PagedAttend:
     ops: Ops
     layers: dict[int, LayerCache]
     groups: tuple[AttentionRows, ...]
-    scale: float
-    turns: Turns
+    rotations: Rotations
 
-    def __call__(self, layer: int, heads: Tensor, norms: HeadNorms | None) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
         """Rotate, keep this pass's keys and values, and attend over all of each row's."""
         cache = self.layers[layer]
         rows = self.groups[cache.group]
-        cos, sin = self.turns.by_token
+        cos, sin = self.rotations.of(manner.rotary).by_token
         q = self.ops.ready_heads(
-            heads, cos, sin, cache.keys, cache.values, rows.write_places, norms
+            heads, cos, sin, cache.keys, cache.values, rows.write_places, manner.norms
         )
-        return self.ops.paged_attention(q, cache.keys, cache.values, rows, self.scale)
+        scale = manner.scale
+        if manner.softcap is None and manner.sinks is None:
+            return self.ops.paged_attention(q, cache.keys, cache.values, rows, scale)
+        return self.ops.shaped_attention(
+            q, cache.keys, cache.values, rows, scale, manner.softcap, manner.sinks
+        )
 
 
 def _caches(pools: tuple[KvPool, ...]) -> dict[int, LayerCache]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from antiphon.layers.context import Adapters, ForwardContext
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import Model
+    from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
 
 
 class Runner:
@@ -61,9 +62,15 @@ class Runner:
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
         self.ops = select(Device.of(placement.device, placement.dtype), forced)
-        self.pools = tuple(KvPool(group, spec, placement) for group in groups)
+        mixers = [_mixer_of(spec, group) for group in groups]
+        self.pools = tuple(
+            KvPool(group, mixer.cache, placement)
+            for group, mixer in zip(groups, mixers, strict=True)
+        )
         self._model = model
-        self._shapes = tuple(_shape(model, group) for group in groups)
+        self._shapes = tuple(
+            _shape(model, group, mixer) for group, mixer in zip(groups, mixers, strict=True)
+        )
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = Contexts(model, self.ops, self.pools, adapters=adapters, fused=fused)
@@ -147,13 +154,19 @@ class Runner:
             pool.zero(rows.write_places[wiped])
 
 
-def _shape(model: Model, group: CacheGroup) -> KvShape:
-    heads = model.spec.kv_heads_of(model.build.tp.ranks)
+def _mixer_of(spec: ModelSpec, group: CacheGroup) -> MixerSpec:
+    """A mixer of the group: those of all its layers keep the same."""
+    return spec.layers[group.layers[0]].mixer
+
+
+def _shape(model: Model, group: CacheGroup, mixer: MixerSpec) -> KvShape:
+    ranks = model.build.tp.ranks
+    heads = mixer.cache.heads_of(ranks)
     return KvShape(
         page_tokens=group.page_tokens,
         heads=heads,
-        queries_per_head=model.spec.query_heads // model.build.tp.ranks // heads,
-        head_size=model.spec.head_size,
+        queries_per_head=mixer.query_heads // ranks // heads,
+        head_size=mixer.head_size,
         dtype=model.build.dtype,
         window=group.window,
     )

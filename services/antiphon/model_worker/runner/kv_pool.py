@@ -14,9 +14,9 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from antiphon.kernels.kv import KvSpec
     from antiphon.layers.weights import Build
     from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.model.spec import ModelSpec
 
 
 class PageCorrupt(Exception):
@@ -26,9 +26,9 @@ class PageCorrupt(Exception):
 class KvPool:
     """Keys and values of one cache group, (L, 2, P, S, H, D)."""
 
-    def __init__(self, group: CacheGroup, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, group: CacheGroup, spec: KvSpec, build: Build) -> None:
         self.group = group
-        heads = spec.kv_heads_of(build.tp.ranks)
+        heads = spec.heads_of(build.tp.ranks)
         self._data = torch.zeros(
             (len(group.layers), 2, group.pages_total, group.page_tokens, heads, spec.head_size),
             dtype=build.dtype,

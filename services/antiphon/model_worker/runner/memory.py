@@ -18,13 +18,13 @@ def cache_groups(
     ranks = build.tp.ranks
     return tuple(
         CacheGroup(
-            kind=GroupKind.FULL if window is None else GroupKind.WINDOW,
+            kind=GroupKind.FULL if kept.window is None else GroupKind.WINDOW,
             layers=layers,
-            page_bytes=page_tokens * spec.kv_bytes(len(layers), ranks, build.dtype),
+            page_bytes=page_tokens * len(layers) * kept.token_bytes(ranks, build.dtype),
             page_tokens=page_tokens,
             pages_total=pages,
-            window=window,
+            window=kept.window,
             shard=Shard(rank=build.tp.rank, ranks=ranks),
         )
-        for window, layers in spec.kv_groups()
+        for kept, layers in spec.cache_groups()
     )

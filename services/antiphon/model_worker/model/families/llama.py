@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from antiphon.model_worker.model.spec import Biases, Family
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-LLAMA = Family(
-    name="llama",
-    biases=lambda config: Biases(
-        qkv=config.attention_bias, out=config.attention_bias, mlp=config.mlp_bias
-    ),
-)
+from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    bias, norm = config.attention_bias, rms_norm(config)
+    layer = LayerSpec(
+        mixer=replace(attention(config), qkv_bias=bias, out_bias=bias),
+        feed_forward=replace(gated(config), bias=config.mlp_bias),
+        norm=norm,
+    )
+    return model("llama", config, (layer,) * config.num_hidden_layers, norm)
+
+
+LLAMA = Family(name="llama", declare=declare, features=("biases",))

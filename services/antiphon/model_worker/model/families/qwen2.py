@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.spec import Biases, Family, full_attention
+from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.spec import Family, LayerSpec
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import Windows
+    from antiphon.model_worker.model.spec import ModelSpec
 
 
-def windows(config: ConfigFile) -> Windows:
+def windows(config: ConfigFile) -> tuple[int | None, ...]:
     """Every layer sees every token, unless the upper ones were told to see a window."""
     if not config.use_sliding_window or config.sliding_window is None:
-        return full_attention(config)
+        return (None,) * config.num_hidden_layers
     if config.layer_types is not None:
-        sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    else:
-        sliding = [i >= config.max_window_layers for i in range(config.num_hidden_layers)]
-    return tuple(config.sliding_window if cut else None for cut in sliding)
+        return config.windows()
+    return tuple(
+        config.sliding_window if index >= config.max_window_layers else None
+        for index in range(config.num_hidden_layers)
+    )
 
 
-QWEN2 = Family(
-    name="qwen2",
-    biases=lambda _: Biases(qkv=True),
-    windows=windows,
-)
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in their window alone."""
+    norm = rms_norm(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        return LayerSpec(
+            mixer=replace(attention(config, window=window), qkv_bias=True),
+            feed_forward=gated(config),
+            norm=norm,
+        )
+
+    return model("qwen2", config, layers(windows(config), layer), norm)
+
+
+QWEN2 = Family(name="qwen2", declare=declare, features=("biases", "window"))

@@ -1,0 +1,151 @@
+"""A layer of the decoder: a mixer, a feed-forward part, and what joins them to the stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.kernels.cpu.stack import StackLayer
+from antiphon.layers.attention import Attention, AttentionSpec
+from antiphon.layers.mlp import GatedMlp, GatedSpec, PlainMlp, PlainSpec
+from antiphon.layers.norm import Norm, RmsNorm, norm_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.block import Block, Site
+    from antiphon.layers.context import ForwardContext
+    from antiphon.layers.weights import WeightSource
+    from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec
+
+# A line a kind: its spec, and the block that computes it.
+MIXERS: Mapping[type, Callable[..., Block]] = {
+    AttentionSpec: Attention,
+}
+FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
+    GatedSpec: GatedMlp,
+    PlainSpec: PlainMlp,
+}
+
+
+def mixer_of(site: Site, spec: MixerSpec) -> Block:
+    """Build a mixer."""
+    return MIXERS[type(spec)](site, spec)
+
+
+def feed_forward_of(site: Site, spec: FeedForwardSpec) -> Block:
+    """Build a feed-forward part."""
+    return FEED_FORWARDS[type(spec)](site, spec)
+
+
+class NotPlain(Exception):
+    """These layers cannot be run as one stack; the message says why."""
+
+
+class DecoderLayer:
+    """A mixer, then a feed-forward part, or both side by side."""
+
+    def __init__(self, site: Site, spec: LayerSpec) -> None:
+        self._multiplier = spec.multiplier
+        self._parallel = spec.parallel
+        self._mixer = mixer_of(site, spec.mixer)
+        self._feed_forward = feed_forward_of(site, spec.feed_forward)
+
+        def norm(name: str | None) -> Norm | None:
+            if name is None:
+                return None
+            return norm_of(spec.norm, site.named(name), site.hidden, site.build)
+
+        norms = spec.norms
+        self._before_mixer = norm(norms.before_mixer)
+        self._after_mixer = norm(norms.after_mixer)
+        self._before_feed_forward = norm(norms.before_feed_forward)
+        self._after_feed_forward = norm(norms.after_feed_forward)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the kernels that it calls."""
+        parts = (self._mixer, self._feed_forward, *self._norms())
+        return frozenset[str]().union(*(part.operations for part in parts))
+
+    def __call__(
+        self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer. The block output that is not yet in the residual stream is `pending`.
+
+        It is added by the norm that reads it, which saves a pass over memory a block.
+        """
+        entered, residual = _enter(ctx, self._before_mixer, pending, residual)
+        mixed = self._leave(ctx, self._after_mixer, self._mixer(ctx, entered))
+        if self._parallel:
+            if self._before_feed_forward is not None:
+                entered = self._before_feed_forward(ctx, residual)
+            beside = self._feed_forward(ctx, entered)
+            return mixed + self._leave(ctx, self._after_feed_forward, beside), residual
+        entered, residual = _enter(ctx, self._before_feed_forward, mixed, residual)
+        transformed = self._feed_forward(ctx, entered)
+        return self._leave(ctx, self._after_feed_forward, transformed), residual
+
+    def stacked(self) -> StackLayer:
+        """What a stack computes this layer with.
+
+        Raises:
+            NotPlain: It is not of the shape that a stack knows.
+        """
+        mixer, feed_forward = self._mixer, self._feed_forward
+        before, between = self._before_mixer, self._before_feed_forward
+        other = self._parallel or self._multiplier != 1.0 or len(self._norms()) != 2
+        if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
+            raise NotPlain("the layers join the stream in another way than Llama's")
+        if not isinstance(mixer, Attention) or not mixer.plain:
+            raise NotPlain("the layers mix tokens in another way than Llama's")
+        if not isinstance(feed_forward, GatedMlp) or not feed_forward.plain:
+            raise NotPlain("the feed-forward blocks are others than Llama's")
+        if mixer.packed is None or feed_forward.packed is None:
+            raise NotPlain("the linears are not packed whole on one rank")
+        return StackLayer(
+            qkv=mixer.packed[0],
+            out=mixer.packed[1],
+            gate_up=feed_forward.packed[0],
+            down=feed_forward.packed[1],
+            attention_norm=before.weight,
+            mlp_norm=between.weight,
+            head_norms=mixer.manner.norms,
+        )
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of all parts."""
+        for part in (*self._norms(), self._mixer, self._feed_forward):
+            yield from part.sources()
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        self._mixer.pack()
+        self._feed_forward.pack()
+
+    def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
+        """What a part adds to the stream."""
+        if norm is not None:
+            x = norm(ctx, x)
+        return x if self._multiplier == 1.0 else x * self._multiplier
+
+    def _norms(self) -> tuple[Norm, ...]:
+        norms = (
+            self._before_mixer,
+            self._before_feed_forward,
+            self._after_mixer,
+            self._after_feed_forward,
+        )
+        return tuple(norm for norm in norms if norm is not None)
+
+
+def _enter(
+    ctx: ForwardContext, norm: Norm | None, pending: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a part sees, and the stream with what was pending in it."""
+    if norm is not None and pending is not None:
+        return norm.add(ctx, pending, residual)
+    if pending is not None:
+        residual = residual + pending
+    return (residual if norm is None else norm(ctx, residual)), residual

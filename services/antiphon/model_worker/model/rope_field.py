@@ -1,0 +1,128 @@
+"""The field of config.json that says how positions are rotated."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from antiphon.kernels.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rotary,
+    RotaryScaling,
+    YarnScaling,
+)
+from antiphon.model_worker.model.errors import ModelLoadError
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+class RopeField(msgspec.Struct, frozen=True):
+    """`rope_scaling` (`type` in old files), or `rope_parameters`, which carries theta too.
+
+    Some models have one of these for each type of layer.
+    """
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    full_attention: RopeField | None = None
+    sliding_attention: RopeField | None = None
+
+    def of(self, kind: str) -> RopeField:
+        """The field for layers of a type."""
+        own = self.sliding_attention if kind == "sliding_attention" else self.full_attention
+        return own or self
+
+    def rotary(
+        self,
+        *,
+        head_size: int,
+        theta: float,
+        partial: float,
+        context_tokens: int,
+        trained_tokens: int | None,
+    ) -> Rotary:
+        """The rotation.
+
+        Args:
+            head_size: Of the heads that are rotated.
+            theta: The base where this field has none.
+            partial: The part of each head that is rotated, where this field has none.
+            context_tokens: The longest text of the model.
+            trained_tokens: What it was trained with before it was stretched, where this field has
+                none.
+
+        Raises:
+            ModelLoadError: A scaling that we do not have, or one without its factors.
+        """
+        rotated = int(head_size * (self.partial_rotary_factor or partial))
+        trained = self.original_max_position_embeddings or trained_tokens or context_tokens
+        scaling = self._scaling(rotated, context_tokens, trained)
+        return Rotary(rotated, self.rope_theta or theta, scaling)
+
+    def _scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
+        match self.rope_type or self.type or "default":
+            case "default" | "dynamic":
+                # A dynamic rotation stretches beyond the context, where no request comes.
+                return None
+            case "linear":
+                return LinearScaling(self.factor or 1.0)
+            case "llama3":
+                return Llama3Scaling(
+                    self.factor or 1.0, self.low_freq_factor, self.high_freq_factor, trained
+                )
+            case "yarn":
+                return self._yarn(self.factor or context_tokens / trained, trained)
+            case "longrope" | "su":
+                return self._long(rotated, self.factor or context_tokens / trained, trained)
+            case kind:
+                raise ModelLoadError(
+                    f"config.json: rope scaling {kind!r} is not supported:"
+                    f" there are {', '.join(KINDS)}"
+                )
+
+    def _yarn(self, factor: float, trained: int) -> YarnScaling:
+        amplitude = self.attention_factor
+        if amplitude is None and self.mscale and self.mscale_all_dim:
+            amplitude = _grown(factor, self.mscale) / _grown(factor, self.mscale_all_dim)
+        return YarnScaling(
+            factor,
+            trained,
+            self.beta_fast or 32.0,
+            self.beta_slow or 1.0,
+            _grown(factor, 1.0) if amplitude is None else amplitude,
+            self.truncate,
+        )
+
+    def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
+        # A text would change its rotation as it grows beyond what was trained, and with it every
+        # key that is cached. The model's context decides, so that a key is the same in all texts.
+        factors = self.long_factor if factor > 1.0 else self.short_factor
+        if len(factors) != rotated // 2:
+            raise ModelLoadError(
+                f"config.json: rope scaling has {len(factors)} factors for {rotated // 2} pairs"
+            )
+        amplitude = self.attention_factor
+        if amplitude is None:
+            amplitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+        return LongScaling(factors, amplitude)
+
+
+def _grown(factor: float, by: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
