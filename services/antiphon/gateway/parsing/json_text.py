@@ -1,0 +1,125 @@
+"""JSON read from a text that comes in pieces: values passed on as they are written.
+
+Brackets and quotes are followed, and nothing else is checked: whoever reads the arguments of a call
+checks them anyway, and sees what the model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.reader import Emit, Steps, drop
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.reader import Reader
+
+NAME_MAX = 256
+"""Longest name of a tool or key that is read, in characters as they are written."""
+
+_CLOSERS = {"{": "}", "[": "]"}
+_PLAIN = re.compile(r"[\s\w+\-.,:]*")
+_SCALAR = re.compile(r"[\w+\-.]*")
+_LETTERS = re.compile(r'[^"\\]*')
+_NULL_MAX = 5
+
+
+def value(reader: Reader, emit: Emit) -> Steps[bool]:
+    """Emit the JSON value that comes next; False if it is broken or cut off.
+
+    What is broken has been emitted up to there, and the rest is not read.
+    """
+    closers: list[str] = []
+    while True:
+        if closers:
+            yield from reader.run(_PLAIN, emit)
+        character = yield from reader.peek()
+        if character == '"':
+            if not (yield from string(reader, emit)):
+                return False
+        elif character in _CLOSERS:
+            closers.append(_CLOSERS[character])
+            emit((yield from reader.take(1)))
+            continue
+        elif closers and character == closers[-1]:
+            closers.pop()
+            emit((yield from reader.take(1)))
+        elif closers or not character:
+            return False
+        else:
+            return (yield from _scalar(reader, emit))
+        if not closers:
+            return True
+
+
+def string(reader: Reader, emit: Emit) -> Steps[bool]:
+    """Emit a string with its quotes; False if it is cut off. A quote comes next."""
+    emit((yield from reader.take(1)))
+    while True:
+        yield from reader.run(_LETTERS, emit)
+        character = yield from reader.peek()
+        if character == '"':
+            emit((yield from reader.take(1)))
+            return True
+        if not character:
+            return False
+        emit((yield from reader.take(2)))
+
+
+def text(reader: Reader) -> Steps[str | None]:
+    """Read a string and return its text; None if no sound string of bearable length comes next."""
+    if (yield from reader.peek()) != '"':
+        return None
+    parts: list[str] = []
+    if not (yield from string(reader, _up_to(parts, NAME_MAX))):
+        return None
+    return decoded("".join(parts))
+
+
+def arguments(reader: Reader, emit: Emit) -> Steps[bool]:
+    """Emit a value as `value` does, and an empty object for null."""
+    if (yield from reader.peek()) != "n":
+        return (yield from value(reader, emit))
+    word = yield from reader.word(_SCALAR, _NULL_MAX)
+    emit("{}" if word == "null" else word)
+    return word == "null"
+
+
+def decoded(written: str) -> str | None:
+    """The text of a string's JSON; None if it is not sound, or is no Unicode."""
+    try:
+        decoded: object = json.loads(written, strict=False)
+        if not isinstance(decoded, str):
+            return None
+        decoded.encode()
+    except ValueError:
+        return None
+    return decoded
+
+
+def _scalar(reader: Reader, emit: Emit) -> Steps[bool]:
+    seen = False
+
+    def note(part: str) -> None:
+        nonlocal seen
+        seen = True
+        emit(part)
+
+    yield from reader.run(_SCALAR, note)
+    return seen
+
+
+def _up_to(parts: list[str], most: int) -> Emit:
+    """Collect text, and of what is longer only so much that it is not sound any more."""
+    left = most + 2
+
+    def collect(part: str) -> None:
+        nonlocal left
+        parts.append(part[:left])
+        left -= len(parts[-1])
+
+    return collect
+
+
+__all__ = ["NAME_MAX", "arguments", "decoded", "drop", "string", "text", "value"]

@@ -1,0 +1,83 @@
+"""Where a format says what it has read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Reasoning,
+)
+from antiphon.gateway.parsing.reader import Emit, drop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.gateway.parsing.tools.offer import Offer
+    from antiphon.wire.schemas import Json
+
+
+class Output:
+    """The events of one answer, and the rules of which calls count."""
+
+    def __init__(self, offer: Offer, call_id: Callable[[str, int], str]) -> None:
+        """See `Offer` for the rules.
+
+        Args:
+            offer: The tools that may be called.
+            call_id: Makes the id of a call from its name and its number in the conversation.
+        """
+        self._offer = offer
+        self._call_id = call_id
+        self._events: list[Event] = []
+        self._calls = 0
+        self._open = False
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a tool."""
+        return self._offer.schema(name) is not None
+
+    def schema(self, name: str) -> Json:
+        """The schema of a tool's arguments; an empty one if it is not known."""
+        return self._offer.schema(name) or {}
+
+    def content(self, text: str) -> None:
+        """Tell text for the reader."""
+        if text:
+            self._events.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Tell a piece of thinking."""
+        if text:
+            self._events.append(Reasoning(text))
+
+    def begin(self, name: str) -> Emit:
+        """Begin a call; return what takes its arguments. A call that does not count is dropped."""
+        assert not self._open, "one call at a time"
+        offer = self._offer
+        if not (self.knows(name) or offer.forward_unknown) or self._calls == offer.calls_max:
+            return drop
+        call_id = self._call_id(name, offer.calls_before + self._calls)
+        self._events.append(CallBegin(self._calls, call_id, name))
+        self._calls += 1
+        self._open = True
+        return self._argue
+
+    def end(self, *, complete: bool) -> None:
+        """End the call, if it counts."""
+        if self._open:
+            self._events.append(CallEnd(self._calls - 1, complete))
+            self._open = False
+
+    def drain(self) -> list[Event]:
+        """Return what was told since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._events.append(CallArguments(self._calls - 1, text))

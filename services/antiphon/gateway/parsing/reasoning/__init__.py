@@ -1,0 +1,1 @@
+"""How models mark their thinking: one format a file."""

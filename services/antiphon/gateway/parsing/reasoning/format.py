@@ -1,0 +1,81 @@
+"""What a format of thinking declares, and how thinking between two marks is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.reader import TRIM_MAX, Emit, Marks, Steps
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Reader
+
+_WHITE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family of models marks its thinking.
+
+    Attributes:
+        names: What `--reasoning-parser` calls it; the first is the main one.
+        begin: The mark before it.
+        end: The mark after it.
+        inside: Whether an answer begins as thinking where the prompt does not tell: its template
+            has written the first mark, or the model leaves it out.
+        switch: The template's setting that turns thinking on and off, if it has one.
+        on: Whether the template thinks where that setting is not given.
+        special: Whether the marks are special tokens: see `ToolFormat.special`.
+    """
+
+    names: tuple[str, ...]
+    begin: str
+    end: str
+    inside: bool = False
+    switch: str | None = None
+    on: bool = True
+    special: bool = False
+
+    def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
+        """Whether an answer to this prompt begins as thinking.
+
+        Args:
+            prompt_end: The last characters of the rendered prompt, if they are known: what
+                stands there is certain.
+            thinking: What the request said of the `switch`.
+        """
+        if prompt_end is not None:
+            end = prompt_end.rstrip()
+            if end.endswith((self.begin, self.end)):
+                return end.endswith(self.begin)
+        return self.inside and thinking is not False
+
+
+def thinking(
+    reader: Reader,
+    out: Output,
+    format_: ReasoningFormat,
+    rest: Emit,
+    *,
+    inside: bool,
+    tool_marks: tuple[str, ...],
+) -> Steps[None]:
+    """Read thinking at the beginning of an answer, and pass on the rest.
+
+    It ends with its mark, or where a call of a tool begins. White space around it is dropped.
+    """
+    space = yield from reader.word(_WHITE, TRIM_MAX)
+    begun = yield from reader.starts(format_.begin)
+    if inside or begun:
+        yield from reader.space()
+        ends = Marks(format_.end, *tool_marks, trim=True)
+        mark = yield from reader.until(ends, out.reasoning)
+        if mark in tool_marks:
+            rest(mark)
+        else:
+            yield from reader.space()
+    elif space:
+        rest(space)
+    yield from reader.rest(rest)

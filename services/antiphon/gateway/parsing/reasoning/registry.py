@@ -1,0 +1,28 @@
+"""The formats of thinking, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.reasoning import think
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (think.DEEPSEEK_R1, think.QWEN3)
+
+_BY_NAME = {name: format_ for format_ in REASONING_FORMATS for name in format_.names}
+
+
+def reasoning_format(name: str) -> ReasoningFormat:
+    """Return the format of that name.
+
+    Raises:
+        InvalidRequest: There is none; names those there are.
+    """
+    if name not in _BY_NAME:
+        known = ", ".join(sorted(_BY_NAME))
+        message = f"there is no reasoning parser {name!r}; there are {known}"
+        raise InvalidRequest(message, param="reasoning_parser")
+    return _BY_NAME[name]

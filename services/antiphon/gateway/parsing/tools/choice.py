@@ -1,0 +1,138 @@
+"""What `tool_choice` asks for: which tools the model sees, what it is held to, how it is read.
+
+```python
+plan = plan_tools(read_tools(body_tools), read_choice(body.tool_choice), format_, parallel=True)
+plan.tools       # for the chat template
+plan.grammar     # for the request, None: unconstrained; `after_thinking` puts it behind thinking
+plan.format      # for the AnswerParser, None: nothing is parsed
+plan.offer(...)  # for the AnswerParser
+```
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.parsing.tools.format import ToolFormat
+from antiphon.gateway.parsing.tools.grammar import calls_list, calls_only, calls_within
+from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.registry import JSON_CALLS
+from antiphon.gateway.parsing.tools.tool import Tool
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.wire.schemas import Json
+
+
+class Mode(Enum):
+    """Whether the model calls tools."""
+
+    AUTO = "auto"
+    """As it likes."""
+    REQUIRED = "required"
+    """At least one."""
+    NONE = "none"
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether, and which: with `name` the model has to call that tool."""
+
+    mode: Mode
+    name: str | None = None
+
+
+class ToolPlan(msgspec.Struct, frozen=True):
+    """What a request with tools comes to.
+
+    Attributes:
+        tools: Those that the chat template shows.
+        format: How calls are read; None: nothing is a call.
+        grammar: What the answer, or what follows its thinking, is held to.
+        calls_max: Most calls that count.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    format: ToolFormat | None = None
+    grammar: Grammar | None = None
+    calls_max: int | None = None
+
+    def offer(self, *, calls_before: int = 0, forward_unknown: bool = False) -> Offer:
+        """What an answer may call, for its parser.
+
+        Args:
+            calls_before: Calls in the messages of the request.
+            forward_unknown: Whether calls of other tools count, too.
+        """
+        return Offer(
+            schemas={tool.name: tool.parameters for tool in self.tools},
+            calls_before=calls_before,
+            calls_max=self.calls_max,
+            forward_unknown=forward_unknown,
+        )
+
+
+def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choice") -> ToolChoice:
+    """Read OpenAI's `tool_choice`; None is `auto` with tools and `none` without.
+
+    Raises:
+        InvalidRequest: It is no choice, there are no tools to call, or the tool is not among them.
+    """
+    if choice is None:
+        return ToolChoice(Mode.AUTO if tools else Mode.NONE)
+    if isinstance(choice, str) and choice in {mode.value for mode in Mode}:
+        mode = Mode(choice)
+        if mode is Mode.REQUIRED and not tools:
+            raise InvalidRequest("tool_choice is 'required', and there are no tools", param=param)
+        return ToolChoice(mode if tools else Mode.NONE)
+    name = _named(choice)
+    if name is None:
+        message = (
+            "tool_choice is 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+        raise InvalidRequest(message, param=param)
+    if all(tool.name != name for tool in tools):
+        raise InvalidRequest(f"tool_choice: there is no tool named {name!r}", param=param)
+    return ToolChoice(Mode.REQUIRED, name)
+
+
+def plan_tools(
+    tools: tuple[Tool, ...], choice: ToolChoice, format_: ToolFormat | None, *, parallel: bool
+) -> ToolPlan:
+    """Decide what the model sees, what it is held to and how its answer is read.
+
+    Args:
+        tools: Those of the request.
+        choice: What it says of them.
+        format_: How this model writes calls; None: it is not known.
+        parallel: Whether there may be several calls in an answer.
+    """
+    if not tools or choice.mode is Mode.NONE:
+        return ToolPlan()
+    calls_max = None if parallel else 1
+    if choice.mode is Mode.AUTO:
+        strict = any(tool.strict for tool in tools)
+        form = format_.form if format_ is not None and strict else None
+        grammar = None if form is None else calls_within(tools, form)
+        return ToolPlan(tools, format_, grammar, calls_max)
+    if choice.name is not None:
+        callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
+    else:
+        callable_ = tools
+    if format_ is None or format_.form is None:
+        return ToolPlan(tools, JSON_CALLS, calls_list(callable_, calls_max), calls_max)
+    return ToolPlan(tools, format_, calls_only(callable_, format_.form, calls_max), calls_max)
+
+
+def _named(choice: Json) -> str | None:
+    if not isinstance(choice, dict) or choice.get("type", "function") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

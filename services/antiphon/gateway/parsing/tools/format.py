@@ -1,0 +1,131 @@
+"""What a format of tool calls declares, and the shapes that several formats share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.output import Output
+from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
+
+if TYPE_CHECKING:
+    from antiphon.wire.schemas import Json
+
+Read = Callable[[Reader, Output], Steps[None]]
+"""Reads an answer to its end."""
+
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+class Outcome(Enum):
+    """What came of reading a call."""
+
+    NOTHING = 0
+    """There is none: what was read is text like any other."""
+    BROKEN = 1
+    """It began, and ended incomplete."""
+    DONE = 2
+
+
+Body = Callable[[Reader, Output], Steps[Outcome]]
+"""Reads one call, without the marks around it. What it reads is kept until its name is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a grammar writes calls in this format.
+
+    A call is `begin`, the name, `middle`, the arguments and `end`; `separator` stands
+    between calls, `before` and `after` around all of them.
+
+    Attributes:
+        trigger: With this, in free text, calls begin: nothing else may begin with it.
+        style: How the arguments are written: `json`, or the name of an XML notation.
+    """
+
+    trigger: str
+    begin: str
+    middle: str
+    end: str
+    separator: str = ""
+    before: str = ""
+    after: str = ""
+    style: str = "json"
+
+
+def random_id(_name: str, _number: int) -> str:
+    """An id that no other call has."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def short_id(_name: str, _number: int) -> str:
+    """Nine letters and digits, which some templates insist on."""
+    return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls of tools.
+
+    Attributes:
+        names: What `--tool-call-parser` calls it; the first is the main one.
+        example: A call, for people.
+        read: Reads an answer.
+        marks: With these calls begin; they end a model's thinking, too. Empty where calls are
+            recognised by what the answer begins with.
+        special: Whether the marks are special tokens of the model, which have to be in the text:
+            such a request is sent with `skip_special_tokens` off.
+        form: How a grammar writes calls; None where it cannot, as it never writes special tokens.
+        call_id: Makes an id from a name and the number of the call in the conversation.
+    """
+
+    names: tuple[str, ...]
+    example: str
+    read: Read
+    marks: tuple[str, ...] = ()
+    special: bool = False
+    form: Form | None = None
+    call_id: Callable[[str, int], str] = random_id
+
+
+def framed(begin: str, end: str, body: Body, around: Sequence[str] = ()) -> Read:
+    """Make a reader of text with calls in it, each one between two marks.
+
+    Args:
+        begin: The mark before each call.
+        end: The one after it. Between the call and this mark all is dropped.
+        body: Reads what is in between.
+        around: Marks before the first call and after the last one; they are dropped.
+    """
+    begins = Marks(begin, *around, trim=True)
+    later = Marks(begin, *around, trim_end=True)
+    ends = Marks(begin, end, *around)
+
+    def read(reader: Reader, out: Output) -> Steps[None]:
+        following = begins
+        mark = yield from reader.until(following, out.content)
+        while mark is not None:
+            if mark == begin:
+                reader.keep(mark)
+                if (yield from body(reader, out)) is Outcome.NOTHING:
+                    out.content(reader.kept())
+                else:
+                    following = later
+                    mark = yield from reader.until(ends, drop)
+                    if mark != end:
+                        continue
+            mark = yield from reader.until(following, out.content)
+
+    return read
+
+
+def schema_of(schema: Json, name: str) -> Json:
+    """The schema of one of an object's properties; an empty one where it says nothing."""
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            return properties.get(name, {})
+    return {}

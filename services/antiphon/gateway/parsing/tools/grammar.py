@@ -1,0 +1,113 @@
+"""Grammars of calls: what a model is held to where it has to call a tool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.parsing.tools.format import Form
+    from antiphon.gateway.parsing.tools.tool import Tool
+    from antiphon.wire.schemas import Json
+
+_DEFINITIONS = ("$defs", "definitions")
+_ANY_OBJECT: dict[str, Json] = {"type": "object"}
+
+
+def calls_list(tools: Sequence[Tool], calls_max: int | None) -> Grammar:
+    """A JSON list of calls, and nothing else."""
+    calls: list[Json] = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": _without_defs(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Json] = {
+        "type": "array",
+        "minItems": 1,
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+    }
+    if calls_max is not None:
+        schema["maxItems"] = calls_max
+    for word in _DEFINITIONS:
+        definitions = _definitions(tools, word)
+        if definitions:
+            schema[word] = definitions
+    return _grammar(GrammarKind.JSON_SCHEMA, schema)
+
+
+def calls_only(tools: Sequence[Tool], form: Form, calls_max: int | None) -> Grammar:
+    """Calls as the model writes them, and nothing else."""
+    calls: Json = {
+        "type": "tags_with_separator",
+        "tags": [_tag(tool, form, held=True) for tool in tools],
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": calls_max == 1,
+    }
+    around: list[Json] = [
+        *([_text(form.before)] if form.before else []),
+        calls,
+        *([_text(form.after)] if form.after else []),
+    ]
+    format_: Json = calls if len(around) == 1 else {"type": "sequence", "elements": around}
+    return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
+
+
+def calls_within(tools: Sequence[Tool], form: Form) -> Grammar:
+    """Free text in which calls may stand; those of strict tools keep to their schemas."""
+    tags: list[Json] = [_tag(tool, form, held=tool.strict) for tool in tools]
+    format_: Json = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
+    return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
+
+
+def _tag(tool: Tool, form: Form, *, held: bool) -> Json:
+    content: dict[str, Json] = {
+        "type": "json_schema",
+        "json_schema": tool.parameters if held else _ANY_OBJECT,
+    }
+    if form.style != "json":
+        content["style"] = form.style
+    return {
+        "type": "tag",
+        "begin": f"{form.begin}{tool.name}{form.middle}",
+        "content": content,
+        "end": form.end,
+    }
+
+
+def _text(value: str) -> Json:
+    return {"type": "const_string", "value": value}
+
+
+def _without_defs(tool: Tool) -> Json:
+    return {word: part for word, part in tool.parameters.items() if word not in _DEFINITIONS}
+
+
+def _definitions(tools: Sequence[Tool], word: str) -> dict[str, Json]:
+    """What the schemas of the tools refer to, at the top, where the references look for it."""
+    made: dict[str, Json] = {}
+    for tool in tools:
+        definitions = tool.parameters.get(word)
+        for name, part in definitions.items() if isinstance(definitions, dict) else ():
+            if made.setdefault(name, part) != part:
+                message = f"tools: two of them define {name!r} differently in their {word}"
+                raise InvalidRequest(message, param="tools")
+    return made
+
+
+def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
+    text = msgspec.json.encode(tree).decode()
+    if len(text) > GRAMMAR_TEXT_MAX:
+        message = f"tools: their schemas are longer than {GRAMMAR_TEXT_MAX} characters"
+        raise InvalidRequest(message, param="tools")
+    return Grammar(kind=kind, text=text)

@@ -1,0 +1,36 @@
+"""A JSON list of calls, or one call, as the whole of the answer.
+
+Models are held to it where calls are required and their own format cannot be written by a grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Steps
+from antiphon.gateway.parsing.tools import objects
+from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Reader
+
+_WHITE = re.compile(r"[ \t\r\n]*")
+
+
+def _read(reader: Reader, out: Output) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(_WHITE, TRIM_MAX)
+    if (yield from objects.calls(reader, out, certain=False)) is Outcome.NOTHING:
+        out.content(reader.kept())
+        yield from reader.rest(out.content)
+    else:
+        yield from reader.until(AFTER_CALLS, out.content)
+
+
+FORMAT = ToolFormat(
+    names=("json",),
+    example='[{"name": "f", "parameters": {"a": 1}}]',
+    read=_read,
+)

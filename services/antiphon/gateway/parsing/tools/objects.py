@@ -1,0 +1,117 @@
+"""Calls written as JSON objects: a name and arguments, in either order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing import json_text
+from antiphon.gateway.parsing.reader import Emit, Steps, drop
+from antiphon.gateway.parsing.tools.format import Outcome
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Reader
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters")
+_BESIDE = ("type", "id", "tool_call_id")
+
+
+def call(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read `{"name": ..., "arguments": ...}`. Other keys are passed over."""
+    return (yield from _Object(reader, out, certain=True).read())
+
+
+def likely_call(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read an object that may be meant for the reader: it is a call if it names an offered tool."""
+    return (yield from _Object(reader, out, certain=False).read())
+
+
+def calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
+    """Read a list of calls, or one. If the first one is none, nothing is."""
+    one = call if certain else likely_call
+    yield from reader.space()
+    if not (yield from reader.starts("[")):
+        return (yield from one(reader, out))
+    outcome = Outcome.NOTHING
+    while True:
+        yield from reader.space()
+        if (yield from reader.starts("]")):
+            return outcome
+        if outcome is Outcome.DONE and (yield from reader.starts(",")):
+            continue
+        again = yield from one(reader, out)
+        if again is not Outcome.DONE:
+            return Outcome.BROKEN if outcome is Outcome.DONE else again
+        outcome = again
+
+
+class _Object:
+    def __init__(self, reader: Reader, out: Output, *, certain: bool) -> None:
+        self._reader = reader
+        self._out = out
+        self._certain = certain
+        self._emit: Emit | None = None
+        self._early: list[str] | None = None  # arguments that came before the name
+
+    def read(self) -> Steps[Outcome]:
+        reader = self._reader
+        yield from reader.space()
+        if not (yield from reader.starts("{")):
+            return Outcome.NOTHING
+        argued = False
+        while True:
+            yield from reader.space()
+            if (yield from reader.starts("}")):
+                return self._finish(argued=argued)
+            key = yield from json_text.text(reader)
+            yield from reader.space()
+            if key is None or not (yield from reader.starts(":")):
+                return self._broken()
+            yield from reader.space()
+            is_arguments = key in _ARGUMENTS and not argued
+            argued = argued or is_arguments
+            if not (yield from self._value(key, is_arguments=is_arguments)):
+                return self._broken()
+            yield from reader.space()
+            if not (yield from reader.starts(",")) and (yield from reader.peek()) != "}":
+                return self._broken()
+
+    def _value(self, key: str, *, is_arguments: bool) -> Steps[bool]:
+        if key in _NAMES and self._emit is None:
+            return (yield from self._name())
+        if is_arguments:
+            if self._emit is None:
+                self._early = []
+            emit = self._emit or self._collect
+            return (yield from json_text.arguments(self._reader, emit))
+        if not self._certain and self._emit is None and key not in _BESIDE:
+            return False
+        return (yield from json_text.value(self._reader, drop))
+
+    def _name(self) -> Steps[bool]:
+        name = yield from json_text.text(self._reader)
+        if name is None or not (self._certain or self._out.knows(name)):
+            return False
+        self._reader.forget()
+        self._emit = self._out.begin(name)
+        self._emit("".join(self._early or ()))
+        return True
+
+    def _collect(self, part: str) -> None:
+        assert self._early is not None, "arguments are read"
+        self._early.append(part)
+
+    def _broken(self) -> Outcome:
+        if self._emit is None:
+            return Outcome.NOTHING
+        self._out.end(complete=False)
+        return Outcome.BROKEN
+
+    def _finish(self, *, argued: bool) -> Outcome:
+        if self._emit is None:
+            return Outcome.NOTHING
+        if not argued:
+            self._emit("{}")
+        self._out.end(complete=True)
+        return Outcome.DONE

@@ -1,0 +1,33 @@
+"""The formats of tool calls, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.tools import hermes, json_calls
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.tools.format import ToolFormat
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    hermes.FORMAT,
+    json_calls.FORMAT,
+)
+JSON_CALLS = json_calls.FORMAT
+"""What a model is held to where calls are required and its own format has no `form`."""
+
+_BY_NAME = {name: format_ for format_ in TOOL_FORMATS for name in format_.names}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Return the format of that name.
+
+    Raises:
+        InvalidRequest: There is none; names those there are.
+    """
+    if name not in _BY_NAME:
+        known = ", ".join(sorted(_BY_NAME))
+        message = f"there is no tool call parser {name!r}; there are {known}"
+        raise InvalidRequest(message, param="tool_call_parser")
+    return _BY_NAME[name]
