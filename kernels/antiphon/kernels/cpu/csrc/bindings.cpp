@@ -3,6 +3,7 @@
 #include "bindings.h"
 
 #include <ATen/Parallel.h>
+#include <pthread.h>
 
 #include <stdexcept>
 #include <string>
@@ -31,6 +32,7 @@ std::vector<const Table *> available() {
 }
 
 const Table *chosen = nullptr;
+bool forked = false;
 
 std::vector<std::string> isas() {
     std::vector<std::string> names;
@@ -51,12 +53,15 @@ void use_isa(const std::string &name) {
 
 const Table &kernels() { return *chosen; }
 
-int threads() { return at::get_num_threads(); }
+// A child of a fork has none of the pool's threads, and would wait for them for ever:
+// https://gcc.gnu.org/bugzilla/show_bug.cgi?id=58378
+int threads() { return forked ? 1 : at::get_num_threads(); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto tables = available();
     if (tables.empty()) throw std::runtime_error("this processor has no AVX2 and FMA");
     chosen = tables.front();
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
     module.def("isas", isas, "Instruction sets that this machine runs, best first.");
     module.def("isa", [] { return std::string(kernels().isa); }, "The one in use.");
     module.def("use_isa", use_isa, "Use another one; for tests, while no kernel runs.");

@@ -14,9 +14,15 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
+// How work is shared out follows from the size of a row, by division.
+void check_rows(const at::Tensor &x) {
+    TORCH_CHECK(
+        x.is_cpu() && x.dim() == 2 && x.size(1) > 0, "x is (rows, size), of at least a number");
+}
+
 at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
     const at::Tensor rows = x.contiguous();
-    TORCH_CHECK(rows.dim() == 2, "x is (rows, size)");
+    check_rows(rows);
     at::Tensor out = at::empty_like(rows);
     const NormCall call = {
         .number = number_of(rows),
@@ -39,8 +45,9 @@ at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
 std::pair<at::Tensor, at::Tensor> add_rmsnorm(
     const at::Tensor &x, const at::Tensor &residual, const at::Tensor &weight, double eps) {
     const at::Tensor rows = x.contiguous(), stream = residual.contiguous();
+    check_rows(rows);
     TORCH_CHECK(
-        rows.dim() == 2 && stream.sizes() == rows.sizes(), "x and residual are (rows, size)");
+        stream.is_cpu() && stream.sizes() == rows.sizes(), "x and residual are (rows, size)");
     TORCH_CHECK(stream.scalar_type() == rows.scalar_type(), "x and residual have one dtype");
     at::Tensor out = at::empty_like(rows), total = at::empty_like(rows);
     const NormCall call = {
@@ -65,27 +72,30 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
 
 at::Tensor silu_mul(const at::Tensor &gate_up) {
     const at::Tensor rows = gate_up.contiguous();
-    TORCH_CHECK(rows.dim() == 2 && rows.size(1) % 2 == 0, "gate_up is (rows, 2 * width)");
+    check_rows(rows);
+    TORCH_CHECK(rows.size(1) % 2 == 0, "gate_up is (rows, 2 * width)");
+    const Number number = number_of(rows);
     const int64_t width = rows.size(1) / 2;
     at::Tensor out = at::empty({rows.size(0), width}, rows.options());
     const int team = threads();
     py::gil_scoped_release unlocked;
     kernels().gate(
-        number_of(rows), rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
+        number, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
     return out;
 }
 
 // Which rows are finite, (rows,) bool; none: all.
 Optional finite_rows(const at::Tensor &x) {
     const at::Tensor rows = x.contiguous();
-    TORCH_CHECK(rows.dim() == 2, "x is (rows, size)");
+    check_rows(rows);
+    const Number number = number_of(rows);
     at::Tensor finite = at::empty({rows.size(0)}, rows.options().dtype(at::kBool));
     auto *flags = finite.mutable_data_ptr<bool>();
     const int team = threads();
     {
         py::gil_scoped_release unlocked;
         kernels().finite(
-            number_of(rows), rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
+            number, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
     }
     if (all_true(finite)) return std::nullopt;
     return finite;
@@ -93,9 +103,8 @@ Optional finite_rows(const at::Tensor &x) {
 
 at::Tensor greatest(const at::Tensor &x) {
     const at::Tensor rows = x.contiguous();
-    TORCH_CHECK(
-        rows.dim() == 2 && rows.size(1) > 0 && rows.scalar_type() == at::kFloat,
-        "x is (rows, size) float32");
+    check_rows(rows);
+    TORCH_CHECK(rows.scalar_type() == at::kFloat, "x is (rows, size) float32");
     at::Tensor found = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
     const int team = threads();
     py::gil_scoped_release unlocked;
@@ -110,6 +119,7 @@ std::pair<CacheShape, LayerCache> cache_of(
     const at::Tensor &keys, const at::Tensor &values, const at::Tensor &like) {
     TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
     TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+    TORCH_CHECK(keys.numel() > 0, "a cache has room");
     const CacheShape shape = {
         .number = number_of(keys),
         .pages = keys.size(0),
@@ -138,7 +148,8 @@ at::Tensor ready_heads(
     shape.queries_per_head = queries / shape.heads;
     TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
     TORCH_CHECK(
-        places.scalar_type() == at::kLong && places.is_contiguous() && places.numel() == tokens,
+        places.is_cpu() && places.scalar_type() == at::kLong && places.is_contiguous() &&
+            places.numel() == tokens,
         "places are (T,) int64");
     const auto *place = places.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < tokens; ++i)

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <cstdint>
 #include <optional>
 #include <utility>
 
@@ -34,6 +35,8 @@ Linear::Linear(
       scales_(std::move(scales)),
       bias_(std::move(bias)) {
     TORCH_CHECK(inputs > 0 && outputs > 0, "a linear has inputs and outputs");
+    TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
+    TORCH_CHECK(outputs <= INT32_MAX, "so many outputs have no numbers");
     TORCH_CHECK(!halves || outputs % 2 == 0, "halves are of equal size");
     const int64_t half = halves ? (outputs / 2 + 15) / 16 : (outputs + 31) / 32;
     const int64_t padded = half * 32;
@@ -43,19 +46,18 @@ Linear::Linear(
         int8 || number == (weights == Weights::bf16 ? Number::bf16 : Number::f32),
         "weights that are not quantized have the number format of activations");
     TORCH_CHECK(
-        panels_.is_contiguous() && panels_.scalar_type() == shape.type &&
+        panels_.is_cpu() && panels_.is_contiguous() && panels_.scalar_type() == shape.type &&
             panels_.numel() == padded * ((inputs + shape.group - 1) / shape.group) * shape.group,
         "panels do not fit the shape");
     const auto check = [&](const std::optional<at::Tensor> &tensor, at::ScalarType wanted) {
         TORCH_CHECK(
-            !tensor || (tensor->is_contiguous() && tensor->scalar_type() == wanted &&
-                        tensor->numel() == padded),
+            !tensor || (tensor->is_cpu() && tensor->is_contiguous() &&
+                        tensor->scalar_type() == wanted && tensor->numel() == padded),
             "scales, sums and bias are padded to whole panels");
     };
     check(scales_, at::kFloat);
     check(bias_, at::kFloat);
     TORCH_CHECK(scales_.has_value() == int8, "int8 weights have scales, others have none");
-    TORCH_CHECK(inputs <= 65536, "sums of more products of bytes may leave 32 bits");
     packed_ = {
         .weights = weights,
         .number = number,
@@ -71,8 +73,9 @@ Linear::Linear(
 at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
     const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
     TORCH_CHECK(
-        x.dim() == 2 && x.size(1) == packed_.inputs && x.scalar_type() == type, "x must be (rows, ",
-        packed_.inputs, ") in ", type, ", got ", x.sizes(), " in ", x.scalar_type());
+        x.is_cpu() && x.dim() == 2 && x.size(1) == packed_.inputs && x.scalar_type() == type,
+        "x must be (rows, ", packed_.inputs, ") in ", type, ", got ", x.sizes(), " in ",
+        x.scalar_type());
     TORCH_CHECK(
         epilogue != Epilogue::silu_mul || packed_.halves, "silu_mul is of a linear in halves");
     const at::Tensor rows = x.contiguous();
@@ -90,7 +93,9 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
 }
 
 at::Tensor Linear::rows(const at::Tensor &outputs) const {
-    TORCH_CHECK(outputs.dim() == 1 && outputs.scalar_type() == at::kLong, "outputs are (n) int64");
+    TORCH_CHECK(
+        outputs.is_cpu() && outputs.dim() == 1 && outputs.scalar_type() == at::kLong,
+        "outputs are (n) int64");
     const at::Tensor ids = outputs.contiguous();
     const auto *data = ids.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < ids.size(0); ++i)

@@ -25,6 +25,8 @@ class Stack {
           eps_(static_cast<float>(eps)),
           scale_(static_cast<float>(scale)) {
         number_of(final_norm_);
+        TORCH_CHECK(
+            hidden_ > 0 && final_norm_.is_contiguous(), "the final norm is (hidden,) in one piece");
     }
 
     // The linears must live as long as the stack.
@@ -34,6 +36,9 @@ class Stack {
         const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values) {
         TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
         TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+        for (const auto &cache : {keys, values})
+            TORCH_CHECK(
+                number_of(cache) == number_of(final_norm_), "cache and norms have one dtype");
         const int64_t size = keys.size(3);
         const PackedLinear &first = qkv.packed(), &last = down.packed();
         check_linear(first, hidden_, first.outputs);
@@ -68,10 +73,12 @@ class Stack {
         at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin,
         const Rows::Ints &positions, const std::vector<const Rows *> &rows) {
         TORCH_CHECK(
-            residual.dim() == 2 && residual.size(1) == hidden_ && residual.is_contiguous() &&
+            residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
+                residual.is_contiguous() &&
                 residual.scalar_type() == final_norm_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
         const int64_t tokens = residual.size(0), turns = cos.size(0);
+        TORCH_CHECK(tokens > 0, "a pass has tokens");
         TORCH_CHECK(positions.size() == tokens, "a position a token");
         for (int64_t i = 0; i < tokens; ++i)
             TORCH_CHECK_INDEX(
@@ -126,6 +133,7 @@ class Stack {
         TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
         std::vector<StackGroup> groups;
         for (const Rows *each : rows) {
+            TORCH_CHECK(each != nullptr, "None is no rows");
             TORCH_CHECK(
                 each->tokens() == tokens, "rows of ", each->tokens(), " tokens, not ", tokens);
             groups.push_back({

@@ -12,6 +12,9 @@ namespace {
 // Queries times query heads of a task: enough that laying out a block of keys costs little.
 constexpr int64_t TASK_QUERIES = 64;
 
+// So that products of sizes and positions fit their numbers.
+constexpr int64_t SIZE_MOST = INT32_MAX;
+
 // About how long a task takes, in keys.
 int64_t cost(const AttentionTask &task) {
     return (task.position + task.queries) * task.queries * task.heads;
@@ -34,9 +37,11 @@ Rows::Rows(
       query_len_(std::move(query_len)),
       kv_len_(std::move(kv_len)) {
     const int64_t rows = query_len_.size();
-    TORCH_CHECK(
-        page_tokens > 0 && heads > 0 && queries_per_head > 0 && window >= 0, "sizes are positive");
-    TORCH_CHECK(head_size > 0 && head_size % 2 == 0, "the head size is even");
+    TORCH_CHECK(rows > 0, "a pass has rows");
+    for (const int64_t size : {page_tokens, heads, queries_per_head, head_size})
+        TORCH_CHECK(0 < size && size <= SIZE_MOST, "sizes are positive, and none is ", size);
+    TORCH_CHECK(0 <= window && window <= SIZE_MOST, "no window has ", window, " tokens");
+    TORCH_CHECK(head_size % 2 == 0, "the head size is even");
     TORCH_CHECK(
         tables_.ndim() == 2 && tables_.shape(0) == rows && query_len_.ndim() == 1 &&
             kv_len_.ndim() == 1 && kv_len_.size() == rows,
@@ -98,7 +103,7 @@ void Rows::place(int64_t row) {
         TORCH_CHECK(
             page < columns && table[page] >= 0, "row ", row,
             " reads or writes a token that has no page");
-        pages_needed_ = std::max<int64_t>(pages_needed_, table[page] + 1);
+        pages_needed_ = std::max(pages_needed_, int64_t{table[page]} + 1);
     }
     for (int64_t position = begin; position < end; ++position)
         places_.push_back(table[position / size] * size + position % size);

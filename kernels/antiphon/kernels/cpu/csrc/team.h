@@ -16,24 +16,26 @@ static constexpr int SPINS = 1000;
 
 class Member {
   public:
-    Member(Phase *phases, int threads) : phase_(phases), threads_(threads) {}
+    Member(Phase *phases, int threads, bool *failed)
+        : phase_(phases), threads_(threads), failed_(failed) {}
 
     int threads() const { return threads_; }
 
     // Call `body` with each of 0 .. chunks - 1 once, in all threads together, then `after` in the
     // thread that finished last. When it returns, all of it is finished and visible. Every member
-    // calls it with the same `chunks`, at least one.
+    // calls it with the same `chunks`; of none, it returns at once.
     template <class Body, class After> void run(int64_t chunks, Body &&body, After &&after) {
+        if (chunks <= 0) return;  // nobody would finish last
         Phase &phase = *phase_++;
         int64_t finished = 0;
         for (;; ++finished) {
             const int64_t chunk = __atomic_fetch_add(&phase.claimed, 1, __ATOMIC_RELAXED);
             if (chunk >= chunks) break;
-            body(chunk);
+            attempt([&] { body(chunk); });
         }
         if (finished > 0 &&
             __atomic_add_fetch(&phase.finished, finished, __ATOMIC_ACQ_REL) == chunks) {
-            after();
+            attempt(after);
             __atomic_store_n(&phase.finished, chunks + 1, __ATOMIC_RELEASE);
             return;
         }
@@ -51,30 +53,50 @@ class Member {
     }
 
   private:
+    // A chunk that has no memory to work in counts as finished, or else the others would wait for
+    // it for ever; an exception that left the region would end the process.
+    template <class Work> void attempt(Work &&work) {
+        try {
+            work();
+        } catch (...) {
+            __atomic_store_n(failed_, true, __ATOMIC_RELAXED);
+        }
+    }
+
     Phase *phase_;
     int threads_;
+    bool *failed_;
 };
 
 // Run `body(member)` in every thread of one region. OpenMP may give fewer threads than asked for.
+// Throws bad_alloc, the one thing that work throws, once all of them are done.
 template <class Body> static inline void in_team(int threads, Phase *phases, Body &&body) {
+    bool failed = false;
 #pragma omp parallel num_threads(threads)
     {
-        Member member(phases, omp_get_num_threads());
+        Member member(phases, omp_get_num_threads(), &failed);
         body(member);
     }
+    if (failed) throw std::bad_alloc();
 }
 
 // Memory of one thread that stays for the next call: fresh pages would cost more than the work.
 class Scratch {
   public:
+    Scratch() = default;
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
     ~Scratch() { std::free(memory_); }
 
-    // At least so many bytes, on a page of their own, with whatever was there.
+    // At least so many bytes, on a page of their own, with whatever was there. Throws bad_alloc.
     void *room(size_t bytes) {
         if (bytes > bytes_) {
             std::free(memory_);
-            bytes_ = (bytes + 4095) / 4096 * 4096;
-            memory_ = std::aligned_alloc(4096, bytes_);
+            bytes_ = 0;  // whatever becomes of the next line, the old memory is gone
+            const size_t whole = (bytes + 4095) / 4096 * 4096;
+            memory_ = std::aligned_alloc(4096, whole);
+            if (memory_ == nullptr) throw std::bad_alloc();
+            bytes_ = whole;
         }
         return memory_;
     }

@@ -8,8 +8,10 @@
 
 #include "packed.h"
 
+// Of a tensor in this machine's memory, which is all that a kernel can read.
 inline Number number_of(const at::Tensor &tensor) {
     const auto type = tensor.scalar_type();
+    TORCH_CHECK(tensor.is_cpu(), "no kernel for memory of ", tensor.device());
     TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "no kernel for ", type);
     return type == at::kBFloat16 ? Number::bf16 : Number::f32;
 }
@@ -17,7 +19,7 @@ inline Number number_of(const at::Tensor &tensor) {
 // The address of `size` values in the number format of `like`.
 inline const void *vector_of(const at::Tensor &tensor, const at::Tensor &like, int64_t size) {
     TORCH_CHECK(
-        tensor.is_contiguous() && tensor.numel() == size &&
+        tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == size &&
             tensor.scalar_type() == like.scalar_type(),
         "expected ", size, " of ", like.scalar_type(), " in one piece, got ", tensor.sizes(),
         " of ", tensor.scalar_type());

@@ -1,0 +1,173 @@
+"""What no pass asks for is refused by the library itself: it neither hangs nor ends the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.rows import ISAS
+
+from antiphon.kernels.cpu import extension
+from antiphon.kernels.cpu.linear import PackedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+
+INT32_MAX = 2**31 - 1
+
+
+def library() -> Any:
+    return extension.load()
+
+
+def rows(*lengths: int, page: int = 0, **sizes: int) -> Any:
+    """Rows of so many tokens, each on one page of its own number."""
+    shape = {"page_tokens": 4, "heads": 1, "queries_per_head": 1, "head_size": 8, "window": 0}
+    count = np.array(lengths, np.int32)
+    tables = np.full((len(lengths), 1), page, np.int32)
+    return library().Rows(**(shape | sizes), tables=tables, query_len=count, kv_len=count)
+
+
+def a_stack(
+    *,
+    norm: torch.Tensor | None = None,
+    keys: torch.dtype = torch.float32,
+    values: torch.dtype = torch.float32,
+) -> Any:
+    """A layer over one head of 8."""
+
+    def linear(inputs: int, outputs: int, *, halves: bool = False) -> Any:
+        packed = PackedWeight(
+            inputs, outputs, bias=False, dtype=torch.float32, format_="packed", halves=halves
+        )
+        return packed.linear
+
+    ones = torch.ones(16)
+    stack = library().Stack(final_norm=ones if norm is None else norm, eps=1e-5, scale=1.0)
+    stack.add(
+        qkv=linear(16, 24),
+        out=linear(8, 16),
+        gate_up=linear(16, 64, halves=True),
+        down=linear(32, 16),
+        attention_norm=ones,
+        mlp_norm=ones,
+        query_norm=None,
+        key_norm=None,
+        group=0,
+        keys=torch.zeros(2, 4, 1, 8, dtype=keys),
+        values=torch.zeros(2, 4, 1, 8, dtype=values),
+    )
+    return stack
+
+
+def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
+    turns = torch.zeros(4, 1, 8)
+    places = np.zeros(tokens, np.int32)
+    return stack.forward(torch.zeros(tokens, 16), turns, turns, places, groups)
+
+
+def ready_heads(heads: torch.Tensor, cache: torch.Tensor) -> Any:
+    turns = torch.zeros(len(heads), heads.shape[-1])
+    places = torch.zeros(len(heads), dtype=torch.int64)
+    return library().ready_heads(heads, turns, turns, cache, cache.clone(), places, None, None, 0.0)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "a pass without rows": rows,
+    "a row without tokens": lambda: rows(1, 0),
+    "a window beyond counting": lambda: rows(1, window=2**63 - 1),
+    "a page that no cache has": lambda: run(a_stack(), 1, [rows(1, page=INT32_MAX)]),
+    "a stack of no tokens": lambda: run(a_stack(), 0, [rows(1)]),
+    "a stack without rows": lambda: run(a_stack(), 1, [None]),
+    "a norm in pieces": lambda: a_stack(norm=torch.ones(16, 2)[:, 0]),
+    "a cache of another dtype": lambda: a_stack(keys=torch.bfloat16, values=torch.bfloat16),
+    "values of another dtype": lambda: a_stack(values=torch.bfloat16),
+    "norms of nothing": lambda: library().rmsnorm(torch.ones(3, 0), torch.ones(0), 1e-5),
+    "gates of nothing": lambda: library().silu_mul(torch.ones(3, 0)),
+    "nothing that is finite": lambda: library().finite_rows(torch.ones(3, 0)),
+    "heads of nothing": lambda: ready_heads(torch.ones(2, 3, 0), torch.ones(1, 4, 1, 0)),
+    "a cache without heads": lambda: ready_heads(torch.ones(2, 3, 8), torch.ones(1, 4, 0, 8)),
+    "memory of another device": lambda: library().rmsnorm(
+        torch.ones(3, 8, device="meta"), torch.ones(8), 1e-5
+    ),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED.keys())
+def test_what_no_pass_asks_for_is_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError):
+        call()
+
+
+def test_the_smallest_pass_is_run() -> None:
+    assert run(a_stack(), 1, [rows(1)])[0].shape == (1, 16)
+
+
+def test_a_team_whose_threads_find_no_memory_says_so_and_works_on() -> None:
+    """A head as wide as a million wants 320 MB to work in, where 100 MB are left."""
+    run_alone("""
+        import resource
+        from pathlib import Path
+
+        def attend(head_size):
+            count, table = np.ones(4, np.int32), np.zeros((4, 1), np.int32)
+            rows = library.Rows(
+                page_tokens=1, heads=1, queries_per_head=1, head_size=head_size, window=0,
+                tables=table, query_len=count, kv_len=count,
+            )
+            q, cache = torch.ones(4, 1, head_size), torch.ones(1, 1, 1, head_size)
+            return library.paged_attention(q, cache, cache, rows, 1.0)
+
+        attend(64)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + 100 * 2**20,) * 2)
+        for _ in range(2):
+            try:
+                attend(2**20)
+            except MemoryError:
+                continue
+            raise SystemExit("it found the memory")
+        assert bool((attend(64) == 1).all())
+    """)
+
+
+def test_a_child_of_a_fork_computes_alone() -> None:
+    """It has none of the pool's threads, and would wait for them for ever."""
+    run_alone("""
+        import os
+
+        weight = PackedWeight(256, 4096, bias=False, dtype=torch.float32, format_="packed")
+        weight.write(0, torch.ones(4096, 256))
+        x = torch.ones(16, 256)
+        assert weight.linear.multiply(x)[15, 4095].item() == 256
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if weight.linear.multiply(x)[15, 4095].item() == 256 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """)
+
+
+def run_alone(body: str) -> None:
+    """Run a program in a process of two threads; it must end well, and soon."""
+    lines = [
+        "import numpy as np, torch",
+        "from antiphon.kernels.cpu import extension",
+        "from antiphon.kernels.cpu.linear import PackedWeight",
+        "torch.set_num_threads(2)",
+        "library = extension.load()",
+        *(line.removeprefix("        ") for line in body.splitlines()),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
