@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import msgspec
@@ -229,6 +231,22 @@ def test_nobody_waits_or_runs_for_longer_than_allowed(
         steps.go()
     finished = [(p.key, p.finish) for p in steps.batching.take_progress() if p.finish]
     assert {key: finish.error.code for key, finish in finished if finish.error} == ends
+
+
+def test_nothing_is_kept_of_what_has_ended_however_far_off_its_time_is() -> None:
+    steps = Steps(running_max=2, queue_max=50, queue_timeout_s=1e6, running_timeout_s=1e6)
+    for key in range(20):
+        steps.add(key)
+    steps.go()
+    steps.drop(15)  # one that waits, and one that runs
+    held = [
+        weakref.ref(r) for r in (*steps.batching.running.values(), steps.batching.waiting.last())
+    ]
+    while not steps.batching.idle:
+        steps.go()
+    steps.batching.take_progress()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
 
 
 def test_answers_are_told_in_pieces_with_their_first_and_last_token_at_once() -> None:

@@ -313,5 +313,6 @@ class Batching:
             self._holdings.release(request)
         else:
             self.waiting.remove(request)
+        self._timeouts.ended(request)
         request.end()
         del self._requests[request.key]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.request import Phase
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
 
 if TYPE_CHECKING:
@@ -18,36 +17,67 @@ _RETRY_AFTER_S = 1.0
 
 
 class Timeouts:
-    """Ends that come by the clock, which is the caller's.
+    """Ends that come by the clock, which is the caller's and never goes back.
 
     A request that was started once has left the queue for good: should it be retracted, it runs
-    against its running time. Entries of what has ended meanwhile are passed over.
+    against its running time. Nothing is kept of one that has ended: its prompt may be long, and its
+    time hours away.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._queue_s = limits.queue_timeout_s
         self._running_s = limits.running_timeout_s
-        self._due: list[tuple[float, int, bool, Request]] = []  # a heap
+        self._waiting = _Due(self._queue_s)
+        self._running = _Due(self._running_s)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
 
     def arrived(self, request: Request) -> None:
         """A request begins to wait."""
-        if self._queue_s is not None:
-            due_s = request.arrived_s + self._queue_s
-            heappush(self._due, (due_s, request.arrival, False, request))
+        self._waiting.put(request, request.arrived_s)
 
     def started(self, request: Request, now: float) -> None:
         """A request runs, for the first time."""
-        if self._running_s is not None:
-            heappush(self._due, (now + self._running_s, request.arrival, True, request))
+        self._waiting.forget(request)
+        self._running.put(request, now)
+
+    def ended(self, request: Request) -> None:
+        """A request is over, for whatever reason."""
+        self._waiting.forget(request)
+        self._running.forget(request)
 
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:
         """Those whose time is over, with the reason, each once."""
-        while self._due and self._due[0][0] <= now:
-            _, _, running, request = heappop(self._due)
-            if request.phase is Phase.ENDED:
-                continue
-            if running:
-                yield request, DeadlineExceeded(f"running timeout: {self._running_s:g} s")
-            elif request.started_s is None:
-                message = f"queue timeout: no place for it within {self._queue_s:g} s"
-                yield request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+        for request in self._running.take(now):
+            yield request, DeadlineExceeded(f"running timeout: {self._running_s:g} s")
+        for request in self._waiting.take(now):
+            message = f"queue timeout: no place for it within {self._queue_s:g} s"
+            yield request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+
+
+class _Due:
+    """Requests that have the same time each, and so are due in the order in which they came."""
+
+    def __init__(self, time_s: float | None) -> None:
+        self._time_s = time_s
+        self._since: OrderedDict[int, tuple[float, Request]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def put(self, request: Request, now: float) -> None:
+        if self._time_s is not None:
+            self._since[request.arrival] = (now, request)
+
+    def forget(self, request: Request) -> None:
+        self._since.pop(request.arrival, None)
+
+    def take(self, now: float) -> Iterator[Request]:
+        while self._since and self._time_s is not None:
+            arrival = next(iter(self._since))
+            since, request = self._since[arrival]
+            if now < since + self._time_s:
+                return
+            del self._since[arrival]
+            yield request
