@@ -265,6 +265,21 @@ def test_who_must_know_its_last_token_first_waits_for_it_and_nobody_else_does() 
         assert stage.runner.futures == len(free.ids) - 1
 
 
+def test_a_budget_counts_the_same_tokens_with_steps_launched_ahead_and_without() -> None:
+    masks: list[list[list[int]]] = []
+    for overlap in (False, True):
+        with staged(curse=-1, overlap=overlap) as stage:
+            budget = ThinkingBudget(tokens_max=4, begin_id=1, closing_ids=(2,))
+            key, state = stage.request([*harmless(6, 1), 1], 9, 1, (budget,))
+            stage.turn(Mail(runs=((key, state),)))
+            stage.drain()
+            plans = [record.plan for record in stage.loop.recorder.records()]
+            made = [plan.token_masks for plan in plans if plan.token_masks is not None]
+            masks.append([mask.ravel().tolist() for mask in made])
+    assert masks[0] == masks[1]
+    assert len(masks[0]) > 5
+
+
 def test_an_end_that_is_found_late_costs_one_row_and_no_token() -> None:
     seed = next(seed for seed in range(1000) if _stops(seed))
     rows: list[int] = []

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.model_worker.steps import Steps
 
+from antiphon.model_worker.batching.plan import future
 from antiphon.model_worker.batching.processors import (
     ThinkingClock,
     TokenFilter,
@@ -14,6 +16,7 @@ from antiphon.model_worker.batching.processors import (
     pack,
     words_count,
 )
+from antiphon.wire.command import PauseMode
 from antiphon.wire.processors import (
     AllowRange,
     AllowTokens,
@@ -105,6 +108,24 @@ def test_a_clock_that_looked_often_says_what_one_says_that_looks_once(outputs, d
     for look in looks:
         assert clock.forced(ints(1, *outputs[:look])) == forced_after(outputs[:look])
     assert clock.forced(ints(1, *outputs)) == forced_after(outputs)
+
+
+def test_a_clock_does_not_count_tokens_that_are_not_drawn_yet() -> None:
+    with pytest.raises(AssertionError, match="not drawn yet"):
+        ThinkingClock(BUDGET, ints(1)).forced(ints(1, BEGIN, future(0)))
+
+
+def test_a_filter_is_made_once_however_often_its_request_is_retracted() -> None:
+    steps = Steps(running_max=1)
+    steps.add(1, processors=(AllowRange(first=0, last=50), BUDGET), max_new_tokens=8)
+    steps.go()
+    (request,) = steps.batching.running.values()
+    made = request.filter
+    assert made is not None
+    for _ in range(3):
+        assert steps.batching.set_aside(PauseMode.RETRACT) == 1
+        steps.go()
+        assert request.filter is made
 
 
 def test_only_a_budget_must_know_the_last_token() -> None:

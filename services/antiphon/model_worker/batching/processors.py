@@ -29,7 +29,7 @@ _WORD_BITS = 32
 
 
 class TokenFilter:
-    """All processors of one request."""
+    """All processors of one request, from its first slot to its end."""
 
     def __init__(
         self, processors: tuple[LogitProcessor, ...], prompt_ids: Ints, vocab_size: int
@@ -41,7 +41,9 @@ class TokenFilter:
                 case DisallowTokens(token_ids=ids):
                     allowed[list(ids)] = False
                 case AllowTokens(token_ids=ids):
-                    allowed &= np.isin(np.arange(vocab_size), ids)
+                    named = np.zeros(vocab_size, np.bool_)
+                    named[list(ids)] = True
+                    allowed &= named
                 case AllowRange(first=first, last=last):
                     allowed[:first] = allowed[last + 1 :] = False
                 case ThinkingBudget():
@@ -50,7 +52,10 @@ class TokenFilter:
         self._budgets = tuple(budgets)
 
     def restrict(self, words: Ints, ids: Ints) -> None:
-        """Clear the bits of what may not follow `ids`, the request's tokens so far."""
+        """Clear the bits of what may not follow `ids`, the request's tokens so far.
+
+        Those that somebody counts must all be known: see `looks_back`.
+        """
         words &= self._words
         for budget in self._budgets:
             forced = budget.forced(ids)
@@ -74,6 +79,7 @@ class ThinkingClock:
     def forced(self, ids: Ints) -> int | None:
         """The one token that may follow these, if the budget is used up. `ids` only ever grow."""
         for token in ids[self._read :].tolist():
+            assert token >= 0, "a token that is not drawn yet cannot be counted"
             self._see(token)
         self._read = len(ids)
         over = self._tokens - self._budget.tokens_max

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.policy import Place
+    from antiphon.model_worker.batching.processors import TokenFilter
     from antiphon.model_worker.batching.sharing import Following
     from antiphon.model_worker.cache.index import CacheKey, Prefix
     from antiphon.model_worker.cache.table import PageTable
@@ -118,6 +119,7 @@ class Request:
         following: The request that computes its prefix at this moment.
         namespace: What has computed its pages, from its start on.
         guide: Where it stands in its grammar, if it has one.
+        filter: What its processors allow; made when it first gets a slot, if it has any.
         stepwise: What may be drawn depends on the token before, which must be known here.
     """
 
@@ -150,6 +152,7 @@ class Request:
         self.ids[len(prompt) : self.length] = outputs
         self.end_ids = _end_ids(state.sampling, end_ids)
         self.guide = guide
+        self.filter: TokenFilter | None = None
         self.stepwise = guide is not None or looks_back(state.sampling.processors)
         self.emitted = state.emitted
         self.slot = -1

@@ -54,8 +54,10 @@ class Steering:
             self._repetition[slot] = sampling.repetition_penalty
             self._penalised_count += 1
         if sampling.processors:
-            prompt_ids = request.ids[: request.prompt_tokens]
-            self._filters[slot] = TokenFilter(sampling.processors, prompt_ids, self._vocab_size)
+            if request.filter is None:
+                prompt_ids = request.ids[: request.prompt_tokens]
+                request.filter = TokenFilter(sampling.processors, prompt_ids, self._vocab_size)
+            self._filters[slot] = request.filter
         if request.guide is not None:
             self._guides[slot] = request.guide
         if sampling.logit_bias is not None or sampling.min_new_tokens:
