@@ -195,7 +195,11 @@ class World:
             for _ in range(self.random.choice(self.said.get("arrivals", [0, 0, 0, 0, 1, 1])))
             for pair in self.new_choices()
         ]
-        drops = frozenset(key for key in live if self.random.random() < 0.01)
+        drops = {
+            key: self.random.choice([None, 0, self.random.randint(0, len(self.told[key].ids))])
+            for key in live
+            if self.random.random() < 0.01
+        }
         for key in drops:
             self.told[key].dropped = True
         self.poison = 0.2 if self.random.random() < 0.01 else 0.0

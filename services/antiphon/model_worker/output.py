@@ -57,9 +57,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Take a choice back from the batching loop."""
+    """Take a choice back from the batching loop.
+
+    Attributes:
+        kept: Output ids that are part of the answer, where it ended with less than was made: what
+            was computed of them may be found again. None: nobody knows of an answer.
+    """
 
     key: ChoiceKey
+    kept: int | None = None
 
 
 Action = Run | Drop
@@ -313,7 +319,7 @@ class Output:
         drops: list[Action] = []
         for choice in choices:
             if self._choices.pop(choice.key, None) is not None:
-                drops.append(Drop(choice.key))
+                drops.append(Drop(choice.key, offset))
             self.overrun_tokens += choice.stop(offset)
         return drops
 

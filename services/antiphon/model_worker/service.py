@@ -233,10 +233,10 @@ class ModelWorker:
                         self._hand_over(action)
                     else:
                         self._unguided.put(action)
-                case Drop(key):
+                case Drop(key, kept):
                     self._journal.drop(key, now)
                     if not self._unguided.drop(key):
-                        self._mailbox.drop(key)
+                        self._mailbox.drop(key, kept)
         self._news.set()
         self._moved.set()
 

@@ -12,6 +12,7 @@ from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.batching.plan import Outcome
 from antiphon.model_worker.batching.request import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.codec import pack_ids
@@ -94,8 +95,14 @@ class Steps:
         named = {"request_id": RequestId(f"r{key}")} | said
         self.batching.add(ChoiceKey(key), state(prompt, **named), self.now)
 
-    def drop(self, key: int) -> None:
-        self.batching.drop(ChoiceKey(key))
+    def drop(self, key: int, kept: int | None = None) -> None:
+        self.batching.drop(ChoiceKey(key), kept)
+
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
+        """How much of a prompt the next one would find."""
+        namespace = self.batching._holdings._namespace_digest
+        key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
+        return self.batching.index.peek(key).length
 
     def next(self) -> list[Row]:
         self.now += 1.0

@@ -346,3 +346,25 @@ def test_a_choice_is_dropped_wherever_it_is() -> None:
     assert steps.batching.idle
     steps.batching.flush()
     assert steps.pools.used() == [0]
+
+
+@pytest.mark.parametrize(("kept", "found"), [(None, 4), (0, 4), (3, 4), (4, 8), (99, 16)])
+def test_of_an_answer_that_was_cut_others_find_what_is_part_of_it(
+    kept: int | None, found: int
+) -> None:
+    steps = Steps(cached=True)
+    steps.add(1, [5] * 4, max_new_tokens=30)
+    for _ in range(14):
+        steps.go(token=7)
+    steps.drop(1, kept)
+    assert steps.cached_tokens([5] * 4 + [7] * 30) == found
+    assert steps.batching.idle
+
+
+def test_a_choice_that_never_ran_leaves_nothing_behind() -> None:
+    steps = Steps(running_max=1, cached=True)
+    steps.add(1)
+    steps.add(2, [5] * 8)
+    steps.go()
+    steps.drop(2, kept=0)
+    assert steps.cached_tokens([5] * 9) == 0

@@ -297,7 +297,7 @@ def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
     bench = Bench()
     bench.command(admit(choices=2))
     bench.step(1, [5, 6, 7, 8])
-    assert bench.stop(choice=0, offset=3) == [Drop(ChoiceKey(1))]
+    assert bench.stop(choice=0, offset=3) == [Drop(ChoiceKey(1), kept=3)]
     assert bench.output.overrun_tokens == 1
     bench.step(1, [9], LENGTH)
     bench.step(2, [5])

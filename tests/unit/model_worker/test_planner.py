@@ -333,3 +333,33 @@ def test_the_order_by_arrival_holds_however_many_come_and_go(seed: int) -> None:
             for key_running in steps.running():
                 steps.drop(key_running)
     assert started == sorted(started)
+
+
+def test_what_the_next_ones_will_find_is_not_evicted_before_them() -> None:
+    steps = Steps(pages=10, running_max=1, cached=True)
+    wanted, unwanted = [40] * 8, [50] * 8
+    for key, prompt in enumerate((wanted, unwanted)):
+        steps.add(key, prompt, max_new_tokens=1)
+        steps.go()
+    steps.add(2, [60] * 12, max_new_tokens=20, ignore_eos=True)
+    steps.go()
+    steps.add(3, [*wanted, 1])
+    while 3 not in steps.running():
+        steps.go()
+    assert steps.batching.running[0].cached_tokens == len(wanted)
+    assert steps.cached_tokens([*unwanted, 1]) == 0
+
+
+def test_of_those_who_wait_the_first_keeps_what_it_will_find_for_longest() -> None:
+    steps = Steps(pages=10, running_max=1, cached=True)
+    first, second = [40] * 8, [50] * 8
+    for key, prompt in enumerate((first, second)):
+        steps.add(key, prompt, max_new_tokens=1)
+        steps.go()
+    steps.add(2, [60] * 12, max_new_tokens=20, ignore_eos=True)
+    steps.go()
+    steps.add(3, [*first, 1])
+    steps.add(4, [*second, 1])
+    while 3 not in steps.running():
+        steps.go()
+    assert steps.batching.running[0].cached_tokens == len(first)

@@ -123,11 +123,20 @@ class Batching:
             self.waiting.put(request)
             self._timeouts.arrived(request)
 
-    def drop(self, key: ChoiceKey) -> None:
-        """Free what a choice holds and say no more of it. An unknown key is no error."""
+    def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
+        """Free what a choice holds and say no more of it. An unknown key is no error.
+
+        Args:
+            key: Names the choice.
+            kept: Output ids of its answer, where it ended before what was made of it: others may
+                find the pages of these, and never those after them.
+        """
         request = self._requests.get(key)
-        if request is not None:
-            self._free(request)
+        if request is None:
+            return
+        if kept is not None and request.phase is Phase.RUNNING:
+            self._holdings.share(request, request.prompt_tokens + kept)
+        self._free(request)
 
     def next_rows(self, now: float) -> list[Row]:
         """Choose the work of the next step.

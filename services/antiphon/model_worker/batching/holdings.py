@@ -59,6 +59,10 @@ class Holdings:
             request.prefix = (generation, self.index.peek(self._key(request)))
         return request.prefix[1]
 
+    def touch(self, request: Request) -> None:
+        """A waiting request is about to need what the index has of it."""
+        self.index.touch(self._key(request))
+
     def shared_tokens(self, request: Request) -> int:
         """How far `table` could take a waiting request."""
         return max(self.cached_tokens(request), self.sharing.shared_tokens(request))
@@ -79,11 +83,15 @@ class Holdings:
         self.slots.fill(request)
         self.sharing.lead(request)
 
-    def share(self, request: Request) -> None:
-        """Let others find what is computed of a running request, unless by other weights."""
+    def share(self, request: Request, tokens_max: int | None = None) -> None:
+        """Let others find what is computed of a running request, unless by other weights.
+
+        Of its tokens the first `tokens_max` count, should others not be part of its answer.
+        """
         assert request.table is not None, "a running request has no pages"
         if request.namespace is self._namespace_digest:
-            tokens = request.token_bytes(min(request.computed, request.length))
+            computed = min(request.computed, request.length)
+            tokens = request.token_bytes(min(computed, tokens_max or computed))
             key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
             self.index.insert(key, request.table)
         self.slots.update(request)

@@ -143,8 +143,8 @@ class BatchingLoop:
         batching, now = self._batching, self._clock()
         for key, state in mail.runs:
             batching.add(key, state, now, mail.guides.get(key))
-        for key in mail.drops:
-            batching.drop(key)
+        for key, kept in mail.drops.items():
+            batching.drop(key, kept)
         done = self._obey(mail.orders) if mail.orders else ()
         rows = [] if self.paused else batching.next_rows(now)
         started = time.perf_counter()

@@ -11,7 +11,6 @@ from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from collections.abc import Set as AbstractSet
 
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey, RequestState
@@ -25,11 +24,14 @@ ORDERS_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mail:
-    """Everything that came since the loop last looked; `guides` of the choices with grammars."""
+    """Everything that came since the loop last looked; `guides` of the choices with grammars.
+
+    A drop says how many outputs are part of the answer, or None where nobody knows of one.
+    """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
     guides: Mapping[ChoiceKey, Guide] = field(default_factory=dict["ChoiceKey", "Guide"])
-    drops: AbstractSet[ChoiceKey] = frozenset()
+    drops: Mapping[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
     orders: tuple[Order, ...] = ()
 
 
@@ -45,7 +47,7 @@ class Mailbox:
         self._news = threading.Condition()
         self._runs: dict[ChoiceKey, RequestState] = {}
         self._guides: dict[ChoiceKey, Guide] = {}
-        self._drops: set[ChoiceKey] = set()
+        self._drops: dict[ChoiceKey, int | None] = {}
         self._orders: list[Order] = []
         self._closed = False
 
@@ -63,12 +65,12 @@ class Mailbox:
                 self._guides[key] = guide
             self._news.notify()
 
-    def drop(self, key: ChoiceKey) -> None:
-        """Take a choice back, wherever it is by now."""
+    def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
+        """Take a choice back, wherever it is by now; its answer ends after `kept` outputs."""
         with self._news:
             self._guides.pop(key, None)
             if self._runs.pop(key, None) is None:
-                self._drops.add(key)
+                self._drops[key] = kept
                 self._news.notify()
 
     def order(self, order: Order) -> None:
@@ -101,12 +103,12 @@ class Mailbox:
             mail = Mail(
                 runs=tuple(self._runs.items()),
                 guides=self._guides,
-                drops=frozenset(self._drops),
+                drops=self._drops,
                 orders=tuple(self._orders),
             )
             self._runs.clear()
             self._guides = {}
-            self._drops.clear()
+            self._drops = {}
             self._orders.clear()
             return mail
 

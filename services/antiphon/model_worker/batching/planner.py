@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.table import PageTable
 
 
+TOUCH_STEPS = 32
+"""How long a touched prefix is safe enough: what was of use later is evicted later. Touching all
+that wait in each step that evicts would cost as much as planning it does."""
+
+
 class Planner:
     """Moves requests between the queue and their slots, and says who has a row in the next plan.
 
@@ -46,6 +51,8 @@ class Planner:
         self._timeouts = timeouts
         self._decodes_due = False
         self._pages_short = False
+        self._steps = 0
+        holdings.room.before_eviction = self._touch_waiting
 
     def wants(self, now: float) -> list[Want]:
         """Whose tokens are computed next, and up to which. They have the pages for it.
@@ -56,6 +63,7 @@ class Planner:
         if not holdings.running:
             holdings.room.ratio.reset()
         self._pages_short = False
+        self._steps += 1
         self._preempt()
         budget = Budget(self._limits, holdings.pools.page_tokens)
         if self._limits.mixed:
@@ -76,6 +84,16 @@ class Planner:
         self._holdings.release(request)
         request.retract()
         self._waiting.put(request)
+
+    def _touch_waiting(self) -> None:
+        """Keep what the next ones will find; the first of them longest, so it is touched last.
+
+        As many are looked at as for a common beginning, so that the cost has a bound.
+        """
+        for request in reversed(self._waiting.ahead()):
+            if request.touched is None or self._steps - request.touched >= TOUCH_STEPS:
+                request.touched = self._steps
+                self._holdings.touch(request)
 
     def _decodes(self, budget: Budget) -> list[Want]:
         """Everybody who has begun to answer: nobody is ever left out."""

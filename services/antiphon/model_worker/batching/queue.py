@@ -49,6 +49,10 @@ class WaitingQueue:
         """The last by its place, if any waits. It stays in the queue."""
         return self._requests[-1] if self._requests else None
 
+    def ahead(self) -> list[Request]:
+        """Those whom a step may look at, by their places. They stay in the queue."""
+        return self._requests[:CANDIDATES_MAX]
+
     def candidates(self, now: float, peek: Callable[[Request], Prefix]) -> list[Request]:
         """The next ones, in the order in which they are to be admitted.
 

@@ -116,6 +116,7 @@ class Request:
         scores: It ends with its prompt and draws nothing.
         urgent: It was overtaken for too long, and gives way to nobody any more.
         prefix: What the index had for it, and at which of the index's generations.
+        touched: The step in which that was last kept from being evicted.
         following: The request that computes its prefix at this moment.
         namespace: What has computed its pages, from its start on.
         guide: Where it stands in its grammar, if it has one.
@@ -165,6 +166,7 @@ class Request:
         self.started_s: float | None = None
         self.urgent = False
         self.prefix: tuple[int, Prefix] | None = None
+        self.touched: int | None = None
         self.following: Following | None = None
         self.cache_key: CacheKey | None = None
         self.namespace = b""

@@ -30,6 +30,9 @@ class Room:
 
     A request is expected to write a share of what it may still write, or all of it if it ignores
     the model's end: see `NewTokenRatio`. What is expected is kept free, but not taken.
+
+    Attributes:
+        before_eviction: Called before the index has to give up pages.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Room:
         self._pools = pools
         self._index = index
         self._slots = slots
+        self.before_eviction: Callable[[], None] = _nothing
         # What ends gives its pages back for certain only where no index holds on to them, and
         # everything is needed to the end only by full groups.
         self._countable = not indexed and all(g.kind is GroupKind.FULL for g in pools.groups)
@@ -62,6 +66,7 @@ class Room:
         free = self._pools.free()
         short = [max(0, need - have) for need, have in zip(needs, free, strict=True)]
         if any(short):
+            self.before_eviction()
             self._index.evict(short)
             free = self._pools.free()
         return all(need <= have for need, have in zip(needs, free, strict=True))
@@ -136,6 +141,10 @@ class Room:
                 return False
             table.allocate(tokens)
         return True
+
+
+def _nothing() -> None:
+    """Nobody cares what is evicted."""
 
 
 def fits(wanted: Sequence[int], promised: Sequence[int], available: Sequence[int]) -> bool:

@@ -71,6 +71,10 @@ class PrefixIndex(Protocol):
         """Say what `match` would give, and hold nothing."""
         ...
 
+    def touch(self, key: CacheKey) -> None:
+        """What is known of a key is about to be of use: others go before it."""
+        ...
+
     def match(self, key: CacheKey) -> Match:
         """Find the longest known prefix that leaves at least one token to compute."""
         ...
@@ -119,6 +123,9 @@ class NoIndex:
     def peek(self, key: CacheKey) -> Prefix:
         """Find nothing."""
         return Prefix(0, None)
+
+    def touch(self, key: CacheKey) -> None:
+        """Nothing is known of any."""
 
     def match(self, key: CacheKey) -> Match:
         """Find nothing."""

@@ -64,6 +64,11 @@ class RadixIndex:
         holder = next((node for node in path if node.end >= length), None) if length else None
         return Prefix(length * self._page_tokens, holder)
 
+    def touch(self, key: CacheKey) -> None:
+        """What is known of a key is about to be of use: others go before it."""
+        path, length = self._longest(key)
+        self._touch([node for node in path if node.start < length])
+
     def match(self, key: CacheKey) -> Match:
         """Find the longest known prefix that leaves at least one token to compute."""
         path, length = self._longest(key)
