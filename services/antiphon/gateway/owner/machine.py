@@ -287,7 +287,7 @@ class Owner:
         """Note that a leader has the request: it said so, or text came."""
         if not request.accepted:
             request.accepted = True
-            request.quiet_s = rules.QUIET_S
+            request.quiet_s = rules.UNHEARD_S
             self._actions.append(Deliver(request.id, Accepted()))
 
     def _retry(self, request: Request, error: EngineError) -> None:

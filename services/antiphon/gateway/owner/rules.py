@@ -14,9 +14,12 @@ from antiphon.wire.errors import (
 SUBMIT_PATIENCE_S = 5.0
 """How long a new request waits for any leader: a standby leads within 3 s."""
 QUIET_S = 2.0
-"""How long a leader's request may say nothing before the leader is asked for it again."""
-QUIET_MAX_S = 16.0
-"""The same for one that waits long: the pause doubles up to this."""
+"""How long an answer may fall silent before the leader is asked for it again."""
+UNHEARD_S = 8.0
+"""The same for one that has not begun. It may just wait for its turn: a leader that has accepted it
+forgets it only with its life, and the next leader is asked at once."""
+QUIET_MAX_S = 64.0
+"""The pause doubles up to this: 2,000 that wait would be asked for again every few milliseconds."""
 TOMBSTONE_S = 10.0
 """How long past the deadline a cancel is repeated."""
 PACE_S = 0.001
