@@ -54,12 +54,15 @@ class AnswerParser:
             reasoning: How thinking is marked; None: nothing is thinking.
             inside: Whether the answer begins as thinking: see `ReasoningFormat.begins_inside`.
         """
-        self._tools = tools
-        self._reasoning = reasoning
+        channels = reasoning.channels if reasoning else None
+        self._tools = tools or channels
+        # Where the two are one format, its reader of calls tells the thinking, too.
+        self._reasoning = None if channels else reasoning
         self._inside = inside
-        self._out = Output(offer, tools.call_id if tools else random_id)
+        call_id = tools.call_id if tools else random_id
+        self._out = Output(offer, call_id, separate_reasoning=reasoning is not None)
         self._calls = Machine(self._read_calls)
-        self._thinking = Machine(self._read_thinking) if reasoning else None
+        self._thinking = Machine(self._read_thinking) if self._reasoning else None
 
     @property
     def held(self) -> int:

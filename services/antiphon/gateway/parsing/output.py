@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 class Output:
     """The events of one answer, and the rules of which calls count."""
 
-    def __init__(self, offer: Offer, call_id: Callable[[str, int], str]) -> None:
+    def __init__(
+        self,
+        offer: Offer,
+        call_id: Callable[[str, int], str],
+        *,
+        separate_reasoning: bool = True,
+    ) -> None:
         """See `Offer` for the rules.
 
         Args:
             offer: The tools that may be called.
             call_id: Makes the id of a call from its name and its number in the conversation.
+            separate_reasoning: Whether thinking is told apart from the content.
         """
         self._offer = offer
         self._call_id = call_id
+        self._separate_reasoning = separate_reasoning
         self._events: list[Event] = []
         self._calls = 0
         self._open = False
@@ -53,7 +61,7 @@ class Output:
     def reasoning(self, text: str) -> None:
         """Tell a piece of thinking."""
         if text:
-            self._events.append(Reasoning(text))
+            self._events.append(Reasoning(text) if self._separate_reasoning else Content(text))
 
     def begin(self, name: str) -> Emit:
         """Begin a call; return what takes its arguments. A call that does not count is dropped."""

@@ -79,6 +79,8 @@ class Reader:
         self._text = ""
         self._at = 0
         self._ended = False
+        self.trimmed = ""
+        """The white space that was dropped before the last mark."""
         self._kept: list[str] | None = None
         self._kept_from = 0
 
@@ -127,6 +129,7 @@ class Reader:
             if found is not None:
                 end = found.start()
                 self._emit_to(self._trimmed(end) if marks.trim else end, emit)
+                self.trimmed = self._text[self._at : end]
                 self._at = found.end()
                 return found[0]
             if self._ended:

@@ -11,6 +11,7 @@ from antiphon.gateway.parsing.reader import TRIM_MAX, Emit, Marks, Steps
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.output import Output
     from antiphon.gateway.parsing.reader import Reader
+    from antiphon.gateway.parsing.tools.format import ToolFormat
 
 _WHITE = re.compile(r"[ \t\r\n]*")
 
@@ -28,6 +29,7 @@ class ReasoningFormat:
         switch: The template's setting that turns thinking on and off, if it has one.
         on: Whether the template thinks where that setting is not given.
         special: Whether the marks are special tokens: see `ToolFormat.special`.
+        channels: The format of calls that reads thinking, too, where the two are one.
     """
 
     names: tuple[str, ...]
@@ -37,6 +39,7 @@ class ReasoningFormat:
     switch: str | None = None
     on: bool = True
     special: bool = False
+    channels: ToolFormat | None = None
 
     def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
         """Whether an answer to this prompt begins as thinking.

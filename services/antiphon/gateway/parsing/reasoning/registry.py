@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reasoning import think
+from antiphon.gateway.parsing.reasoning import apertus, gpt_oss, kimi, mistral, think
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
 
-REASONING_FORMATS: tuple[ReasoningFormat, ...] = (think.DEEPSEEK_R1, think.QWEN3)
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    apertus.FORMAT,
+    gpt_oss.FORMAT,
+    kimi.FORMAT,
+    mistral.FORMAT,
+    think.ALWAYS,
+    think.ASKED,
+    think.KIMI_K2,
+    think.SWITCHED,
+)
 
 _BY_NAME = {name: format_ for format_ in REASONING_FORMATS for name in format_.names}
 

@@ -28,6 +28,8 @@ class Outcome(Enum):
     BROKEN = 1
     """It began, and ended incomplete."""
     DONE = 2
+    ENDED = 3
+    """Done, and the mark after it was read, too."""
 
 
 Body = Callable[[Reader, Output], Steps[Outcome]]
@@ -91,32 +93,35 @@ class ToolFormat:
     call_id: Callable[[str, int], str] = random_id
 
 
-def framed(begin: str, end: str, body: Body, around: Sequence[str] = ()) -> Read:
-    """Make a reader of text with calls in it, each one between two marks.
+def framed(begin: str, end: str | None, body: Body, around: Sequence[str] = ()) -> Read:
+    """Make a reader of text with calls in it, each one after a mark.
 
     Args:
         begin: The mark before each call.
-        end: The one after it. Between the call and this mark all is dropped.
+        end: The one after it, if there is one. Between the call and this mark all is dropped, and
+            so is what follows a broken call up to the next mark.
         body: Reads what is in between.
         around: Marks before the first call and after the last one; they are dropped.
     """
     begins = Marks(begin, *around, trim=True)
     later = Marks(begin, *around, trim_end=True)
-    ends = Marks(begin, end, *around)
+    ends = Marks(begin, *([end] if end else []), *around)
 
     def read(reader: Reader, out: Output) -> Steps[None]:
         following = begins
         mark = yield from reader.until(following, out.content)
         while mark is not None:
             if mark == begin:
-                reader.keep(mark)
-                if (yield from body(reader, out)) is Outcome.NOTHING:
+                reader.keep(reader.trimmed + mark)
+                outcome = yield from body(reader, out)
+                if outcome is Outcome.NOTHING:
                     out.content(reader.kept())
                 else:
                     following = later
-                    mark = yield from reader.until(ends, drop)
-                    if mark != end:
-                        continue
+                    if outcome is Outcome.BROKEN or (end and outcome is Outcome.DONE):
+                        mark = yield from reader.until(ends, drop)
+                        if mark != end:
+                            continue
             mark = yield from reader.until(following, out.content)
 
     return read

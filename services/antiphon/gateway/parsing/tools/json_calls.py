@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Steps
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Steps, drop
 from antiphon.gateway.parsing.tools import objects
 from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat
 
@@ -22,9 +22,12 @@ _WHITE = re.compile(r"[ \t\r\n]*")
 def _read(reader: Reader, out: Output) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
-    if (yield from objects.calls(reader, out, certain=False)) is Outcome.NOTHING:
+    outcome = yield from objects.likely_calls(reader, out)
+    if outcome is Outcome.NOTHING:
         out.content(reader.kept())
         yield from reader.rest(out.content)
+    elif outcome is Outcome.BROKEN:
+        yield from reader.rest(drop)
     else:
         yield from reader.until(AFTER_CALLS, out.content)
 

@@ -11,6 +11,7 @@ from antiphon.gateway.parsing.tools.format import Outcome
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.output import Output
     from antiphon.gateway.parsing.reader import Reader
+    from antiphon.gateway.parsing.tools.format import Body
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
@@ -27,12 +28,18 @@ def likely_call(reader: Reader, out: Output) -> Steps[Outcome]:
     return (yield from _Object(reader, out, certain=False).read())
 
 
-def calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
+def calls(reader: Reader, out: Output) -> Steps[Outcome]:
     """Read a list of calls, or one. If the first one is none, nothing is."""
-    one = call if certain else likely_call
-    yield from reader.space()
-    if not (yield from reader.starts("[")):
-        return (yield from one(reader, out))
+    return (yield from _calls(reader, out, call))
+
+
+def likely_calls(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read a list of calls, or one, which may be meant for the reader: see `likely_call`."""
+    return (yield from _calls(reader, out, likely_call))
+
+
+def calls_in_list(reader: Reader, out: Output, one: Body = call) -> Steps[Outcome]:
+    """Read a list of calls whose first bracket was read."""
     outcome = Outcome.NOTHING
     while True:
         yield from reader.space()
@@ -44,6 +51,13 @@ def calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
         if again is not Outcome.DONE:
             return Outcome.BROKEN if outcome is Outcome.DONE else again
         outcome = again
+
+
+def _calls(reader: Reader, out: Output, one: Body) -> Steps[Outcome]:
+    yield from reader.space()
+    if not (yield from reader.starts("[")):
+        return (yield from one(reader, out))
+    return (yield from calls_in_list(reader, out, one))
 
 
 class _Object:

@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.tools import hermes, json_calls
+from antiphon.gateway.parsing.tools import (
+    apertus,
+    deepseek,
+    deepseek_dsml,
+    dots,
+    glm,
+    gpt_oss,
+    hermes,
+    interns1,
+    json_calls,
+    kimi_k2,
+    llama3,
+    minimax_m2,
+    mistral,
+    pythonic,
+    qwen3_coder,
+    step3,
+)
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    apertus.FORMAT,
+    deepseek.V3,
+    deepseek.V31,
+    deepseek_dsml.V32,
+    deepseek_dsml.V4,
+    dots.FORMAT,
+    glm.GLM,
+    glm.IQUEST,
+    gpt_oss.FORMAT,
     hermes.FORMAT,
+    interns1.FORMAT,
     json_calls.FORMAT,
+    kimi_k2.FORMAT,
+    pythonic.LFM2,
+    llama3.FORMAT,
+    minimax_m2.FORMAT,
+    mistral.FORMAT,
+    pythonic.PYTHONIC,
+    qwen3_coder.FORMAT,
+    step3.FORMAT,
 )
 JSON_CALLS = json_calls.FORMAT
 """What a model is held to where calls are required and its own format has no `form`."""

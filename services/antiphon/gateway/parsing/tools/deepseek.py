@@ -1,0 +1,72 @@
+"""DeepSeek V3, R1 and V3.1: a name and JSON between tokens of their own."""
+
+# ruff: noqa: RUF001  # these bars are the letters of the marks
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing import json_text
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Reader, Steps
+
+_BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_NAME = re.compile(r"[^<`{\n]*")
+
+
+def _v3(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read the kind of call, always a function, then name and a fenced block of JSON."""
+    yield from reader.word(_NAME, NAME_MAX)
+    if not (yield from reader.starts(_SEPARATOR)):
+        return Outcome.NOTHING
+    name = (yield from reader.word(_NAME, NAME_MAX)).strip()
+    yield from reader.space()
+    yield from reader.starts("```json", "```\n")
+    return (yield from call(reader, out, name))
+
+
+def _v31(reader: Reader, out: Output) -> Steps[Outcome]:
+    name = (yield from reader.word(_NAME, NAME_MAX)).strip()
+    if not (yield from reader.starts(_SEPARATOR)):
+        return Outcome.NOTHING
+    return (yield from call(reader, out, name))
+
+
+def call(reader: Reader, out: Output, name: str) -> Steps[Outcome]:
+    """Read the JSON of a call whose name was read."""
+    yield from reader.space()
+    if not name or (yield from reader.peek()) != "{":
+        return Outcome.NOTHING
+    reader.forget()
+    sound = yield from json_text.value(reader, out.begin(name))
+    out.end(complete=sound)
+    return Outcome.DONE if sound else Outcome.BROKEN
+
+
+V3 = ToolFormat(
+    names=("deepseekv3",),
+    example=(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    read=framed(_BEGIN, _END, _v3, around=(_ALL_BEGIN, _ALL_END)),
+    marks=(_ALL_BEGIN, _BEGIN),
+    special=True,
+)
+V31 = ToolFormat(
+    names=("deepseekv31",),
+    example=(
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>"
+    ),
+    read=framed(_BEGIN, _END, _v31, around=(_ALL_BEGIN, _ALL_END)),
+    marks=(_ALL_BEGIN, _BEGIN),
+    special=True,
+)

@@ -1,0 +1,71 @@
+"""GLM, and who writes like it: a name, then keys and values in elements."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
+from antiphon.gateway.parsing.tools.format import Body, Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.values import Arguments
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.wire.schemas import Json
+
+_NAME = re.compile(r"[^<\n]*")
+_VALUE_END = Marks("</arg_value>")
+
+
+def _body(end: str) -> Body:
+    def body(reader: Reader, out: Output) -> Steps[Outcome]:
+        yield from reader.space()
+        name = (yield from reader.word(_NAME, NAME_MAX)).strip()
+        yield from reader.space()
+        # A name alone could be any text: it is a call if an argument or the end comes next.
+        mark = yield from reader.starts("<arg_key>", end)
+        if not name or mark is None:
+            return Outcome.NOTHING
+        reader.forget()
+        emit = out.begin(name)
+        complete = yield from _arguments(reader, emit, out.schema(name), mark, end)
+        out.end(complete=complete)
+        return Outcome.ENDED if complete else Outcome.BROKEN
+
+    return body
+
+
+def _arguments(reader: Reader, emit: Emit, schema: Json, mark: str | None, end: str) -> Steps[bool]:
+    written = Arguments(schema, emit)
+    while mark == "<arg_key>":
+        key = (yield from reader.word(_NAME, NAME_MAX)).strip()
+        if not (yield from reader.starts("</arg_key>")):
+            return False
+        yield from reader.space()
+        if not (yield from reader.starts("<arg_value>")):
+            return False
+        if not (yield from written.value(reader, key, _VALUE_END)):
+            return False
+        yield from reader.space()
+        mark = yield from reader.starts("<arg_key>", end)
+    if mark is None:
+        return False
+    written.close()
+    return True
+
+
+def _format(names: tuple[str, ...], begin: str, end: str) -> ToolFormat:
+    return ToolFormat(
+        names=names,
+        example=f"{begin}f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n{end}",
+        read=framed(begin, end, _body(end)),
+        marks=(begin,),
+        special=True,
+    )
+
+
+GLM = _format(
+    ("glm45", "glm", "glm47", "ling3", "poolside_v1", "spark25"), "<tool_call>", "</tool_call>"
+)
+IQUEST = _format(("iquest_q1",), "<iquest_tool_call>", "</iquest_tool_call>")

@@ -1,0 +1,64 @@
+"""Harmony, which gpt-oss writes: messages on channels, of which some are calls and one is thinking.
+
+The prompt has written `<|start|>assistant`, so an answer begins inside the head of a message.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing import json_text
+from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
+from antiphon.gateway.parsing.tools.format import ToolFormat
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_HEADS = Marks(_START, _CHANNEL, _MESSAGE)
+_BODY = Marks(_MESSAGE)
+_ENDS = Marks("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_WHITE = re.compile(r"[ ]*")
+
+
+def _read(reader: Reader, out: Output) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(_WHITE, 1)
+    mark = yield from reader.starts("to=", _CHANNEL, _START, _MESSAGE)
+    before = reader.kept()
+    if mark is None:
+        out.content(before)
+        mark = yield from reader.until(_HEADS, out.content)
+    while mark is not None:
+        head = [mark]
+        if mark != _MESSAGE and (yield from reader.until(_BODY, head.append)) is None:
+            out.content("".join(head))
+            return
+        mark = yield from _message(reader, out, "".join(head))
+        if mark not in (_START, _CHANNEL, None):
+            mark = yield from reader.until(_HEADS, out.content)
+
+
+def _message(reader: Reader, out: Output, head: str) -> Steps[str | None]:
+    """Read a message whose head was read; return the mark at its end."""
+    recipient = _RECIPIENT.search(head)
+    if recipient is not None:
+        emit = out.begin(recipient[1])
+        yield from reader.space()
+        sound = yield from json_text.value(reader, emit)
+        out.end(complete=sound)
+        return (yield from reader.until(_ENDS, drop))
+    channel = _CHANNEL_NAME.search(head)
+    thinks = channel is not None and channel[1] == "analysis"
+    return (yield from reader.until(_ENDS, out.reasoning if thinks else out.content))
+
+
+FORMAT = ToolFormat(
+    names=("gpt-oss",),
+    example=('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'),
+    read=_read,
+    special=True,
+)

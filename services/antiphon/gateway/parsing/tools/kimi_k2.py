@@ -1,0 +1,44 @@
+"""Kimi K2: an id that holds the name, and JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.tools.deepseek import call
+from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Reader, Steps
+
+_BEGIN, _END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_ALL_BEGIN, _ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_ID = re.compile(r"[^<{\n]*")
+
+
+def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+    yield from reader.space()
+    id_ = (yield from reader.word(_ID, NAME_MAX)).strip()
+    if not (yield from reader.starts("<|tool_call_argument_begin|>")):
+        return Outcome.NOTHING
+    return (yield from call(reader, out, re.sub(r":\d+$", "", id_).removeprefix("functions.")))
+
+
+def _id(name: str, number: int) -> str:
+    """The id that the model's template shows it: calls are counted in the whole conversation."""
+    return f"functions.{name}:{number}"
+
+
+FORMAT = ToolFormat(
+    names=("kimi_k2",),
+    example=(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    read=framed(_BEGIN, _END, _body, around=(_ALL_BEGIN, _ALL_END)),
+    marks=(_ALL_BEGIN, _BEGIN),
+    special=True,
+    call_id=_id,
+)

@@ -1,0 +1,66 @@
+"""Llama 3: JSON objects after a token, or as the whole of the answer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.reader import TRIM_MAX, Reader, Steps, drop
+from antiphon.gateway.parsing.tools import objects
+from antiphon.gateway.parsing.tools.format import Body, Outcome, ToolFormat, framed
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+
+_BEGIN = "<|python_tag|>"
+_WHITE = re.compile(r"[ \t\r\n]*")
+
+
+def _row(one: Body) -> Body:
+    """Make a reader of calls with semicolons between them."""
+
+    def body(reader: Reader, out: Output) -> Steps[Outcome]:
+        outcome = yield from one(reader, out)
+        while outcome is Outcome.DONE:
+            yield from reader.space()
+            if not (yield from reader.starts(";")):
+                return outcome
+            yield from reader.space()
+            if (yield from reader.peek()) != "{":
+                return outcome
+            outcome = yield from _next(reader, out)
+        return outcome
+
+    return body
+
+
+def _next(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read a call after others; what is none breaks the row."""
+    outcome = yield from objects.call(reader, out)
+    return Outcome.BROKEN if outcome is Outcome.NOTHING else outcome
+
+
+_bare = _row(objects.likely_call)
+_after_the_tag = framed(_BEGIN, None, _row(objects.call))
+
+
+def _read(reader: Reader, out: Output) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(_WHITE, TRIM_MAX)
+    outcome = yield from _bare(reader, out)
+    if outcome is Outcome.NOTHING:
+        out.content(reader.kept())
+    elif outcome is Outcome.BROKEN:
+        yield from reader.rest(drop)
+    yield from _after_the_tag(reader, out)
+
+
+FORMAT = ToolFormat(
+    names=("llama3",),
+    example=(
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    ),
+    read=_read,
+    marks=(_BEGIN,),
+    special=True,
+)

@@ -1,0 +1,113 @@
+"""Calls as Python writes them, in a list: Llama 4, Olmo and LFM2."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.python_text import literal
+from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Reader, Steps, drop
+from antiphon.gateway.parsing.tools import objects
+from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.values import quoted
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.reader import Emit
+
+_NAME = re.compile(r"[\w.\-]*")
+_KEY = re.compile(r"\w*")
+_WHITE = re.compile(r"[ \t\r\n]*")
+
+
+def _calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
+    """Read calls up to the closing bracket; the opening one was read.
+
+    Unless it is `certain` that these are calls, the first of them has to be of a known tool.
+    """
+    outcome = Outcome.NOTHING
+    while True:
+        yield from reader.space()
+        if (yield from reader.starts("]")):
+            return outcome
+        name = yield from reader.word(_NAME, NAME_MAX)
+        if not name or not (yield from reader.starts("(")):
+            return Outcome.BROKEN if outcome is Outcome.DONE else Outcome.NOTHING
+        if outcome is Outcome.NOTHING and not (certain or out.knows(name)):
+            return Outcome.NOTHING
+        reader.forget()
+        complete = yield from _arguments(reader, out.begin(name))
+        out.end(complete=complete)
+        if not complete:
+            return Outcome.BROKEN
+        outcome = Outcome.DONE
+        yield from reader.space()
+        yield from reader.starts(",")
+
+
+def _arguments(reader: Reader, emit: Emit) -> Steps[bool]:
+    emit("{")
+    between = ""
+    while True:
+        yield from reader.space()
+        if (yield from reader.starts(")")):
+            emit("}")
+            return True
+        key = yield from reader.word(_KEY, NAME_MAX)
+        yield from reader.space()
+        if not key or not (yield from reader.starts("=")):
+            return False
+        emit(f"{between}{quoted(key)}: ")
+        between = ", "
+        yield from reader.space()
+        if not (yield from literal(reader, emit)):
+            return False
+        yield from reader.space()
+        if not (yield from reader.starts(",")) and (yield from reader.peek()) != ")":
+            return False
+
+
+def _read(reader: Reader, out: Output) -> Steps[None]:
+    reader.keep()
+    yield from reader.word(_WHITE, TRIM_MAX)
+    framed_ = yield from reader.starts("<|python_start|>")
+    listed = yield from reader.starts("[")
+    outcome = Outcome.NOTHING
+    if listed:
+        outcome = yield from _calls(reader, out, certain=False)
+    if outcome is Outcome.NOTHING:
+        out.content(reader.kept())
+    if outcome is not Outcome.DONE:
+        yield from reader.rest(out.content if outcome is Outcome.NOTHING else drop)
+        return
+    if framed_:
+        yield from reader.space()
+        yield from reader.starts("<|python_end|>")
+    yield from reader.until(AFTER_CALLS, out.content)
+
+
+def _lfm2(reader: Reader, out: Output) -> Steps[Outcome]:
+    yield from reader.space()
+    if not (yield from reader.starts("[")):
+        return Outcome.NOTHING
+    yield from reader.space()
+    if (yield from reader.peek()) == "{":
+        return (yield from objects.calls_in_list(reader, out))
+    return (yield from _calls(reader, out, certain=True))
+
+
+PYTHONIC = ToolFormat(
+    names=("pythonic",),
+    example='[f(a=1), g(b="x")]',
+    read=_read,
+    special=True,
+)
+_LFM2_BEGIN, _LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+LFM2 = ToolFormat(
+    names=("lfm2",),
+    example="<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
+    read=framed(_LFM2_BEGIN, _LFM2_END, _lfm2),
+    marks=(_LFM2_BEGIN,),
+    special=True,
+)

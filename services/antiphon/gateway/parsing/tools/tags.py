@@ -1,0 +1,93 @@
+"""Calls written as elements, with an element for each argument."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing import json_text
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
+from antiphon.gateway.parsing.tools.format import Body, Outcome
+from antiphon.gateway.parsing.tools.values import Arguments
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.wire.schemas import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """How calls are written inside the mark before them and the mark after them.
+
+    Attributes:
+        call: What stands before a name and after it.
+        call_end: What stands after the arguments.
+        argument: What stands before the name of an argument and after it, in all ways that there
+            are, each with whether the value is a string, or JSON, or what the schema says.
+        argument_begin: What stands before the name of an argument.
+        argument_end: What stands after its value.
+        end: The mark after the calls.
+        lines: Whether a value may stand on lines of its own: then a line break after the mark
+            before it and one before the mark after it are not part of it.
+    """
+
+    call: tuple[str, str]
+    call_end: str
+    argument_begin: str
+    argument: tuple[tuple[str, bool | None], ...]
+    argument_end: str
+    end: str
+    lines: bool = True
+
+
+def tagged(tags: Tags) -> Body:
+    """Make a reader of one or several calls."""
+    stops = re.escape(tags.call[1][0] + ">\n")
+    name_letters = re.compile(f"[^{stops}]*")
+    values = Marks(*[f"\n{tags.argument_end}"] * tags.lines, tags.argument_end)
+
+    def body(reader: Reader, out: Output) -> Steps[Outcome]:
+        outcome = Outcome.NOTHING
+        while True:
+            yield from reader.space()
+            mark = yield from reader.starts(tags.call[0], tags.end)
+            if mark == tags.end and outcome is Outcome.DONE:
+                return Outcome.ENDED
+            if mark != tags.call[0]:
+                return outcome
+            name = yield from reader.word(name_letters, NAME_MAX)
+            if not name or not (yield from reader.starts(tags.call[1])):
+                return outcome
+            reader.forget()
+            complete = yield from arguments(reader, out.begin(name), out.schema(name))
+            out.end(complete=complete)
+            if not complete:
+                return Outcome.BROKEN
+            outcome = Outcome.DONE
+
+    def arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
+        yield from reader.space()
+        if (yield from reader.peek()) == "{":
+            sound = yield from json_text.value(reader, emit)
+            yield from reader.space()
+            return sound and (yield from reader.starts(tags.call_end)) is not None
+        written = Arguments(schema, emit)
+        while True:
+            yield from reader.space()
+            mark = yield from reader.starts(tags.argument_begin, tags.call_end)
+            if mark == tags.call_end:
+                written.close()
+                return True
+            name = yield from reader.word(name_letters, NAME_MAX)
+            after = yield from reader.starts(*(after for after, _ in tags.argument))
+            if mark is None or after is None:
+                return False
+            if tags.lines:
+                yield from reader.starts("\n")
+            text = dict(tags.argument)[after]
+            if not (yield from written.value(reader, name, values, text=text)):
+                return False
+
+    return body

@@ -1,0 +1,111 @@
+"""Arguments written as text between marks, told as JSON by the schema of the tool.
+
+What may be nothing but a string is told as it comes in. Anything else has to be whole before it is
+known what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.parsing.tools.format import schema_of
+from antiphon.gateway.parsing.tools.schema import TYPES, types_of
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
+    from antiphon.wire.schemas import Json
+
+_STRING = frozenset({"string"})
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NULLS = frozenset({"null", "none"})
+
+
+class Arguments:
+    """Writes an object, one argument after another."""
+
+    def __init__(self, schema: Json, emit: Emit) -> None:
+        self._schema = schema
+        self._emit = emit
+        self._begun = False
+
+    def value(
+        self, reader: Reader, name: str, ends: Marks, *, text: bool | None = None
+    ) -> Steps[bool]:
+        """Read a value up to one of the marks and tell it; False if it is cut off.
+
+        Args:
+            reader: Where it comes from.
+            name: Of the argument.
+            ends: What ends it.
+            text: Whether it is a string or JSON; None: as the schema says.
+        """
+        self._emit(f"{', ' if self._begun else '{'}{quoted(name)}: ")
+        self._begun = True
+        types = _types(schema_of(self._schema, name), text=text)
+        if types == _STRING:
+            return (yield from self._string(reader, ends))
+        parts: list[str] = []
+        if (yield from reader.until(ends, parts.append)) is None:
+            return False
+        self._emit(converted("".join(parts), types))
+        return True
+
+    def close(self) -> None:
+        """End the object."""
+        self._emit("}" if self._begun else "{}")
+
+    def _string(self, reader: Reader, ends: Marks) -> Steps[bool]:
+        self._emit('"')
+        mark = yield from reader.until(ends, lambda part: self._emit(escaped(part)))
+        if mark is None:
+            return False
+        self._emit('"')
+        return True
+
+
+def converted(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value of one of these types; of a string where it is nothing else."""
+    word = text.strip()
+    lower = word.lower()
+    if "boolean" in types and lower in {"true", "false"}:
+        return lower
+    if "null" in types and lower in _NULLS:
+        return "null"
+    if "number" in types and _NUMBER.fullmatch(word):
+        return word
+    if "integer" in types and _INTEGER.fullmatch(word):
+        return word
+    if types & {"object", "array"} and word[:1] in {"{", "["} and _is_json(word):
+        return word
+    if types == TYPES and word[:1] == '"' and _is_json(word):
+        return word
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """The text as a JSON string."""
+    return f'"{escaped(text)}"'
+
+
+def escaped(text: str) -> str:
+    """The text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _types(schema: Json, *, text: bool | None) -> frozenset[str]:
+    if text is None:
+        return types_of(schema)
+    return _STRING if text else TYPES
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,88 @@
+"""Thinking is told apart from the answer, wherever the prompt left it."""
+
+from __future__ import annotations
+
+import pytest
+
+from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.events import Parsed
+from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
+from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.wire.errors import InvalidRequest
+
+FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in REASONING_FORMATS]
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def read(name: str | None, text: str, *, inside: bool = False, tools: str | None = None) -> Parsed:
+    made = AnswerParser(
+        reasoning=reasoning_format(name) if name else None,
+        inside=inside,
+        tools=tool_format(tools) if tools else None,
+        offer=Offer(schemas={"f": {}}),
+    )
+    return parse(made, list(text))
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_thinking_and_answer_come_apart(format_):
+    text = f"{format_.begin}\nSo it is.\n{format_.end}"
+    if format_.names[0] == "gpt-oss":
+        text = f"{format_.begin}So it is.{format_.end}<|start|>assistant<|channel|>final<|message|>"
+    assert read(format_.names[0], text + "Yes.") == Parsed(content="Yes.", reasoning="So it is.")
+
+
+def test_an_answer_that_begins_inside_needs_no_mark_and_bears_one():
+    assert read("deepseek-r1", "So.</think>Yes.", inside=True).reasoning == "So."
+    assert read("deepseek-r1", "<think>So.</think>Yes.", inside=True).reasoning == "So."
+
+
+def test_an_answer_without_thinking_is_content():
+    assert read("qwen3", "\nYes, <think> is a mark.") == Parsed(content="\nYes, <think> is a mark.")
+
+
+def test_thinking_that_does_not_end_is_thinking():
+    assert read("qwen3", "<think>So it </thin") == Parsed(reasoning="So it </thin")
+
+
+def test_without_a_format_thinking_stays_in_the_content():
+    text = "<think>So.</think>Yes."
+    assert read(None, text) == Parsed(content=text)
+    harmony = (
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Y"
+    )
+    assert read(None, harmony, tools="gpt-oss") == Parsed(content="So.Y")
+    assert read("gpt-oss", harmony) == Parsed(content="Y", reasoning="So.")
+
+
+def test_a_call_ends_thinking():
+    parsed = read("qwen3", f"<think>\nI call.\n{CALL}", tools="hermes")
+    assert parsed.reasoning == "I call."
+    assert [call.name for call in parsed.calls] == ["f"]
+
+
+def test_a_call_in_thinking_is_thinking_when_no_calls_are_read():
+    assert read("qwen3", f"<think>{CALL}</think>Yes.") == Parsed(content="Yes.", reasoning=CALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_end", "thinking", "inside"),
+    [
+        ("qwen3", "<|im_start|>assistant\n<think>\n", None, True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None, False),
+        ("deepseek-r1", "<think>\n\n</think>\n\n", None, False),
+        ("qwen3", "<|im_start|>assistant\n", None, False),
+        ("qwen3", None, None, False),
+        ("deepseek-r1", "assistant: ", None, True),
+        ("deepseek-r1", None, None, True),
+        ("qwen3-thinking", None, False, False),
+    ],
+)
+def test_where_an_answer_begins_is_seen_in_its_prompt(name, prompt_end, thinking, inside):
+    assert reasoning_format(name).begins_inside(prompt_end, thinking=thinking) is inside
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(InvalidRequest, match="there is no reasoning parser 'x'; there are apertus"):
+        reasoning_format("x")
