@@ -83,6 +83,7 @@ bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle ma
 docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.config.reference
 	$(BIN)/python -m antiphon.bus.reference
+	$(BIN)/python -m antiphon.gateway.http.reference
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
 
 up:  ## Build and start the compose stack; its passwords are made the first time

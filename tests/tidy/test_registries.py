@@ -9,6 +9,7 @@ import pytest
 from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference
 from antiphon.config.fields import groups
+from antiphon.gateway.http import reference as http_reference
 from antiphon.wire.base import Role
 from antiphon.wire.routes import CLIENT, ROUTES, Spread
 
@@ -51,3 +52,4 @@ def test_every_setting_has_help_and_a_default():
 def test_generated_pages_are_current():
     assert (ROOT / config_reference.PAGE).read_text() == config_reference.page()
     assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
+    assert http_reference.PAGE.read_text() == http_reference.page()

@@ -72,7 +72,16 @@ from antiphon.wire.submit import (
     SubmitRequest,
 )
 from antiphon.wire.text import ChoicePlace, ResumeText, TextBatch, TextResumed, TextRow
-from antiphon.wire.tokenize import ChatMessage, EncodeReply, EncodeRequest, SamplingDefaults
+from antiphon.wire.tokenize import (
+    ChatMessage,
+    DecodeReply,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    MessageToolCall,
+    SamplingDefaults,
+    TemplateParams,
+)
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
 MODEL = ModelName("antiphon-small")
@@ -91,7 +100,11 @@ TERM = Term(number=7, scheduler=SCHEDULER)
 FIRST = Attempt(term=TERM, n=1)
 SECOND = Attempt(term=TERM, n=2)
 STOP = StopStrings(
-    strings=("\n\n", "END"), include=True, skip_special_tokens=False, token_texts=True
+    strings=("\n\n", "END"),
+    patterns=("[0-9]{3}",),
+    include=True,
+    skip_special_tokens=False,
+    token_texts=True,
 )
 PROCESSORS = (
     DisallowTokens(token_ids=(5, 6)),
@@ -100,7 +113,9 @@ PROCESSORS = (
     ThinkingBudget(tokens_max=128, begin_id=30, closing_ids=(31, 32)),
 )
 GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="[a-z]+", begins_after=(31, 32))
-DETAIL_PARAMS = DetailParams(logprobs=True, top=2, named_ids=(4, 5), hidden=True, prompt_start=3)
+DETAIL_PARAMS = DetailParams(
+    ids=True, logprobs=True, top=2, named_ids=(4, 5), hidden=True, prompt_start=3
+)
 DETAILS = TokenDetails(
     count=2,
     token_ids=pack_ids((7, 70_000)),
@@ -147,7 +162,14 @@ CLAIM = Claim(
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 CHAT = (
     ChatMessage(role="system", content="Answer shortly.", name="house"),
-    ChatMessage(role="user", content="Grüße, 世界 👋", name="Ada"),
+    ChatMessage(
+        role="tool",
+        content="Grüße, 世界 👋",
+        name="Ada",
+        reasoning_content="hm",
+        tool_calls=(MessageToolCall(id="call_1", name="look", arguments='{"at": "Rome"}'),),
+        tool_call_id="call_1",
+    ),
 )
 
 EVERY: tuple[Message, ...] = (
@@ -172,8 +194,15 @@ EVERY: tuple[Message, ...] = (
         n=2,
         seed=-42,
         stop=("\n\n",),
+        stop_regex=("[0-9]{3}",),
         stop_token_ids=(2,),
         ignore_eos=True,
+        no_stop_trim=True,
+        skip_special_tokens=False,
+        continue_final_message=True,
+        tools='[{"type": "function"}]',
+        chat_template_kwargs='{"thinking": false}',
+        priority=-3,
         details=DETAIL_PARAMS,
         token_texts=True,
         stream=False,
@@ -209,9 +238,22 @@ EVERY: tuple[Message, ...] = (
         messages=CHAT,
         prompt="Once upon",
         continue_final_message=True,
+        template=TemplateParams(
+            generation_prompt=False, tools='[{"type": "function"}]', options='{"thinking": false}'
+        ),
+        special_tokens=False,
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
+    DecodeRequest(
+        request_id=REQUEST,
+        model=MODEL,
+        token_ids=(pack_ids((1, 2)), pack_ids((70_000,))),
+        skip_special_tokens=False,
+        deadline_unix_ms=DEADLINE,
+        traceparent=TRACE,
+    ),
+    DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
     EncodeReply(
         request_id=REQUEST,
         token_ids=pack_ids((1, 2, 70_000)),

@@ -47,7 +47,7 @@ class Choice:
         self.end: End | None = None
         self._details = DetailStore(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
-        self._scanner = StopScanner(stop.strings, stop.include)
+        self._scanner = StopScanner(stop.strings, stop.include, stop.patterns)
         self._text = bytearray()
 
     @property

@@ -1,25 +1,31 @@
-"""Stop strings, found across the borders of tokens, with no letter of one shown too early."""
+"""Stop strings and patterns, found across the borders of tokens, with no letter shown too early."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from antiphon.wire.patterns import Follower, automaton
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string was found. `text` is what may still be shown before the end."""
+    """A stop was found. `text` is what may still be shown before the end."""
 
     stop: str
     text: str
 
 
 class StopScanner:
-    """Holds back text that may be the beginning of a stop string, until it is or is not one."""
+    """Holds back text that may be the beginning of a stop, until it is or is not one."""
 
-    def __init__(self, strings: tuple[str, ...], include: bool) -> None:
+    def __init__(
+        self, strings: tuple[str, ...], include: bool, patterns: tuple[str, ...] = ()
+    ) -> None:
         self._strings = strings
+        self._patterns = tuple((pattern, Follower(automaton(pattern))) for pattern in patterns)
         self._include = include
         self._held = ""
+        self._held_at = 0  # where it begins in the whole text
 
     @property
     def holds(self) -> bool:
@@ -29,27 +35,42 @@ class StopScanner:
     def push(self, text: str) -> str | Match:
         """Take more text; return what may be shown, or the earliest match.
 
-        Of two strings that begin at the same place, the one named first in the request wins.
+        Of two stops that begin at the same place, the one named first in the request wins, and a
+        string before a pattern.
         """
+        places = self._matches(text)
         text = self._held + text
-        places = ((text.find(stop), order) for order, stop in enumerate(self._strings))
-        found = min(
-            ((at, order) for at, order in places if at >= 0),
-            default=None,
-        )
-        if found is not None:
-            at, order = found
-            stop = self._strings[order]
+        places = [*self._found(text), *places]
+        if places:
+            start, end, stop = min(places, key=lambda place: place[0])
             self._held = ""
-            return Match(stop, text[: at + len(stop)] if self._include else text[:at])
+            return Match(stop, text[: end if self._include else start])
         held = max((_overlap(text, stop) for stop in self._strings), default=0)
+        end_at = self._held_at + len(text)
+        begun = (end_at - follower.held_from for _, follower in self._patterns)
+        held = max(held, *begun, 0)
         self._held = text[len(text) - held :]
+        self._held_at = end_at - held
         return text[: len(text) - held]
 
     def flush(self) -> str:
         """Return what was held back: the choice has ended and nothing can complete it."""
         held, self._held = self._held, ""
         return held
+
+    def _found(self, text: str) -> list[tuple[int, int, str]]:
+        """The first place of each string, as (start, end, string)."""
+        places = ((text.find(stop), stop) for stop in self._strings)
+        return [(at, at + len(stop), stop) for at, stop in places if at >= 0]
+
+    def _matches(self, text: str) -> list[tuple[int, int, str]]:
+        """Each pattern that has come true, as (start, end, pattern) in what is held and `text`."""
+        matches = ((follower.push(text), pattern) for pattern, follower in self._patterns)
+        return [
+            (place[0] - self._held_at, place[1] - self._held_at, pattern)
+            for place, pattern in matches
+            if place is not None
+        ]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from antiphon.wire.grammar import Grammar
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
+from antiphon.wire.patterns import automaton
 from antiphon.wire.processors import LogitProcessor
 from antiphon.wire.sampling import DetailParams, StopStrings
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +40,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         door: The API it came by, for logs.
+        template: What the chat template gets beside the messages.
+        special_tokens: Whether a prompt of text gets those of the tokenizer.
         model: None takes the one that is served.
         tokens_max: What the client said; `tokens_field` is what it called that.
+        grammar_field: What the client called the form of its answer.
         tokens_default: In place of what it did not say; None fills the context.
         choices: How many answers.
         model_defaults: Whether the model's generation config comes before OpenAI's defaults.
@@ -52,14 +57,39 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     continue_final_message: bool = False
+    template: TemplateParams = TemplateParams()
+    special_tokens: bool = True
     tokens_max: int | None = None
     tokens_field: str = "max_tokens"
     tokens_default: int | None = None
     choices: int = 1
     sampling: Sampling = Sampling()
+    grammar_field: str = "grammar"
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
+    priority: int = 0
     tenant: TenantId = DEFAULT_TENANT
     key: ClientKey | None = None
     timeout_s: float | None = None
     traceparent: str | None = None
+
+
+def check(ask: Ask) -> None:
+    """Refuse what cannot be served whatever the model, for every door alike.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    if ask.continue_final_message:
+        last = ask.messages[-1] if ask.messages else None
+        if last is None or last.role != "assistant":
+            raise InvalidRequest(
+                "continue_final_message needs a last message of the assistant",
+                param="continue_final_message",
+            )
+    for pattern in ask.stop.patterns:
+        automaton(pattern)
+    grammar = ask.sampling.grammar
+    if grammar is not None and len(grammar.text) > GRAMMAR_TEXT_MAX:
+        text = f"{ask.grammar_field} is longer than {GRAMMAR_TEXT_MAX} characters"
+        raise InvalidRequest(text, param=ask.grammar_field)

@@ -84,6 +84,15 @@ class Driver:
         if stream.ended is None:
             self._apply(self._owner.cancel(stream.submit.request_id, error))
 
+    def streams(self) -> tuple[Stream, ...]:
+        """Those that have not ended."""
+        return tuple(self._streams.values())
+
+    def abort(self, stream: Stream) -> None:
+        """End each choice of a request with `abort`, and the request well."""
+        if stream.ended is None:
+            self._apply(self._owner.abort(stream.submit.request_id))
+
     async def idle(self) -> None:
         """Return when nothing is open. The caller bounds it."""
         await self._idle.wait()

@@ -16,10 +16,12 @@ from antiphon.wire.errors import (
     Unavailable,
 )
 from antiphon.wire.ids import new_request_id
-from antiphon.wire.routes import TOKENIZE
-from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+from antiphon.wire.routes import DECODE, TOKENIZE
+from antiphon.wire.tokenize import DecodeRequest, EncodeReply, EncodeRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.gateway.ask import Ask
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
@@ -28,6 +30,7 @@ PATIENCE_S = 5.0
 """How long a request waits for any tokenizer to be there."""
 _WAIT_MAX_S = 30.0
 _CARD_WAIT_S = 5.0
+_DECODE_S = 10.0
 
 
 class TokenizerCalls:
@@ -58,11 +61,37 @@ class TokenizerCalls:
             messages=ask.messages,
             prompt=ask.prompt,
             continue_final_message=ask.continue_final_message,
+            template=ask.template,
+            special_tokens=ask.special_tokens,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
         )
         self._card = await self._hedged(request, PATIENCE_S)
         return self._card
+
+    async def decode(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> tuple[str, ...]:
+        """Write each row of ids as text.
+
+        Raises:
+            InvalidRequest: An id is not in the vocabulary.
+            EngineError: No tokenizer answered in time.
+        """
+        request = DecodeRequest(
+            request_id=new_request_id(),
+            model=self._model,
+            token_ids=tuple(map(pack_ids, rows)),
+            skip_special_tokens=skip_special_tokens,
+            deadline_unix_ms=deadline_in(_DECODE_S, self._runtime.clock),
+        )
+        try:
+            reply = await self._runtime.bus.call(
+                DECODE, request, timeout_s=_DECODE_S, model=self._model
+            )
+        except EngineError as error:
+            raise _plain(error) from error
+        return reply.texts
 
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
         """Return what the tokenizers say of the model, whatever was encoded with it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.ask import check
 from antiphon.gateway.sampling import answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
@@ -68,9 +69,23 @@ class Entrance:
         with self._metrics.refusals():
             if ask.model is not None and ask.model != self._model:
                 raise UnknownModel.of(ask.model)
+            check(ask)
             self._check_room()
             with self._holding(ask):
                 return await self._enter(ask, new_request_id())
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing: no request that enters, and no name."""
+        return not (self._entering or self._names)
+
+    def live(self) -> tuple[Stream, ...]:
+        """The requests that have not ended."""
+        return self._driver.streams()
+
+    def abort(self, stream: Stream) -> None:
+        """End a request as aborted: its client hears so, and is told no more."""
+        self._driver.abort(stream)
 
     def leave(self, stream: Stream) -> None:
         """Free the request's name, and cancel it unless it has ended."""
@@ -157,6 +172,7 @@ class Entrance:
             choices=ask.choices,
             sampling=sampling,
             stop=ask.stop,
+            priority=ask.priority,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
         )

@@ -112,9 +112,10 @@ def _bias(said: Mapping[int, float]) -> LogitBias | None:
 
 def _details(said: DetailParams | None) -> DetailParams | None:
     """What is wanted; None where that is nothing."""
-    if said is None or not (said.logprobs or said.top or said.named_ids or said.hidden):
+    if said is None:
         return None
-    return said
+    wanted = said.ids or said.logprobs or said.top or said.named_ids or said.hidden
+    return said if wanted else None
 
 
 def _prompt_field(ask: Ask) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.driver import Driver
 from antiphon.gateway.encode import TokenizerCalls
 from antiphon.gateway.entrance import Entrance
-from antiphon.gateway.http.completions import Completions
-from antiphon.gateway.http.models import Models
+from antiphon.gateway.http.doors import operations
+from antiphon.gateway.http.operation import routes
 from antiphon.gateway.http.server import http_server
 from antiphon.gateway.metrics import GatewayMetrics
 from antiphon.gateway.nats.generate import Generations
@@ -52,16 +52,12 @@ class GatewayService:
         owner = Owner(runtime.process, self._model, runtime.clock, limits)
         self._driver = driver = Driver(owner, runtime, self._model, metrics)
         tokenizers = TokenizerCalls(runtime, self._model)
-        entrance = Entrance(runtime, self._model, driver, tokenizers, metrics)
+        self._entrance = entrance = Entrance(runtime, self._model, driver, tokenizers, metrics)
         self._generations = Generations(runtime, self._model, entrance, driver, metrics)
-        completions = Completions(entrance, driver, metrics, self._model, gateway.body_bytes_max)
+        served = operations(runtime, self._model, entrance, driver, tokenizers, metrics)
         metrics.watch_open(lambda: driver.open_count)
-        routes = (
-            *completions.routes(),
-            *Models(runtime, self._model, tokenizers).routes(),
-            *probe_routes(runtime.health, runtime.metrics),
-        )
-        async with http_server(gateway.host, gateway.port, routes) as self.port:
+        paths = (*routes(served), *probe_routes(runtime.health, runtime.metrics))
+        async with http_server(gateway.host, gateway.port, paths) as self.port:
             driver.start()
             try:
                 yield

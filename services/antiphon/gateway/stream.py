@@ -17,6 +17,26 @@ if TYPE_CHECKING:
     from antiphon.wire.submit import SubmitRequest
 
 
+class Bell:
+    """Rung when there is something to take; waited for by one reader, of one stream or more."""
+
+    def __init__(self) -> None:
+        self._reader: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Wake the reader, if it waits."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until it rings. Needs no deadline: the owner ends each request at its own."""
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+
 class Stream:
     """Bounded by the owner, which ends a request whose text is not read.
 
@@ -26,6 +46,7 @@ class Stream:
         door: By which API it came.
         came_at: When, by the gateway's clock; so are `opened_at` (encoded and submitted),
             `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
+        bell: Rung by each event; a reader of several streams gives them one.
         ended: The terminal, once it was put.
         reason: Why the last choice finished.
         on_end: Called when the terminal is put, whether or not anybody reads.
@@ -53,8 +74,8 @@ class Stream:
         self.ended: Ended | None = None
         self.reason: FinishReason | None = None
         self.on_end: Callable[[], None] | None = None
+        self.bell = Bell()
         self._events: list[StreamEvent] = []
-        self._reader: asyncio.Future[None] | None = None
 
     @property
     def waiting(self) -> bool:
@@ -78,20 +99,12 @@ class Stream:
                 if self.on_end is not None:
                     self.on_end()
         self._events.append(event)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self.bell.ring()
 
     async def take(self) -> list[StreamEvent]:
-        """Wait for events and take all there are, in order. The last one ever is `Ended`.
-
-        Needs no deadline of its own: the owner ends each request at its deadline.
-        """
-        if not self._events:
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+        """Wait for events and take all there are, in order. The last one ever is `Ended`."""
+        while not self._events:
+            await self.bell.wait()
         return self.rest()
 
     def rest(self) -> list[StreamEvent]:

@@ -359,7 +359,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
 def _row_bytes(row: TokenRow) -> int:
     if row.stream is None and row.details is None:
         return _ROW_BYTES + len(row.token_ids)
-    strings = row.stream.stop.strings if row.stream is not None else ()
+    strings = row.stream.stop.texts if row.stream is not None else ()
     details = 0 if row.details is None else row.details.size_bytes
     texts = sum(len(string.encode()) for string in strings)
     return _ROW_BYTES + len(row.token_ids) + details + texts

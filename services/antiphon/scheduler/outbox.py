@@ -109,7 +109,7 @@ def command_bytes(command: Command) -> int:
     """Estimate a command's size on the wire, from above."""
     if not isinstance(command, Admit):
         return ENVELOPE_BYTES
-    return admit_bytes(command.prompt_ids, command.stop.strings, command.sampling)
+    return admit_bytes(command.prompt_ids, command.stop.texts, command.sampling)
 
 
 def admit_bytes(prompt_ids: bytes, stop: tuple[str, ...], sampling: SamplingParams) -> int:

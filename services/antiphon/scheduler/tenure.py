@@ -275,7 +275,7 @@ class Tenure:
 
     def _refuse_excess(self, request: SubmitRequest) -> None:
         bytes_max = self._rules.payload_bytes_max
-        size_bytes = admit_bytes(request.prompt_ids, request.stop.strings, request.sampling)
+        size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
         if size_bytes > bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
         if self.queue.full:

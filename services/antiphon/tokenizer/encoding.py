@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import block_digests
 from antiphon.wire.errors import EngineError, InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.tokenizer.vocabulary import Vocabulary
-    from antiphon.wire.tokenize import ChatMessage
+    from antiphon.wire.tokenize import ChatMessage, DecodeRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Text:
     messages: tuple[ChatMessage, ...] | None
     prompt: str | None
     continue_final: bool = False
+    template: TemplateParams = field(default_factory=TemplateParams)
+    special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class TextEncoder:
         except UnicodeEncodeError as error:
             return InvalidRequest(f"the text is not valid Unicode: {error}")
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
-        plain = text.messages is None
+        plain = text.messages is None and text.special_tokens
         encoding = self._vocabulary.tokenizer.encode(written, add_special_tokens=plain)
         token_ids = pack_ids(encoding.ids)
         return Encoded(token_ids, block_digests(self._root, token_ids))
@@ -76,4 +79,22 @@ class TextEncoder:
                 "this model has no chat template; send a prompt, or set model.chat_template",
                 param="messages",
             )
-        return template.render(text.messages, continue_final=text.continue_final)
+        return template.render(text.messages, text.template, continue_final=text.continue_final)
+
+
+def decode(vocabulary: Vocabulary, request: DecodeRequest) -> tuple[str, ...]:
+    """Write each row of ids as text. Called in a thread.
+
+    Raises:
+        InvalidRequest: An id is not in the vocabulary.
+    """
+    rows = [list(unpack_ids(row)) for row in request.token_ids]
+    highest = max((token_id for row in rows for token_id in row), default=0)
+    if highest >= vocabulary.size:
+        raise InvalidRequest(
+            f"there is no token {highest}; the vocabulary ends at {vocabulary.size - 1}",
+            param="tokens",
+        )
+    return tuple(
+        vocabulary.tokenizer.decode_batch(rows, skip_special_tokens=request.skip_special_tokens)
+    )

@@ -15,13 +15,19 @@ from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.batcher import Batcher
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder, decode
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace
 from antiphon.wire.errors import PromptTooLong
-from antiphon.wire.routes import TOKENIZE
-from antiphon.wire.tokenize import EncodeReply, EncodeRequest, SamplingDefaults
+from antiphon.wire.routes import DECODE, TOKENIZE
+from antiphon.wire.tokenize import (
+    DecodeReply,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    SamplingDefaults,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -49,7 +55,9 @@ class TokenizerService:
         files = await asyncio.to_thread(model_files, settings, weights=False)
         self._card = read_card(files)
         folder = await asyncio.to_thread(tokenizer_folder, settings)
-        words = await asyncio.to_thread(vocabulary.read, folder, settings.model.chat_template)
+        self._vocabulary = words = await asyncio.to_thread(
+            vocabulary.read, folder, settings.model.chat_template
+        )
         root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
         encoder = TextEncoder(words, root, settings.tokenizer.text_bytes_max)
         threads = settings.tokenizer.threads
@@ -57,13 +65,18 @@ class TokenizerService:
             self._batcher = Batcher[Text, Encoded](
                 encoder.encode, executor, settings.tokenizer.batch_max
             )
+            self._executor = executor
             for _ in range(threads):
                 runtime.group.create_task(self._batcher.run())
             yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Encoding, for whichever gateway asks."""
-        return (Answer(route=TOKENIZE, handler=self._encode, address={"model": self._model}),)
+        """Encoding and decoding, for whichever gateway asks."""
+        address = {"model": self._model}
+        return (
+            Answer(route=TOKENIZE, handler=self._encode, address=address),
+            Answer(route=DECODE, handler=self._decode, address=address),
+        )
 
     def model(self) -> ModelName | None:
         """The model whose tokens it knows."""
@@ -78,7 +91,13 @@ class TokenizerService:
 
     async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
         check(request.deadline_unix_ms, self._runtime.clock)
-        text = Text(request.messages, request.prompt, request.continue_final_message)
+        text = Text(
+            request.messages,
+            request.prompt,
+            request.continue_final_message,
+            request.template,
+            request.special_tokens,
+        )
         self._in_flight += 1
         try:
             with span("tokenize", request.traceparent):
@@ -103,6 +122,18 @@ class TokenizerService:
             context_tokens=context_tokens,
             defaults=_defaults(card),
         )
+
+    async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:
+        check(request.deadline_unix_ms, self._runtime.clock)
+        self._in_flight += 1
+        try:
+            with span("detokenize", request.traceparent):
+                texts = await asyncio.get_running_loop().run_in_executor(
+                    self._executor, decode, self._vocabulary, request
+                )
+        finally:
+            self._in_flight -= 1
+        return DecodeReply(request_id=request.request_id, texts=texts)
 
 
 def _defaults(card: ModelCard) -> SamplingDefaults:

@@ -18,6 +18,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from antiphon.wire.tokenize import ChatMessage
 
+_PLAIN = TemplateParams()
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -68,7 +70,13 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[ChatMessage], *, continue_final: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        params: TemplateParams = _PLAIN,
+        *,
+        continue_final: bool,
+    ) -> str:
         """Write the conversation, up to where the assistant's answer begins.
 
         With `continue_final` the last message is the beginning of the answer, and nothing that
@@ -77,22 +85,67 @@ class ChatTemplate:
         Raises:
             InvalidRequest: The template refuses these messages, or does not show the last one.
         """
-        turns = [_plain(message) for message in messages]
+        variables = _options(params.options) | {
+            "messages": [_plain(message) for message in messages],
+            "tools": _tools(params.tools),
+            "add_generation_prompt": params.generation_prompt and not continue_final,
+            "raise_exception": _raise,
+            "strftime_now": _strftime_now,
+            **self._special_tokens,
+        }
         try:
-            text = self._template.render(
-                messages=turns,
-                add_generation_prompt=not continue_final,
-                raise_exception=_raise,
-                strftime_now=_strftime_now,
-                **self._special_tokens,
-            )
+            text = self._template.render(variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from error
         return _cut_after(text, messages[-1].content) if continue_final else text
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    return cast("dict[str, str]", msgspec.to_builtins(message))
+def _plain(message: ChatMessage) -> dict[str, object]:
+    """A turn as templates read it: calls have the form of the OpenAI API, arguments as values."""
+    plain = cast("dict[str, object]", msgspec.to_builtins(message))
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str) -> object:
+    try:
+        return _read(text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            f"the arguments of a tool call are not JSON: {error}", param="messages"
+        ) from error
+
+
+def _tools(text: str | None) -> object:
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=list[dict[str, object]]) or None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"tools: {error}", param="tools") from error
+
+
+def _options(text: str | None) -> dict[str, object]:
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"chat_template_kwargs: {error}", param="chat_template_kwargs"
+        ) from error
+
+
+def _read(text: str) -> object:
+    return msgspec.json.decode(text)
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -58,8 +58,15 @@ class AskOptions(TypedDict, total=False):
     grammar: Grammar
     seed: int
     stop: tuple[str, ...]
+    stop_regex: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    no_stop_trim: bool
+    skip_special_tokens: bool
+    continue_final_message: bool
+    tools: str
+    chat_template_kwargs: str
+    priority: int
     details: DetailParams
     token_texts: bool
 

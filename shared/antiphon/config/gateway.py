@@ -19,6 +19,12 @@ class GatewayConfig(Config):
         Bytes, Help("Most text that waits for a slow reader; then its request ends.")
     ] = 1024 * 1024
     request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
+    cache_report: Annotated[
+        bool, Help("Whether the usage of an answer names the prompt tokens found in the cache.")
+    ] = False
+    stream_output: Annotated[
+        bool, Help("Whether a stream of /generate tells what is new, not all so far.")
+    ] = False
     encode_hedge_s: Annotated[
         Seconds, Help("Pause before a second tokenizer is asked the same.")
     ] = 0.1

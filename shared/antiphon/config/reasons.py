@@ -21,7 +21,6 @@ REASONS: Mapping[str, str] = {
     # Refused.
     "backends": "the worker has one implementation of each operation, in torch on the CPU",
     "cache_dtype": "the cache has the number format of the model",
-    "cache_report": "the usage of an answer does not name its cached tokens yet",
     "completion_template": "prompts of /v1/completions are taken as they are",
     "decode_steps": "the worker decides after each step what the next one runs",
     "delete": "a model folder is never changed",
@@ -71,7 +70,6 @@ REASONS: Mapping[str, str] = {
     "sparse": "sparse attention is not built yet",
     "speculative": "speculative decoding is not built yet",
     "step_log": "steps are counted by metrics, not logged",
-    "stream_output": "it changes SGLang's own /generate, which is not built yet",
     "template_name": "a tokenizer has one template here; give another by --chat-template",
     "tensor": "tensor parallelism is not built yet",
     "time_log": "times are metrics and spans, not log lines",

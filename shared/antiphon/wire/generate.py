@@ -24,9 +24,11 @@ from antiphon.wire.sampling import (
     AdditivePenalty,
     DetailParams,
     MinP,
+    Priority,
     RepetitionPenalty,
     Seed,
-    StopString,
+    StopPatternList,
+    StopStringList,
     Temperature,
     TokenIds,
     TopP,
@@ -48,6 +50,13 @@ class GenerateRequest(Message):
         n: How many answers; each has its own choice index, and a seed of its own from `seed`.
         logit_bias: Added to the logits of single tokens; finite.
         grammar: The form that each answer must have.
+        stop_regex: Regular expressions that end a choice, as stop strings do; without look-around.
+        no_stop_trim: Leaves in the text what ended it.
+        skip_special_tokens: Special tokens write no text.
+        continue_final_message: The last message is the beginning of the answer.
+        tools: JSON of a list of tools, for the chat template.
+        chat_template_kwargs: JSON of an object: more variables of the chat template.
+        priority: The higher goes first, where the operator goes by priorities.
         details: What is told of each token beside its text; `token_texts` adds the text of each.
     """
 
@@ -70,9 +79,16 @@ class GenerateRequest(Message):
     grammar: Grammar | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] = 1
     seed: Seed | None = None
-    stop: Annotated[tuple[StopString, ...], Meta(max_length=32)] = ()
+    stop: StopStringList = ()
+    stop_regex: StopPatternList = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    continue_final_message: bool = False
+    tools: str | None = None
+    chat_template_kwargs: str | None = None
+    priority: Priority = 0
     details: DetailParams | None = None
     token_texts: bool = False
     stream: bool = True

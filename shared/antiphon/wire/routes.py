@@ -57,7 +57,7 @@ from antiphon.wire.submit import (
     SubmitRequest,
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
-from antiphon.wire.tokenize import EncodeReply, EncodeRequest
+from antiphon.wire.tokenize import DecodeReply, DecodeRequest, EncodeReply, EncodeRequest
 from antiphon.wire.tokens import TokenBatch
 
 if TYPE_CHECKING:
@@ -175,6 +175,15 @@ TOKENIZE = Call(
     listeners=(Role.TOKENIZER,),
     spread=Spread.QUEUE,
 )
+DECODE = Call(
+    name="tokenizer.decode",
+    subject="tokenizer.{model}.decode",
+    carries=(DecodeRequest,),
+    replies=(DecodeReply,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.TOKENIZER,),
+    spread=Spread.QUEUE,
+)
 ENCODE_IMAGE = Call(
     name="encoder.encode",
     subject="encoder.{model}.encode",
@@ -237,7 +246,7 @@ WORKER_CONTROL = Call(
         DumpPlans,
     ),
     replies=(ControlDone,),
-    senders=(Role.SCHEDULER,),
+    senders=(Role.SCHEDULER, Role.GATEWAY),
     listeners=(Role.WORKER,),
 )
 TOKENS = Feed(
@@ -301,6 +310,7 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     CLIENT_TEXT,
     GATEWAY_CONTROL,
     TOKENIZE,
+    DECODE,
     ENCODE_IMAGE,
     SUBMIT,
     CANCEL,

@@ -15,6 +15,12 @@ TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 TokensMax = Annotated[int, Meta(ge=0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
+StopPattern = Annotated[str, Meta(min_length=1, max_length=256)]
+STOPS_MAX = 32
+"""Most stop strings of a request, and most patterns."""
+StopStringList = Annotated[tuple[StopString, ...], Meta(max_length=STOPS_MAX)]
+StopPatternList = Annotated[tuple[StopPattern, ...], Meta(max_length=STOPS_MAX)]
+Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 AdditivePenalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=2.0)]
@@ -50,6 +56,7 @@ class DetailParams(Value):
     """What is told of each token beside its text.
 
     Attributes:
+        ids: The token itself; told wherever anything is.
         logprobs: The log-probability of each token, after penalties and temperature.
         top: How many of the likeliest tokens are told beside it.
         named_ids: Tokens whose log-probabilities are told beside it, likely or not.
@@ -61,6 +68,7 @@ class DetailParams(Value):
     A request of no new tokens is told of what would come next: one token more, with the id -1.
     """
 
+    ids: bool = False
     logprobs: bool = False
     top: TopLogprobs = 0
     named_ids: NamedIds = ()
@@ -125,9 +133,16 @@ class SamplingParams(Value):
 class StopStrings(Value):
     """Where the detokenizer ends a choice, and how it writes tokens as text."""
 
-    strings: Annotated[tuple[StopString, ...], Meta(max_length=32)] = ()
+    strings: StopStringList = ()
+    patterns: StopPatternList = ()
+    """Regular expressions, as `antiphon.wire.patterns` reads them (`stop_regex`)."""
     include: bool = False
-    """Whether the matched string stays in the text (`no_stop_trim`)."""
+    """Whether what was matched stays in the text (`no_stop_trim`)."""
     skip_special_tokens: bool = True
     token_texts: bool = False
     """Whether details name the text of each token by itself."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All that it is searched for, for whoever counts bytes."""
+        return self.strings + self.patterns

@@ -11,19 +11,50 @@ from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
 
+class MessageToolCall(Value):
+    """A call that the assistant made in a turn. `arguments` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str = "{}"
+
+
 class ChatMessage(Value):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        reasoning_content: What the assistant thought, for templates that show it.
+        tool_calls: What it called.
+        tool_call_id: Which call a turn of the role `tool` answers.
+    """
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[MessageToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+class TemplateParams(Value):
+    """What a chat template gets beside the messages.
+
+    Attributes:
+        generation_prompt: Whether the answer's beginning is written after the messages.
+        tools: JSON of a list of tools, as templates read it.
+        options: JSON of an object: more variables of the template (`chat_template_kwargs`).
+    """
+
+    generation_prompt: bool = True
+    tools: str | None = None
+    options: str | None = None
 
 
 class EncodeRequest(Message):
     """Render and encode. Exactly one of `messages` and `prompt` is given.
 
-    Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them; a rendered
-    template writes its own.
+    Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them, unless
+    `special_tokens` is unset; a rendered template writes its own.
     """
 
     request_id: RequestId
@@ -31,6 +62,8 @@ class EncodeRequest(Message):
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
     continue_final_message: bool = False
+    template: TemplateParams = TemplateParams()
+    special_tokens: bool = True
     deadline_unix_ms: int
     traceparent: str | None = None
 
@@ -61,3 +94,21 @@ class EncodeReply(Message):
     vocabulary_size: int
     context_tokens: int
     defaults: SamplingDefaults = SamplingDefaults()
+
+
+class DecodeRequest(Message):
+    """Write ids as text: each of `token_ids` (int32, little-endian) by itself."""
+
+    request_id: RequestId
+    model: ModelName
+    token_ids: Annotated[tuple[bytes, ...], Meta(max_length=4096)]
+    skip_special_tokens: bool = True
+    deadline_unix_ms: int
+    traceparent: str | None = None
+
+
+class DecodeReply(Message):
+    """The texts, in the order of the request."""
+
+    request_id: RequestId
+    texts: tuple[str, ...]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.detokenizer.stop import Match, StopScanner
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.patterns import automaton
 
 
 def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
@@ -65,3 +71,91 @@ def test_a_stop_is_cut_where_its_first_completion_says(
     )
     shown, stop = scan(list(text), names)
     assert (shown, stop) == expected
+
+
+def match(pattern: str, text: str, *, include: bool = False):
+    """Push a text letter by letter; return what is shown and what ended it."""
+    scanner = StopScanner((), include, (pattern,))
+    shown = ""
+    for letter in text:
+        result = scanner.push(letter)
+        if isinstance(result, Match):
+            return shown + result.text, result.stop
+        shown += result
+    return shown + scanner.flush(), None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "shown"),
+    [
+        (r"\d{3}", "a 12 b 345 c", "a 12 b "),
+        (r"END|stop\.", "we stop. END", "we "),
+        (r"[^a-z ]+", "abc def9", "abc def"),
+        (r"(?:ab)+c", "xababab ababc", "xababab "),
+        (r"a.c", "ab\nabxabc", "ab\nabx"),
+        (r"\n\n+", "a\nb\n\nc", "a\nb"),
+        (r"\x41", "xyzA", "xyz"),
+        (r"[]x]", "a]", "a"),
+        (r"é{2}", "éxéé", "éx"),
+    ],
+)
+def test_a_pattern_ends_the_text_where_its_match_begins(pattern: str, text: str, shown: str):
+    assert match(pattern, text) == (shown, pattern)
+    assert match(pattern, shown) == (shown, None)
+
+
+def test_a_pattern_that_may_yet_come_true_is_held_back_and_no_more():
+    scanner = StopScanner((), include=False, patterns=("ab+c",))
+    assert scanner.push("xab") == "x"
+    assert scanner.push("bb") == ""
+    assert scanner.push("da") == "abbbd"
+    assert scanner.flush() == "a"
+
+
+def test_a_string_and_a_pattern_at_one_place_end_as_the_string_says():
+    scanner = StopScanner(("ab",), include=True, patterns=("abc?",))
+    assert scanner.push("xab") == Match("ab", "xab")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a*", "", "(", ")", "[", "a{2,1}", "(?=a)", "(?P<n>a)", r"(a)\1", "^a", "a$", r"\b", "*a",
+        "a++", "x{600}", "((((a{9}){9}){9}){9}){9}", "((){999}){999}", "a" * 257, r"\N{DIGIT ONE}",
+        "[b-a]", "a{", "(" * 100 + "a" + ")" * 100,
+    ],
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_followed_is_refused(pattern: str):
+    with pytest.raises(InvalidRequest) as refused:
+        automaton(pattern)
+    assert refused.value.param == "stop_regex"
+
+
+@given(
+    st.from_regex(r"(?:(?:[ab.]|\[ab\]|\(?:a\|b\))[*+?]?){1,6}", fullmatch=True),
+    st.text("abc", max_size=30),
+)
+def test_a_pattern_ends_where_the_standard_library_says(pattern: str, text: str):
+    """The first end of any match decides; of the matches that end there, the longest."""
+    source = pattern.replace("(:", "(?:").replace("\\", "")
+    try:
+        automaton(source)
+    except InvalidRequest:
+        return
+    expected = next(
+        (
+            (text[:start], source)
+            for end in range(1, len(text) + 1)
+            for start in range(end)
+            if re.compile(source).fullmatch(text, start, end)
+        ),
+        (text, None),
+    )
+    assert match(source, text) == expected
+
+
+def test_a_pattern_that_explodes_elsewhere_takes_little_time():
+    scanner = StopScanner((), include=False, patterns=("(a+)+b", "(a|a)*b", "(a?){100}b"))
+    began = time.process_time()
+    scanner.push("a" * 2000)
+    assert time.process_time() - began < 5

@@ -17,23 +17,26 @@ from antiphon.service.tasks import Tasks
 from antiphon.testing.services import QUICK, Running, client_bus, running
 from antiphon.testing.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
-from antiphon.wire.codec import id_count, pack_ids
+from antiphon.wire.codec import id_count, pack_ids, unpack_ids
+from antiphon.wire.command import ControlDone
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.errors import EngineError, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
     CANCEL,
+    DECODE,
     DETOKENIZER_CONTROL,
     HEARTBEAT,
     OPEN,
     SUBMIT,
     TEXT,
     TOKENIZE,
+    WORKER_CONTROL,
 )
 from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
 from antiphon.wire.text import TextBatch, TextResumed, TextRow
-from antiphon.wire.tokenize import EncodeReply, SamplingDefaults
+from antiphon.wire.tokenize import DecodeReply, EncodeReply, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from antiphon.bus.transport import Transport
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
+    from antiphon.wire.base import Message
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokenize import EncodeRequest
 
@@ -73,6 +77,8 @@ class Cluster:
         self.encodes: list[EncodeRequest] = []
         self.submits: list[SubmitRequest] = []
         self.cancelled: list[str] = []
+        self.orders: list[Message] = []
+        self.waiting = 0
         self.open: set[RequestId] = set()
         self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
         self._bus = bus
@@ -82,9 +88,11 @@ class Cluster:
     async def start(self) -> None:
         """Listen, and let hearts beat."""
         await self._bus.listen(TOKENIZE, self._encode, model=MODEL)
+        await self._bus.listen(DECODE, self._decode, model=MODEL)
         await self._bus.listen(SUBMIT, self._submit, model=MODEL)
         await self._bus.listen(CANCEL, self._cancel, model=MODEL)
         await self._bus.listen(OPEN, self._opened, model=MODEL)
+        await self._bus.listen(WORKER_CONTROL, self._control, worker="worker-0")
         await self._bus.listen(DETOKENIZER_CONTROL, self._resume, detokenizer=DETOKENIZER.instance)
         self._group.create_task(self._beat())
 
@@ -109,6 +117,11 @@ class Cluster:
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
             )
         )
+
+    async def _decode(self, delivery: Delivery) -> None:
+        request = delivery.read(DECODE)
+        texts = (bytes(list(unpack_ids(row))).decode(errors="replace") for row in request.token_ids)
+        await delivery.respond(DecodeReply(request_id=request.request_id, texts=tuple(texts)))
 
     async def _submit(self, delivery: Delivery) -> None:
         request = delivery.read(SUBMIT)
@@ -140,7 +153,11 @@ class Cluster:
             details=self._details(request, step),
             finish_reason=reason if last else None,
             matched_stop=2 if last else None,
-            usage=Usage(prompt_tokens=id_count(request.prompt_ids), completion_tokens=step + 1),
+            usage=Usage(
+                prompt_tokens=id_count(request.prompt_ids),
+                completion_tokens=(step + 1) * request.choices,
+                cached_tokens=1,
+            ),
             error=encode_error(self.row_error) if failed and self.row_error else None,
         )
 
@@ -160,6 +177,10 @@ class Cluster:
             logprobs=pack_floats(-0.5 * (offset + 1) for offset in offsets),
             top_ids=pack_ids(tops),
             top_logprobs=pack_floats(-float(token) for token in tops),
+            named_logprobs=pack_floats(
+                -0.25 * (each + 1) for _ in offsets for each in range(len(params.named_ids))
+            ),
+            hidden=pack_floats([0.5, 1.5] * len(offsets) if params.hidden else ()),
         )
         spoken_of = details.ids() if request.stop.token_texts else ()
         return DetailPiece(
@@ -180,6 +201,10 @@ class Cluster:
         request = delivery.read(CANCEL)
         self.cancelled.append(request.request_id)
         await delivery.respond(CancelAccepted(request_id=request.request_id))
+
+    async def _control(self, delivery: Delivery) -> None:
+        self.orders.append(delivery.read(WORKER_CONTROL))
+        await delivery.respond(ControlDone(pages_freed=3, requests=2))
 
     async def _resume(self, delivery: Delivery) -> None:
         await delivery.respond(TextResumed(rows=0))
@@ -203,6 +228,8 @@ class Cluster:
             pages_total=1,
             page_tokens=16,
             running_max=8,
+            waiting=self.waiting,
+            weight_version="7",
             step=0,
             step_age_s=0.0,
             context_tokens=CONTEXT_TOKENS,

@@ -280,7 +280,7 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -302,19 +302,38 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json"}}, "response_format.type"),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "structural_tag"}},
+            "response_format.format",
+        ),
+        (CHAT, {"messages": HI, "regex": "a", "ebnf": "root ::= x"}, "ebnf"),
+        (
+            CHAT,
+            {"messages": HI, "json_schema": "{}", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        (CHAT, {"messages": HI, "stop_regex": "(?=a)"}, "stop_regex"),
+        (CHAT, {"messages": HI, "stop_regex": ["a*"]}, "stop_regex"),
+        (CHAT, {"messages": HI, "reasoning_effort": 1.5}, "reasoning_effort"),
         (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty"),
         (CHAT, {"messages": HI, "frequency_penalty": -2.5}, "frequency_penalty"),
         (CHAT, {"messages": HI, "repetition_penalty": 0}, "repetition_penalty"),
         (CHAT, {"messages": HI, "logit_bias": {"256": 2}}, "logit_bias"),
         (CHAT, {"messages": HI, "logit_bias": {"1": 1e39}}, "logit_bias"),
-        (CHAT, {"messages": HI, "regex": "a+"}, "regex"),
+        (CHAT, {"messages": HI, "regex": "a" * 131_073}, "regex"),
         (CHAT, {"messages": HI, "lora_path": "x"}, "lora_path"),
-        (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of"),
-        (COMPLETE, {"prompt": "x", "echo": True}, "echo"),
+        (COMPLETE, {"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
         (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
         (COMPLETE, {"prompt": "x", "logprobs": 21}, "logprobs"),
-        (COMPLETE, {"prompt": ["x", "y"]}, "prompt"),
+        (COMPLETE, {"prompt": ["x", 1]}, "prompt"),
+        (COMPLETE, {"prompt": ["x"] * 257}, "prompt"),
         (COMPLETE, {"prompt": []}, "prompt"),
         (COMPLETE, {"prompt": ""}, "prompt"),
         (COMPLETE, {"prompt": [256]}, "prompt"),
@@ -375,15 +394,15 @@ async def test_what_is_not_json_is_400(at: House, content_type: str, data: bytes
 @pytest.mark.parametrize(
     ("value", "param"),
     [
-        (b"1e999", "regex"),
-        (b"9" * 5000, "regex"),
-        (b'"\xff"', "regex"),
+        (b"1e999", "lora_path"),
+        (b"9" * 5000, "lora_path"),
+        (b'"\xff"', "lora_path"),
         (b"[" * 20_000 + b"]" * 20_000, None),
     ],
     ids=["huge float", "huge integer", "not utf-8", "deep"],
 )
 async def test_value_that_cannot_be_read_is_400(at: House, value: bytes, param: str | None) -> None:
-    body = b'{"messages": [{"role": "user", "content": "hi"}], "regex": %b}' % value
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "lora_path": %b}' % value
     headers = {"Content-Type": "application/json"}
     async with (
         aiohttp.ClientSession() as session,

@@ -1,4 +1,4 @@
-"""The fields of the OpenAI API: which are read, which only refuse what is not their default.
+"""The fields of a body: which are read, which only refuse what is not their default.
 
 A field that is documented and not built yet is refused by name, unless its value asks for nothing.
 A field that nobody documents is ignored, as in SGLang, and counted.
@@ -20,109 +20,50 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
-Values = tuple[object, ...]
-
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
-_OFF: Values = (False,)
-_ZERO: Values = (0,)
-_ONE: Values = (1,)
-_EMPTY: Values = ("",)
-_NOTHING: Values = ({}, [], "")
 
-_UNBUILT: dict[str, Values] = {
-    # Sampling and constraints.
-    "best_of": _ONE,
-    "beam_width": _ONE,
-    "stop_regex": _NOTHING,
-    "regex": _EMPTY,
-    "ebnf": _EMPTY,
-    "json_schema": _EMPTY,
-    "structural_tag": _EMPTY,
-    "response_format": ({"type": "text"},),
-    "custom_params": _NOTHING,
-    "custom_logit_processor": _EMPTY,
-    "watermark": _NOTHING,
-    "max_thinking_tokens": (),
-    # What else a reply could hold.
-    "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
-    "return_cached_tokens_details": _OFF,
-    "return_spec_tokens_details": _OFF,
-    "return_token_ids": _OFF,
-    "return_prompt_token_ids": _OFF,
-    "return_meta_info": _OFF,
-    "return_input_ids_in_sglext": _OFF,
-    "return_output_ids_in_sglext": _OFF,
-    # Adapters, sessions, placement.
-    "lora_path": _NOTHING,
-    "session_id": _EMPTY,
-    "session_params": _NOTHING,
-    "extra_key": _EMPTY,
-    "cache_salt": _EMPTY,
-    "priority": _ZERO,
-    "custom_labels": _NOTHING,
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "bootstrap_pair_key": (),
-    "disagg_prefill_dp_rank": (),
-    "routed_dp_rank": (),
-    "data_parallel_rank": (),
-}
+class Refused(msgspec.Struct, frozen=True):
+    """A field that is documented elsewhere and not here.
 
-_UNBUILT_CHAT: dict[str, Values] = _UNBUILT | {
-    "tools": _NOTHING,
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "functions": _NOTHING,
-    "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "chat_template_kwargs": _NOTHING,
-    "input_ids": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "store": _OFF,
-    "service_tier": ("auto", "default"),
-}
+    Attributes:
+        reason: Why, for whoever asked for it.
+        neutral: Values that ask for nothing, and pass.
+    """
 
-_UNBUILT_COMPLETION: dict[str, Values] = _UNBUILT | {
-    "echo": _OFF,
-    "suffix": _EMPTY,
-}
+    reason: str
+    neutral: tuple[object, ...] = ()
 
-_NO_EFFECT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+
+NO_EFFECT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Labels and hints: accepted, since leaving them out changes no answer."""
 
-CHAT = _UNBUILT_CHAT
-COMPLETION = _UNBUILT_COMPLETION
 
-
-def read(body: bytes, kind: type[B], unbuilt: Mapping[str, Values]) -> tuple[B, int]:
+def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B, int]:
     """Decode a body; count the fields that nobody documents.
 
     Raises:
         InvalidRequest: Not JSON, or a field has a wrong type or value; `param` names it.
         Unsupported: A field asks for what is not built.
     """
-    fields = _decode(body, dict[str, msgspec.Raw])
-    for name, allowed in unbuilt.items():
+    fields = decode(body, dict[str, msgspec.Raw])
+    for name, why in refused.items():
         if name in fields:
-            _check_unbuilt(name, fields[name], allowed)
+            _check_refused(name, fields[name], why)
     known = kind.__struct_encode_fields__
     unknown = sum(
-        name not in known and name not in unbuilt and name not in _NO_EFFECT for name in fields
+        name not in known and name not in refused and name not in NO_EFFECT for name in fields
     )
-    return _decode(body, kind), unknown
+    return decode(body, kind), unknown
 
 
-def _decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
-    """Decode a body, or the value of one field of it."""
+def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
+    """Decode a body, or the value of one field of it.
+
+    Raises:
+        InvalidRequest: It is not JSON, or not of this kind.
+    """
     try:
         return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
@@ -149,10 +90,10 @@ def _invalid(text: str, field: str) -> InvalidRequest:
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
 
 
-def _check_unbuilt(name: str, raw: msgspec.Raw, allowed: Values) -> None:
-    value: object = _decode(raw, object, name)
-    if value is not None and not any(_same(value, each) for each in allowed):
-        raise Unsupported(f"{name} is not supported with this value", param=name)
+def _check_refused(name: str, raw: msgspec.Raw, refused: Refused) -> None:
+    value: object = decode(raw, object, name)
+    if value is not None and not any(_same(value, each) for each in refused.neutral):
+        raise Unsupported(f"{name}: {refused.reason}", param=name)
 
 
 def _same(value: object, allowed: object) -> bool:

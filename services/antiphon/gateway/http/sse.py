@@ -4,12 +4,7 @@ from __future__ import annotations
 
 DONE = b"data: [DONE]\n\n"
 
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    # Tells nginx to pass each event on as it comes.
-    "X-Accel-Buffering": "no",
-}
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
 
 def event(payload: bytes) -> bytes:

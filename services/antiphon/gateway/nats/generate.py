@@ -33,6 +33,7 @@ from antiphon.wire.generate import (
 from antiphon.wire.ids import TenantId
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
+from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -288,6 +289,9 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
         messages=request.messages,
         prompt=request.prompt,
         prompt_ids=request.prompt_ids,
+        continue_final_message=request.continue_final_message,
+        template=TemplateParams(tools=request.tools, options=request.chat_template_kwargs),
+        priority=request.priority,
         tokens_max=request.max_tokens,
         choices=request.n,
         sampling=Sampling(
@@ -307,7 +311,13 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
             ignore_eos=request.ignore_eos,
             details=request.details,
         ),
-        stop=StopStrings(strings=request.stop, token_texts=request.token_texts),
+        stop=StopStrings(
+            strings=request.stop,
+            patterns=request.stop_regex,
+            include=request.no_stop_trim,
+            skip_special_tokens=request.skip_special_tokens,
+            token_texts=request.token_texts,
+        ),
         model_defaults=True,
         tenant=tenant,
         key=request.key,

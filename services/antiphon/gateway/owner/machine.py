@@ -126,6 +126,15 @@ class Owner:
             self._abandon(request, error or Cancelled("the client left"))
         return self._take()
 
+    def abort(self, request_id: RequestId) -> list[Action]:
+        """End a request well, each choice that goes on as aborted: somebody else wants it so."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            for event in request.abort():
+                self._actions.append(Deliver(request.id, event))
+            self._abandon(request, None)
+        return self._take()
+
     def close(self, error: EngineError) -> list[Action]:
         """End everything that is open: this process leaves."""
         for request in list(self._requests.values()):
@@ -349,7 +358,7 @@ class Owner:
 
     # The end.
 
-    def _abandon(self, request: Request, error: EngineError) -> None:
+    def _abandon(self, request: Request, error: EngineError | None) -> None:
         """End a request that others may still work on: the leader is told to stop."""
         message = CancelRequest(
             request_id=request.id,

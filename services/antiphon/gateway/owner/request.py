@@ -195,6 +195,13 @@ class Request:
             choice.finished = True
             yield Finished(row.choice, row.finish_reason, row.matched_stop, choice.bytes_shown)
 
+    def abort(self) -> Iterator[Finished]:
+        """Finish each choice that goes on."""
+        for index, choice in enumerate(self._choices):
+            if not choice.finished:
+                choice.finished = True
+                yield Finished(index, FinishReason.ABORT, None, choice.bytes_shown)
+
 
 def failed(row: TextRow) -> bool:
     """Whether a row ends its request with an error, whatever text came before it."""

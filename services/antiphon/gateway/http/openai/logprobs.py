@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have: as OpenAI writes what is unlikely."""
 
+NOTHING_BEFORE: tuple[str, ...] = ()
+
 
 class TopLogprob(msgspec.Struct, frozen=True):
     """A token that might have come; `bytes` is its text in UTF-8."""
@@ -44,8 +46,8 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     """Of the tokens of a text: columns. `text_offset` counts characters of the tokens' texts."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -68,32 +70,38 @@ def chat_logprobs(piece: DetailPiece | None) -> ChatLogprobs | None:
     return ChatLogprobs(content)
 
 
-def text_logprobs(piece: DetailPiece | None, start: int) -> TextLogprobs | None:
+def text_logprobs(
+    piece: DetailPiece | None, start: int, before: tuple[str, ...] = NOTHING_BEFORE
+) -> TextLogprobs | None:
     """Write details as a text completion has them; None without.
 
     Args:
         piece: Of consecutive tokens.
         start: How many characters the tokens before had.
+        before: Texts of tokens that nothing is known of, as the first of a prompt: they come first.
     """
-    if piece is None:
+    if piece is None and not before:
         return None
-    tokens = list(_tokens(piece))
-    texts = [text for text, _, _ in tokens]
+    tokens = [] if piece is None else list(_tokens(piece))
+    texts = [*before, *(text for text, _, _ in tokens)]
     tops = [
         {text: _logprob(logprob) for text, logprob in reversed(likeliest)}
         for _, _, likeliest in tokens
     ]
     offsets = list(accumulate(map(len, texts), initial=start))[: len(texts)]
+    unknown = [None] * len(before)
     return TextLogprobs(
         tokens=texts,
-        token_logprobs=[_logprob(detail.logprob) for _, detail, _ in tokens],
-        top_logprobs=tops if any(tops) else None,
+        token_logprobs=[*unknown, *(_logprob(detail.logprob) for _, detail, _ in tokens)],
+        top_logprobs=[*unknown, *tops] if any(tops) else None,
         text_offset=offsets,
     )
 
 
 def _tokens(piece: DetailPiece) -> Iterator[tuple[str, TokenDetail, list[tuple[str, float]]]]:
     for detail in piece.details.each():
+        if detail.token_id < 0:  # what would follow a prompt after which nothing is drawn
+            continue
         likeliest = [
             (piece.texts.get(token, ""), logprob) for token, logprob in detail.top if token >= 0
         ]

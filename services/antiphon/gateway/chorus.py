@@ -1,0 +1,100 @@
+"""Several requests of one client that are answered together, heard as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.owner.actions import Ended, Finished, Said
+from antiphon.gateway.stream import Bell
+from antiphon.wire.details import join_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.gateway.stream import Stream
+    from antiphon.wire.base import Usage
+    from antiphon.wire.details import DetailPiece
+    from antiphon.wire.errors import EngineError
+
+
+class Spoken(msgspec.Struct):
+    """A choice of an answer that is told in one piece, as it grows."""
+
+    said: list[Said] = msgspec.field(default_factory=list[Said])
+    finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(said.text for said in self.said)
+
+    @property
+    def details(self) -> DetailPiece | None:
+        """All that is told of its tokens."""
+        return join_pieces(said.details for said in self.said)
+
+    @property
+    def end(self) -> Finished:
+        """How it ended, once it has."""
+        assert self.finished is not None, "a request ends well when all its choices have ended"
+        return self.finished
+
+
+class Answer:
+    """All that was said to one prompt."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.choices = [Spoken() for _ in range(stream.submit.choices)]
+
+    @property
+    def usage(self) -> Usage:
+        """Its tokens, once it has ended."""
+        assert self.stream.ended is not None
+        return self.stream.ended.usage
+
+    def hear(self, event: StreamEvent) -> None:
+        """Keep what an event says."""
+        if isinstance(event, Said):
+            self.choices[event.choice].said.append(event)
+        elif isinstance(event, Finished):
+            self.choices[event.choice].finished = event
+
+
+class Chorus:
+    """Reads the streams of a client's prompts, which are numbered in their order."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.streams = streams
+        self._bell = Bell()
+        for stream in streams:
+            stream.bell = self._bell
+
+    @property
+    def ended(self) -> bool:
+        """Whether every request has its terminal, and all before it was taken."""
+        return all(stream.ended is not None and not stream.waiting for stream in self.streams)
+
+    @property
+    def error(self) -> EngineError | None:
+        """What one of them has ended with: it ends them all."""
+        ends = (stream.ended for stream in self.streams if not stream.waiting)
+        return next((end.error for end in ends if end is not None and end.error is not None), None)
+
+    async def take(self) -> list[tuple[int, list[StreamEvent]]]:
+        """Wait for events that a client hears of; return all there are, by prompt."""
+        while True:
+            taken = [(prompt, _heard(stream)) for prompt, stream in enumerate(self.streams)]
+            taken = [(prompt, events) for prompt, events in taken if events]
+            if taken or self.ended:
+                return taken
+            await self._bell.wait()
+
+
+def _heard(stream: Stream) -> list[StreamEvent]:
+    if not stream.waiting:
+        return []
+    return [event for event in stream.rest() if isinstance(event, Said | Finished | Ended)]

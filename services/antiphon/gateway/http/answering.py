@@ -1,0 +1,235 @@
+"""The one way from a body to an answer: enter, listen, and tell it by the voice of a family.
+
+A family of APIs is a folder beside this file. It has `operations()`, each a path with the struct of
+its body; a reader, which makes a body an `Ask`; and a `Voice`, which writes what is said. How it
+shows errors is a line in `errors.py`. It never talks to the bus, and it never writes to a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from antiphon.gateway.chorus import Answer, Chorus
+from antiphon.gateway.http import fields
+from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
+from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.wire.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.driver import Driver
+    from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.fields import Refused
+    from antiphon.gateway.http.voice import Voice
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.gateway.stream import Stream
+
+    Taken = list[tuple[int, list[StreamEvent]]]
+    VoiceOf = Callable[[Sequence[Stream]], Awaitable[Voice]]
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+_NONE: Mapping[str, Refused] = {}
+_GRAMMAR = "grammar"
+"""What an engine calls a grammar that has a mistake; the client called it otherwise."""
+_LAST_WORDS_S = 10.0
+"""How long a client may take for what is left once its requests have ended."""
+
+_STREAM = {
+    "Cache-Control": "no-cache",
+    # Tells nginx to pass each event on as it comes.
+    "X-Accel-Buffering": "no",
+}
+
+
+class Answering:
+    """Holds each connection until its answer is told, or its client is gone."""
+
+    def __init__(
+        self,
+        entrance: Entrance,
+        driver: Driver,
+        metrics: GatewayMetrics,
+        body_bytes_max: int,
+    ) -> None:
+        self._entrance = entrance
+        self._driver = driver
+        self._metrics = metrics
+        self._body_bytes_max = body_bytes_max
+
+    async def read(
+        self,
+        request: web.Request,
+        kind: type[B],
+        make: Callable[[B], T],
+        refused: Mapping[str, Refused] = _NONE,
+    ) -> T:
+        """Read a body and make of it what is needed; count the fields that nobody documents.
+
+        Raises:
+            InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
+        """
+        with self._metrics.refusals():
+            body = await read_json(request, self._body_bytes_max)
+            read, unknown = fields.read(body, kind, refused)
+            self._metrics.unknown_fields.inc(unknown)
+            return make(read)
+
+    async def answer(
+        self, request: web.Request, asks: Sequence[Ask], voice_of: VoiceOf, *, streamed: bool
+    ) -> web.StreamResponse:
+        """Answer prompts together, whole or as they are said.
+
+        Raises:
+            EngineError: Something went wrong before anything was told.
+        """
+        async with self._open(request, asks) as chorus:
+            voice = await voice_of(chorus.streams)
+            if streamed:
+                return await self._tell(request, chorus, voice)
+            body = voice.whole(await self._whole(chorus))
+            headers = _named(chorus)
+            return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def hear(self, request: web.Request, asks: Sequence[Ask]) -> list[Answer]:
+        """Return the answers to prompts, for a reply that is no generation.
+
+        Raises:
+            EngineError: One of them ended with it.
+        """
+        async with self._open(request, asks) as chorus:
+            return await self._whole(chorus)
+
+    @asynccontextmanager
+    async def _open(self, request: web.Request, asks: Sequence[Ask]) -> AsyncGenerator[Chorus]:
+        """Enter with every prompt, and leave with what has not ended: by cancellation, too."""
+        trace = request.headers.get("traceparent")
+        streams: dict[int, Stream] = {}
+
+        async def enter(index: int) -> None:
+            ask = msgspec.structs.replace(asks[index], traceparent=trace)
+            streams[index] = await self._entrance.enter(ask)
+
+        try:
+            await _all(enter, len(asks))
+            chorus = Chorus([streams[index] for index in range(len(asks))])
+            request[REQUEST_ID] = chorus.streams[0].submit.request_id
+            yield chorus
+        except EngineError as error:
+            if error.param == _GRAMMAR:
+                error.param = asks[0].grammar_field
+            raise
+        finally:
+            for stream in streams.values():
+                self._entrance.leave(stream)
+
+    async def _whole(self, chorus: Chorus) -> list[Answer]:
+        answers = [Answer(stream) for stream in chorus.streams]
+        while not chorus.ended:
+            for prompt, events in await chorus.take():
+                for event in events:
+                    answers[prompt].hear(event)
+                self._count(chorus.streams[prompt], events)
+            if chorus.error is not None:
+                raise chorus.error
+        return answers
+
+    async def _tell(self, request: web.Request, chorus: Chorus, voice: Voice) -> web.StreamResponse:
+        """Write events as they come. What fails before the first one has a status of its own."""
+        taken = await chorus.take()
+        if chorus.error is not None and not _heard(taken):
+            raise chorus.error
+        headers = {"Content-Type": voice.CONTENT_TYPE} | _STREAM | _named(chorus)
+        response = web.StreamResponse(headers=headers)
+        request[BEGUN] = True
+        try:
+            async with asyncio.timeout(None) as patience:
+                with _limit(chorus, patience):
+                    await response.prepare(request)
+                    await response.write(voice.begin() + _written(chorus, taken, voice))
+                    while not chorus.ended and chorus.error is None:
+                        self._count_all(chorus, taken)
+                        taken = await chorus.take()
+                        await response.write(_written(chorus, taken, voice))
+                    await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client left; cancelling is up to the caller, as for every way to leave
+        return response
+
+    def _count_all(self, chorus: Chorus, taken: Taken) -> None:
+        for prompt, events in taken:
+            self._count(chorus.streams[prompt], events)
+
+    def _count(self, stream: Stream, events: Sequence[StreamEvent]) -> None:
+        for event in events:
+            if isinstance(event, Said):
+                self._driver.read(stream, event)
+
+
+async def _all(work: Callable[[int], Awaitable[None]], count: int) -> None:
+    """Do something for each number, beside each other; the first error ends it all."""
+    if count == 1:
+        await work(0)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(count):
+                group.create_task(_awaited(work, index))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _awaited(work: Callable[[int], Awaitable[None]], index: int) -> None:
+    await work(index)
+
+
+def _heard(taken: Taken) -> bool:
+    return any(isinstance(event, Said | Finished) for _, events in taken for event in events)
+
+
+def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
+    """Put all that waits into one piece: one write, however many steps have passed."""
+    told = b"".join(
+        voice.chunks(prompt, [event for event in events if isinstance(event, Said | Finished)])
+        for prompt, events in taken
+    )
+    if chorus.error is not None:
+        return told + voice.failure(chorus.error)
+    if not chorus.ended:
+        return told
+    ends = (stream.ended for stream in chorus.streams)
+    return told + voice.end([end.usage for end in ends if end is not None])
+
+
+@contextmanager
+def _limit(chorus: Chorus, patience: asyncio.Timeout) -> Generator[None]:
+    """Once all has ended, do not wait for ever for a client that has stopped reading."""
+
+    def ended() -> None:
+        if all(stream.ended is not None for stream in chorus.streams):
+            patience.reschedule(asyncio.get_running_loop().time() + _LAST_WORDS_S)
+
+    ended()
+    for stream in chorus.streams:
+        stream.on_end = ended
+    try:
+        yield
+    finally:
+        for stream in chorus.streams:
+            stream.on_end = None
+
+
+def _named(chorus: Chorus) -> dict[str, str]:
+    return {"X-Request-Id": chorus.streams[0].submit.request_id}

@@ -1,0 +1,1 @@
+"""SGLang's own APIs: generation, control, and what a server says of itself."""

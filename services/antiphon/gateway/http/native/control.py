@@ -1,0 +1,174 @@
+"""What an operator tells a running server: flush, abort, pause, go on, another weight version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.command import (
+    ContinueWorker,
+    FlushCache,
+    PauseMode,
+    PauseWorker,
+    SetWeightVersion,
+)
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.workers import Workers
+
+FLUSH_WAIT_MAX_S = 600.0
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /abort_request: the requests whose names begin so, or all."""
+
+    rid: Annotated[str, Meta(max_length=256)] = ""
+    abort_all: bool = False
+
+
+class PauseBody(msgspec.Struct, frozen=True):
+    """POST /pause_generation: `abort` ends what runs, the others go on with it later."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+
+class ContinueBody(msgspec.Struct, frozen=True):
+    """POST /continue_generation."""
+
+    torch_empty_cache: bool = True
+
+
+class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /update_weight_version."""
+
+    new_version: Annotated[str, Meta(min_length=1, max_length=256)]
+    abort_all_requests: bool = True
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """An order was obeyed by every worker."""
+
+    success: bool = True
+    status: str = "ok"
+    message: str
+
+
+class Control:
+    """Orders go to every worker of the model, whichever gateway takes them."""
+
+    def __init__(self, answering: Answering, entrance: Entrance, workers: Workers) -> None:
+        self._answering = answering
+        self._entrance = entrance
+        self._workers = workers
+
+    def operations(self) -> list[Operation]:
+        """All orders."""
+        return [
+            *(
+                Operation(
+                    method=method,
+                    path="/flush_cache",
+                    answer=self._flush,
+                    summary="Drops the prefix cache of every worker; 400 while requests run.",
+                    query={"timeout": "Seconds to wait until nothing runs; 0 unless said."},
+                )
+                for method in ("GET", "POST")
+            ),
+            Operation(
+                method="POST",
+                path="/abort_request",
+                answer=self._abort,
+                summary="Ends requests of this gateway as aborted.",
+                body=AbortBody,
+                examples=({"rid": "mine"},),
+            ),
+            Operation(
+                method="POST",
+                path="/pause_generation",
+                answer=self._pause,
+                summary="Runs no more steps until told to go on.",
+                body=PauseBody,
+                reply=Done,
+                examples=({"mode": "in_place"},),
+            ),
+            Operation(
+                method="POST",
+                path="/continue_generation",
+                answer=self._go_on,
+                summary="Runs steps again.",
+                body=ContinueBody,
+                reply=Done,
+                examples=({},),
+            ),
+            Operation(
+                method="POST",
+                path="/update_weight_version",
+                answer=self._name_weights,
+                summary="Names the weights anew; nothing that was cached is found again.",
+                body=VersionBody,
+                reply=Done,
+                examples=({"new_version": "2", "abort_all_requests": False},),
+            ),
+        ]
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if not await self._workers.idle(_seconds(request.query.get("timeout", "0"))):
+            raise InvalidRequest("the cache was not flushed: requests run or wait")
+        done = await self._workers.order(FlushCache())
+        pages = sum(each.pages_freed for each in done)
+        return web.Response(text=f"Cache flushed: {pages} pages.\n")
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await self._answering.read(request, AbortBody, _checked)
+        self.abort(body.rid)
+        return web.Response()
+
+    def abort(self, prefix: str) -> None:
+        """End every request of this gateway whose name, or id, begins so."""
+        for stream in self._entrance.live():
+            name = stream.name[1] if stream.name is not None else stream.submit.request_id
+            if name.startswith(prefix):
+                self._entrance.abort(stream)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await self._answering.read(request, PauseBody, lambda body: body)
+        done = await self._workers.order(PauseWorker(mode=body.mode))
+        met = sum(each.requests for each in done)
+        return json_reply(Done(message=f"Generation paused; {met} answers were under way."))
+
+    async def _go_on(self, request: web.Request) -> web.Response:
+        await self._answering.read(request, ContinueBody, lambda body: body)
+        await self._workers.order(ContinueWorker())
+        return json_reply(Done(message="Generation goes on."))
+
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        body = await self._answering.read(request, VersionBody, lambda body: body)
+        await self._workers.order(
+            SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
+        )
+        return json_reply(Done(message=f"The weights are called '{body.new_version}'."))
+
+
+def _checked(body: AbortBody) -> AbortBody:
+    if not body.rid and not body.abort_all:
+        raise InvalidRequest("name a rid, or say abort_all", param="rid")
+    return AbortBody(rid="" if body.abort_all else body.rid)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= FLUSH_WAIT_MAX_S:
+        text = f"timeout: seconds from 0 to {FLUSH_WAIT_MAX_S:g}"
+        raise InvalidRequest(text, param="timeout")
+    return seconds

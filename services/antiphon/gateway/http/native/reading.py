@@ -1,0 +1,224 @@
+"""The body of /generate, checked into asks: one for each prompt of a batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.http.forms import one_form, plain_forms, schema_text
+from antiphon.gateway.http.native.bodies import ANSWER_TOKENS, GenerateBody, SamplingBody
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.sampling import DetailParams, StopStrings
+
+if TYPE_CHECKING:
+    from antiphon.gateway.http.forms import Form
+
+T = TypeVar("T")
+
+_FULL = "full"
+_UNSAID = False
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """What is told of one prompt's answers beside their text and ids.
+
+    Attributes:
+        logprobs: Whether log-probabilities are told.
+        start: From which token of the prompt on; -1: of the answer only.
+        top: Of how many of the likeliest.
+        named_ids: And of these.
+        texts: Whether the text of each token is named.
+        hidden: `full`, `last`, or nothing.
+        prompt_ids: Whether the ids of the prompt are told.
+    """
+
+    logprobs: bool = False
+    start: int = -1
+    top: int = 0
+    named_ids: tuple[int, ...] = ()
+    texts: bool = False
+    hidden: str = ""
+    prompt_ids: bool = False
+
+    @property
+    def details(self) -> DetailParams:
+        """What the engine is asked for; ids always are."""
+        full = self.hidden == _FULL
+        return DetailParams(
+            ids=True,
+            logprobs=self.logprobs,
+            top=self.top,
+            named_ids=self.named_ids,
+            hidden=bool(self.hidden),
+            prompt_start=0 if full else self.start,
+        )
+
+
+class Posted(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that was read.
+
+    Attributes:
+        batch: Whether the reply is a list.
+    """
+
+    asks: tuple[Ask, ...]
+    tellings: tuple[Telling, ...]
+    stream: bool
+    batch: bool
+
+
+def generate(body: GenerateBody) -> Posted:
+    """Read a body.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+    """
+    prompts, batch = _prompts(body)
+    count = len(prompts)
+    samplings = _spread(body.sampling_params, SamplingBody(), count, "sampling_params")
+    choices = {sampling.n or 1 for sampling in samplings}
+    if len(choices) > 1:
+        raise InvalidRequest("all of a batch have the same n", param="sampling_params.n")
+    tellings = _tellings(body, count)
+    names = _names(body.rid, count)
+    if body.session_params is not None and (batch or choices != {1}):
+        raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+    return Posted(
+        asks=tuple(
+            _ask(body, *each) for each in zip(prompts, samplings, tellings, names, strict=True)
+        ),
+        tellings=tellings,
+        stream=bool(body.stream),
+        batch=batch or choices != {1},
+    )
+
+
+def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
+    """The prompts, and whether they came as a list."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("give either text or input_ids", param="text")
+    if isinstance(body.text, str):
+        return [body.text], False
+    if body.text is not None:
+        return list(body.text), True
+    ids = body.input_ids or []
+    rows = [tuple(row) for row in ids if isinstance(row, list)]
+    if not rows:
+        return [tuple(each for each in ids if isinstance(each, int))], False
+    if len(rows) != len(ids):
+        raise InvalidRequest("token ids, or lists of them; not both", param="input_ids")
+    return list(rows), True
+
+
+def _spread(given: T | list[T] | None, default: T, count: int, field: str) -> list[T]:
+    """One value for each prompt."""
+    if isinstance(given, list):
+        values: list[T] = given
+        if len(values) != count:
+            text = f"{field} has {len(values)} entries for {count} prompts"
+            raise InvalidRequest(text, param=field)
+        return values
+    return [default if given is None else given] * count
+
+
+def _names(rid: str | list[str] | None, count: int) -> list[str | None]:
+    if isinstance(rid, str):
+        return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
+    names = _spread(rid, None, count, "rid")
+    given = [name for name in names if name is not None]
+    if len(set(given)) < len(given):
+        raise InvalidRequest("Duplicate request IDs", param="rid")
+    return names
+
+
+def _tellings(body: GenerateBody, count: int) -> tuple[Telling, ...]:
+    hidden = body.return_hidden_states
+    return tuple(
+        Telling(
+            logprobs=logprobs,
+            start=max(-1, start) if logprobs else -1,
+            top=top if logprobs else 0,
+            named_ids=tuple(body.token_ids_logprob or ()) if logprobs else (),
+            texts=bool(body.return_text_in_logprobs),
+            hidden=hidden if isinstance(hidden, str) else _FULL if hidden else "",
+            prompt_ids=bool(body.return_prompt_token_ids),
+        )
+        for logprobs, start, top in zip(
+            _spread(body.return_logprob, _UNSAID, count, "return_logprob"),
+            _spread(body.logprob_start_len, -1, count, "logprob_start_len"),
+            _spread(body.top_logprobs_num, 0, count, "top_logprobs_num"),
+            strict=True,
+        )
+    )
+
+
+def _ask(
+    body: GenerateBody,
+    prompt: str | tuple[int, ...],
+    said: SamplingBody,
+    telling: Telling,
+    name: str | None,
+) -> Ask:
+    if said.spaces_between_special_tokens is False:
+        field = "sampling_params.spaces_between_special_tokens"
+        raise Unsupported(f"{field}: the tokenizer decides", param=field)
+    form = _form(said)
+    return Ask(
+        door="native",
+        model=None,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_ids=None if isinstance(prompt, str) else prompt,
+        tokens_max=said.max_new_tokens,
+        tokens_field="max_new_tokens",
+        tokens_default=ANSWER_TOKENS,
+        choices=said.n or 1,
+        sampling=_sampling(said, telling, form),
+        grammar_field=form.field if form else "grammar",
+        stop=StopStrings(
+            strings=_listed(said.stop),
+            patterns=_listed(said.stop_regex),
+            include=bool(said.no_stop_trim),
+            skip_special_tokens=said.skip_special_tokens is not False,
+            token_texts=telling.texts,
+        ),
+        priority=body.priority or 0,
+        key=None if name is None else ClientKey(name),
+    )
+
+
+def _sampling(said: SamplingBody, telling: Telling, form: Form | None) -> Sampling:
+    if said.top_k == 0:
+        raise InvalidRequest(
+            "top_k: -1 keeps every token, else it is 1 or more", param="sampling_params.top_k"
+        )
+    return Sampling(
+        temperature=said.temperature,
+        top_p=said.top_p,
+        top_k=said.top_k,
+        min_p=said.min_p,
+        frequency_penalty=said.frequency_penalty or 0.0,
+        presence_penalty=said.presence_penalty or 0.0,
+        repetition_penalty=said.repetition_penalty,
+        tokens_min=said.min_new_tokens or 0,
+        logit_bias=said.logit_bias or {},
+        grammar=form.grammar if form else None,
+        seed=said.sampling_seed,
+        stop_token_ids=tuple(said.stop_token_ids or ()),
+        ignore_eos=bool(said.ignore_eos),
+        details=telling.details,
+    )
+
+
+def _form(said: SamplingBody) -> Form | None:
+    plain = plain_forms(regex=said.regex, ebnf=said.ebnf, json_schema=said.json_schema)
+    tag = schema_text(said.structural_tag)
+    tagged = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=tag) if tag else None
+    return one_form(plain | {"structural_tag": tagged})
+
+
+def _listed(stops: str | list[str] | None) -> tuple[str, ...]:
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())

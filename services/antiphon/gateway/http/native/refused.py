@@ -1,0 +1,48 @@
+"""Fields of SGLang's /generate that are documented and not served here, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.http.fields import Refused
+from antiphon.gateway.http.openai import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NOTHING: tuple[object, ...] = ({}, [], "")
+_MEDIA = Refused("this model reads text only", _NOTHING)
+_FLAT = Refused("log-probabilities are told as lists", (False,))
+_MASKS = Refused("it is not told of", (False,))
+_COMMON = {
+    name: why
+    for name, why in refused.COMMON.items()
+    if name not in ("session_params", "session_id", "return_meta_info", "custom_params")
+}
+
+GENERATE: Mapping[str, Refused] = {
+    **_COMMON,
+    "input_embeds": Refused("prompts are text or token ids"),
+    "image_data": _MEDIA,
+    "video_data": _MEDIA,
+    "audio_data": _MEDIA,
+    "mm_hashes": _MEDIA,
+    "mm_content_hashes": _MEDIA,
+    "modalities": _MEDIA,
+    "video_config": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "routing_key": Refused("where a request runs is the scheduler's to say"),
+    "background": Refused("an answer is told to whoever waits for it", (False,)),
+    "external_trace_header": Refused("say it as the header traceparent", _NOTHING),
+    "return_flat_raw_top_logprobs": _FLAT,
+    "return_flat_raw_output_top_logprobs": _FLAT,
+    "return_flat_raw_top_logprobs_b64": _FLAT,
+    "routed_experts_start_len": Refused("mixture-of-experts models are not built yet", (0, -1)),
+    "return_indexer_topk": _MASKS,
+    "return_entropy": _MASKS,
+    "return_sampling_mask": _MASKS,
+    "sampling_logprobs_mode": Refused("log-probabilities are of the whole vocabulary", ("",)),
+    "require_reasoning": Refused("no reasoning parser is set", (False,)),
+    "decode_tp_size": Refused("prefill and decode run in one worker"),
+    "kv_hints": Refused("where a request runs is the scheduler's to say", _NOTHING),
+}

@@ -1,0 +1,140 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.http.openai import reading, refused
+from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.replies import ChatReply, TextReply
+from antiphon.gateway.http.openai.voices import ChatVoice, CompletionVoice, Echo, Header
+from antiphon.gateway.http.operation import Operation
+from antiphon.wire.base import Role
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.openai.reading import Posted
+    from antiphon.gateway.http.voice import Voice
+    from antiphon.gateway.stream import Stream
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+
+_HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+
+
+class Completions:
+    """Reads, and gives each answer its voice."""
+
+    def __init__(
+        self,
+        answering: Answering,
+        tokenizers: TokenizerCalls,
+        runtime: Runtime,
+        model: ModelName,
+    ) -> None:
+        self._answering = answering
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Both kinds of completion."""
+        return [
+            Operation(
+                method="POST",
+                path="/v1/chat/completions",
+                answer=self._chat,
+                summary="The assistant's answer to a conversation.",
+                body=ChatBody,
+                reply=ChatReply,
+                refused=refused.CHAT,
+                examples=(
+                    _HELLO,
+                    _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
+                    _HELLO | {"logprobs": True, "top_logprobs": 2, "temperature": 0, "n": 2},
+                    _HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 32},
+                ),
+            ),
+            Operation(
+                method="POST",
+                path="/v1/completions",
+                answer=self._complete,
+                summary="Texts that go on from prompts.",
+                body=CompletionBody,
+                reply=TextReply,
+                refused=refused.COMPLETION,
+                examples=(
+                    {"prompt": "Once upon a time", "max_tokens": 8},
+                    {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
+                    {"prompt": [1, 2, 3], "max_tokens": 4, "best_of": 2, "stop": ["\n"]},
+                ),
+            ),
+        ]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        posted = await self._answering.read(request, ChatBody, reading.chat, refused.CHAT)
+
+        async def voice(streams: Sequence[Stream]) -> Voice:
+            return ChatVoice(
+                self._header(posted, streams), streams, posted.telling, cached=self._cached
+            )
+
+        return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        posted = await self._answering.read(
+            request, CompletionBody, reading.completion, refused.COMPLETION
+        )
+
+        async def voice(streams: Sequence[Stream]) -> Voice:
+            return CompletionVoice(
+                self._header(posted, streams),
+                streams,
+                posted.telling,
+                cached=self._cached,
+                echoes=await self._echoes(posted, streams),
+            )
+
+        return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
+
+    @property
+    def _cached(self) -> bool:
+        return self._runtime.settings.gateway.cache_report
+
+    def _header(self, posted: Posted, streams: Sequence[Stream]) -> Header:
+        return Header(
+            id=posted.telling.name or streams[0].submit.request_id,
+            created=int(time.time()),
+            model=self._model,
+            weight_version=weight_version(self._runtime),
+        )
+
+    async def _echoes(self, posted: Posted, streams: Sequence[Stream]) -> list[Echo]:
+        """The prompts as text, where they are told: ids are written by a tokenizer."""
+        if not posted.telling.echo:
+            return [Echo() for _ in streams]
+        texts = [ask.prompt for ask in posted.asks]
+        given = [ask.prompt_ids for ask in posted.asks if ask.prompt_ids is not None]
+        if given:
+            skips = posted.asks[0].stop.skip_special_tokens
+            written = iter(await self._tokenizers.decode(given, skip_special_tokens=skips))
+            texts = [text if text is not None else next(written) for text in texts]
+        firsts = [""] * len(texts)
+        if posted.telling.logprobs:
+            ids = [unpack_ids(stream.submit.prompt_ids[:4]) for stream in streams]
+            firsts = list(await self._tokenizers.decode(ids, skip_special_tokens=False))
+        return [Echo(text or "", first) for text, first in zip(texts, firsts, strict=True)]
+
+
+def weight_version(runtime: Runtime) -> str:
+    """What the weights of the workers are called."""
+    beats = (peer.beat for peer in runtime.peers.of(Role.WORKER))
+    named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
+    return next((name for name in named if name), "default")

@@ -1,0 +1,332 @@
+"""Bodies of chat and text completions, checked into asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.http.forms import Form, one_form, plain_forms
+from antiphon.gateway.http.openai.bodies import (
+    COMPLETION_TOKENS,
+    PROMPTS_MAX,
+    Body,
+    ChatBody,
+    CompletionBody,
+    ResponseFormat,
+    StreamOptions,
+    TextPart,
+    Turn,
+)
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.sampling import DetailParams, StopStrings
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_MODEL = "default"
+"""What SGLang's clients call the model when they do not care."""
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client wants to be told beside the text.
+
+    Attributes:
+        choices: Answers to each prompt that it wants.
+        name: Its own for the answer.
+        logprobs: Whether log-probabilities are told.
+        usage_last: Whether a stream ends with a chunk of the tokens.
+        usage_always: Whether each chunk of it has them.
+        hidden: Whether hidden states are told.
+        ids: Whether ids of the answer are told.
+        prompt_ids: Whether ids of the prompt are told.
+        echo: Whether the text begins with the prompt.
+    """
+
+    choices: int = 1
+    name: str | None = None
+    logprobs: bool = False
+    usage_last: bool = False
+    usage_always: bool = False
+    hidden: bool = False
+    ids: bool = False
+    prompt_ids: bool = False
+    echo: bool = False
+
+
+class Posted(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that was read: the requests in it, and how their answers are told."""
+
+    asks: tuple[Ask, ...]
+    stream: bool
+    telling: Telling
+
+
+def chat(body: ChatBody) -> Posted:
+    """Read the body of a chat completion.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+    """
+    completing = body.max_completion_tokens is not None
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    ask = Ask(
+        door="chat",
+        model=model_of(body.model),
+        messages=tuple(message(turn, index) for index, turn in enumerate(body.messages)),
+        continue_final_message=bool(body.continue_final_message),
+        template=TemplateParams(options=_options(body)),
+        tokens_max=body.max_completion_tokens if completing else body.max_tokens,
+        tokens_field="max_completion_tokens" if completing else "max_tokens",
+        model_defaults=True,
+    )
+    return Posted(
+        asks=(_filled(ask, body, wanted, name=body.rid),),
+        stream=bool(body.stream),
+        telling=_telling(
+            body,
+            logprobs=bool(body.logprobs),
+            prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
+        ),
+    )
+
+
+def completion(body: CompletionBody) -> Posted:
+    """Read the body of a text completion: an ask for each prompt.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+    """
+    choices = _best_of(body)
+    wanted = _wanted(
+        body,
+        logprobs=body.logprobs is not None or choices > (body.n or 1),
+        top=body.logprobs or 0,
+        prompt_too=bool(body.echo) and body.logprobs is not None,
+    )
+    prompts = _prompts(body.prompt)
+    asks = (
+        Ask(
+            door="completions",
+            model=model_of(body.model),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=None if isinstance(prompt, str) else prompt,
+            tokens_max=body.max_tokens,
+            tokens_default=COMPLETION_TOKENS,
+        )
+        for prompt in prompts
+    )
+    return Posted(
+        asks=tuple(
+            _filled(ask, body, wanted, name=_name(body.rid, index, len(prompts)), choices=choices)
+            for index, ask in enumerate(asks)
+        ),
+        stream=bool(body.stream),
+        telling=_telling(
+            body,
+            logprobs=body.logprobs is not None,
+            prompt_ids=bool(body.return_token_ids),
+            echo=bool(body.echo),
+        ),
+    )
+
+
+def model_of(name: str | None) -> str | None:
+    """The model that is meant; None: the one that is served."""
+    return None if name in (None, "", _MODEL) else name
+
+
+def _name(rid: str | None, index: int, count: int) -> str | None:
+    """The name of one prompt's request: the client's own begins it."""
+    return rid if rid is None or count == 1 else f"{rid}_{index}"
+
+
+def _best_of(body: CompletionBody) -> int:
+    shown = body.n or 1
+    made = body.best_of or shown
+    if made < shown:
+        raise InvalidRequest(f"best_of is {made}, less than n", param="best_of")
+    if made > shown and body.stream:
+        raise InvalidRequest("the best of several cannot be streamed", param="best_of")
+    return made
+
+
+def _telling(body: Body, *, logprobs: bool, prompt_ids: bool, echo: bool = False) -> Telling:
+    options = body.stream_options or StreamOptions()
+    return Telling(
+        choices=body.n or 1,
+        name=body.rid,
+        logprobs=logprobs,
+        usage_last=bool(options.include_usage),
+        usage_always=bool(options.continuous_usage_stats),
+        hidden=bool(body.return_hidden_states),
+        ids=bool(body.return_token_ids),
+        prompt_ids=prompt_ids,
+        echo=echo,
+    )
+
+
+def _wanted(
+    body: Body, *, logprobs: bool, top: int, prompt_too: bool = False
+) -> DetailParams | None:
+    hidden, ids = bool(body.return_hidden_states), bool(body.return_token_ids)
+    if not (logprobs or hidden or ids):
+        return None
+    return DetailParams(
+        ids=ids, logprobs=logprobs, top=top, hidden=hidden, prompt_start=0 if prompt_too else -1
+    )
+
+
+def _filled(
+    ask: Ask, body: Body, wanted: DetailParams | None, *, name: str | None, choices: int = 0
+) -> Ask:
+    """Add what both kinds of body say in the same way."""
+    form = _form(body)
+    return msgspec.structs.replace(
+        ask,
+        choices=choices or body.n or 1,
+        sampling=_sampling(body, wanted, form),
+        grammar_field=form.field if form else ask.grammar_field,
+        stop=StopStrings(
+            strings=_listed(body.stop),
+            patterns=_listed(body.stop_regex),
+            include=bool(body.no_stop_trim),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            token_texts=wanted is not None and wanted.logprobs,
+        ),
+        priority=body.priority or 0,
+        key=None if name is None else ClientKey(name),
+    )
+
+
+def _sampling(body: Body, wanted: DetailParams | None, form: Form | None) -> Sampling:
+    if body.top_k == 0:
+        raise InvalidRequest("top_k: -1 keeps every token, else it is 1 or more", param="top_k")
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty,
+        tokens_min=body.min_tokens or 0,
+        logit_bias=body.logit_bias or {},
+        grammar=form.grammar if form else None,
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        details=wanted,
+    )
+
+
+def _listed(stops: str | list[str] | None) -> tuple[str, ...]:
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())
+
+
+def _form(body: Body) -> Form | None:
+    plain = plain_forms(regex=body.regex, ebnf=body.ebnf, json_schema=body.json_schema)
+    return one_form(plain | {"response_format": _response_form(body.response_format)})
+
+
+def _response_form(given: ResponseFormat | None) -> Grammar | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return Grammar(kind=GrammarKind.JSON_OBJECT)
+    if given.type == "json_schema":
+        if given.json_schema is None:
+            raise InvalidRequest("it has no json_schema", param="response_format.json_schema")
+        schema = msgspec.json.encode(given.json_schema.schema).decode()
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+    if given.format is None and given.structures is None:
+        raise InvalidRequest("it has neither format nor structures", param="response_format.format")
+    tag = {"format": given.format} if given.format is not None else _older_tag(given)
+    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=msgspec.json.encode(tag).decode())
+
+
+def _older_tag(given: ResponseFormat) -> dict[str, object]:
+    return {"structures": given.structures, "triggers": given.triggers or []}
+
+
+def _options(body: ChatBody) -> str | None:
+    """The variables of the chat template, as JSON."""
+    options: dict[str, object] = {}
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":
+        options |= {"enable_thinking": False, "thinking": False}
+    options |= body.chat_template_kwargs or {}
+    return msgspec.json.encode(options).decode() if options else None
+
+
+def message(turn: Turn, index: int) -> ChatMessage:
+    """Read one turn; `index` is its place.
+
+    Raises:
+        InvalidRequest: It says what is not served.
+    """
+    at = f"messages[{index}]"
+    if turn.role == "function":
+        raise Unsupported("say role tool", param=f"{at}.role")
+    if turn.function_call:
+        raise Unsupported("say tool_calls", param=f"{at}.function_call")
+    if turn.prefix:
+        raise Unsupported("say continue_final_message", param=f"{at}.prefix")
+    return ChatMessage(
+        role=turn.role,
+        content=_content(turn, at),
+        name=turn.name,
+        reasoning_content=turn.reasoning_content,
+        tool_calls=tuple(
+            MessageToolCall(
+                id=call.id, name=call.function.name, arguments=call.function.arguments or "{}"
+            )
+            for call in turn.tool_calls or ()
+        ),
+        tool_call_id=turn.tool_call_id,
+    )
+
+
+def _content(turn: Turn, at: str) -> str:
+    if isinstance(turn.content, str):
+        return turn.content
+    if turn.content is None:
+        if turn.role == "assistant":
+            return ""
+        raise InvalidRequest("a message needs content", param=f"{at}.content")
+    # Joined by a blank, as SGLang does for templates that take plain text.
+    return " ".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(turn.content))
+
+
+def _part(part: TextPart, at: str) -> str:
+    if part.type != "text":
+        raise Unsupported(f"content of type '{part.type}' is not supported", param=f"{at}.type")
+    if part.text is None:
+        raise InvalidRequest("a text part needs text", param=f"{at}.text")
+    return part.text
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int, ...]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = tuple(item for item in prompt if isinstance(item, int))
+    if len(ids) == len(prompt):
+        return [ids]
+    if ids:
+        raise InvalidRequest("a list of ids, or of prompts; not of both", param="prompt")
+    if len(prompt) > PROMPTS_MAX:
+        raise InvalidRequest(f"at most {PROMPTS_MAX} prompts", param="prompt")
+    return list(_each(prompt))
+
+
+def _each(prompts: Iterable[str | int | list[int]]) -> Iterable[str | tuple[int, ...]]:
+    for prompt in prompts:
+        assert not isinstance(prompt, int)
+        yield prompt if isinstance(prompt, str) else tuple(prompt)

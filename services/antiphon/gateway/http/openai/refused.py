@@ -1,0 +1,70 @@
+"""Fields of OpenAI's and SGLang's bodies that are documented and not served here, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.http.fields import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NOTHING: tuple[object, ...] = ({}, [], "")
+_ROUTING = Refused("where a request runs is the scheduler's to say")
+_EXPERTS = Refused("mixture-of-experts models are not built yet", (False,))
+_SESSIONS = Refused("sessions are of /generate only", _NOTHING)
+_SGLEXT = Refused("say return_token_ids, or return_prompt_token_ids", (False,))
+_CACHE = Refused("namespaces of the prefix cache are not built yet", _NOTHING)
+_TOOLS = Refused("no tool-call parser is set", _NOTHING)
+_MODALITIES = Refused("this model answers in text", (["text"], []))
+
+COMMON: Mapping[str, Refused] = {
+    "beam_width": Refused("beam search is not built", (1,)),
+    "custom_params": Refused("they are of custom logit processors", _NOTHING),
+    "custom_logit_processor": Refused("code that comes with a request is never run", ("",)),
+    "watermark": Refused("watermarks are not built", _NOTHING),
+    "max_thinking_tokens": Refused("over NATS there is the processor thinking_budget"),
+    "return_routed_experts": _EXPERTS,
+    "return_cached_tokens_details": Refused("the cache has one tier", (False,)),
+    "return_spec_tokens_details": Refused("speculative decoding is not built yet", (False,)),
+    "return_meta_info": Refused("it is of /generate", (False,)),
+    "return_input_ids_in_sglext": _SGLEXT,
+    "return_output_ids_in_sglext": _SGLEXT,
+    "lora_path": Refused("LoRA adapters are not built yet", _NOTHING),
+    "session_id": _SESSIONS,
+    "session_params": _SESSIONS,
+    "extra_key": _CACHE,
+    "cache_salt": _CACHE,
+    "custom_labels": Refused("metric labels are fixed", _NOTHING),
+    "bootstrap_host": _ROUTING,
+    "bootstrap_port": _ROUTING,
+    "bootstrap_room": _ROUTING,
+    "bootstrap_pair_key": _ROUTING,
+    "disagg_prefill_dp_rank": _ROUTING,
+    "routed_dp_rank": _ROUTING,
+    "data_parallel_rank": _ROUTING,
+}
+
+CHAT: Mapping[str, Refused] = {
+    **COMMON,
+    "tools": _TOOLS,
+    "tool_choice": Refused("no tool-call parser is set", ("none", "auto")),
+    "parallel_tool_calls": Refused("no tool-call parser is set", (True,)),
+    "functions": Refused("say tools", _NOTHING),
+    "function_call": Refused("say tool_choice", ("none", "auto")),
+    "separate_reasoning": Refused("no reasoning parser is set", (True,)),
+    "stream_reasoning": Refused("no reasoning parser is set", (True,)),
+    "input_ids": Refused("/v1/completions takes token ids as its prompt"),
+    "modalities": _MODALITIES,
+    "audio": Refused("this model answers in text"),
+    "prediction": Refused("predicted outputs are not built"),
+    "web_search_options": Refused("there is no web search"),
+    "store": Refused("chats are not stored", (False,)),
+    "service_tier": Refused("there are no tiers", ("auto", "default")),
+    "verbosity": Refused("the model has no verbosity", ("medium",)),
+}
+
+COMPLETION: Mapping[str, Refused] = {
+    **COMMON,
+    "suffix": Refused("this model has no form of text with a gap to fill", ("",)),
+}

@@ -1,0 +1,153 @@
+"""What OpenAI clients are told: the objects of an answer, whole or in chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from antiphon.gateway.http.openai.logprobs import ChatLogprobs, TextLogprobs
+from antiphon.wire.base import FinishReason
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Usage
+
+UNSET = msgspec.UNSET
+UnsetType = msgspec.UnsetType
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """How much of a prompt was found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request. `prompt_tokens_details` comes with the cache report."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+    reasoning_tokens: int = 0
+
+
+class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the assistant said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    reasoning_content: None = None
+    tool_calls: None = None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of what the assistant says."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str
+    reasoning_content: None = None
+
+
+class NoDelta(msgspec.Struct, frozen=True):
+    """Nothing more: the choice has ended."""
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice holds beside its text, where it was asked for."""
+
+    hidden_states: list[list[float]] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    response_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChoice(Extras, frozen=True, kw_only=True):
+    """A whole choice of a chat."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+
+
+class ChatChunkChoice(Extras, frozen=True, kw_only=True):
+    """A piece of a choice of a chat."""
+
+    index: int
+    delta: Delta | NoDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+class TextChoice(Extras, frozen=True, kw_only=True):
+    """A choice of a text completion, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Which weights answered."""
+
+    weight_version: str = "default"
+
+
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of a chat."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    metadata: Metadata
+
+
+class TextReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of a text completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody
+    metadata: Metadata
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer of a chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+
+
+class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer of a text completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody | None = None
+
+
+def usage_body(usage: Usage, *, cached: bool = False) -> UsageBody:
+    """Write the tokens as OpenAI does; `cached` adds those of the prefix cache."""
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=CachedTokens(usage.cached_tokens) if cached else None,
+    )

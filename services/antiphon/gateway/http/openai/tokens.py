@@ -1,0 +1,197 @@
+"""POST /v1/tokenize and /v1/detokenize: between texts and token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.ask import Ask
+from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, Json, TokenId, Turn
+from antiphon.gateway.http.openai.reading import message, model_of
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.reply import json_reply
+from antiphon.service.deadline import deadline_in
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.errors import InvalidRequest, UnknownModel
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.tokenize import TemplateParams
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.tokenize import EncodeReply
+
+_TIMEOUT_S = 30.0
+_Rows = Meta(min_length=1, max_length=PROMPTS_MAX)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/tokenize: a text, several, or a conversation."""
+
+    model: str | None = None
+    prompt: Annotated[
+        str | Annotated[list[str], _Rows] | None, Meta(description="A text, or several.")
+    ] = None
+    messages: Annotated[
+        Annotated[list[Turn], Meta(min_length=1)] | None,
+        Meta(description="A conversation, in place of a text."),
+    ] = None
+    tools: Annotated[list[Json] | None, Meta(description="For the chat template.")] = None
+    chat_template_kwargs: Annotated[
+        Json | None, Meta(description="More variables for the chat template.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="A text gets those of the tokenizer; true unless said.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="The beginning of the answer follows; true unless said.")
+    ] = None
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Ids and how many they are; lists of both for several texts."""
+
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/detokenize: a list of ids, or several."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[TokenId | Annotated[list[TokenId], Meta(max_length=131_072)]],
+        Meta(max_length=131_072, description="Token ids, or lists of them."),
+    ]
+    skip_special_tokens: Annotated[
+        bool | None, Meta(description="Special tokens write no text; true unless said.")
+    ] = None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    """The text, or one for each list."""
+
+    text: str | list[str]
+
+
+class Tokens:
+    """Asks the tokenizers and nobody else."""
+
+    def __init__(
+        self,
+        answering: Answering,
+        tokenizers: TokenizerCalls,
+        runtime: Runtime,
+        model: ModelName,
+    ) -> None:
+        self._answering = answering
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Both ways, each by two names."""
+        return [
+            *(
+                Operation(
+                    method="POST",
+                    path=path,
+                    answer=self._tokenize,
+                    summary="The token ids of a text or of a conversation.",
+                    body=TokenizeBody,
+                    reply=TokenizeReply,
+                    examples=(
+                        {"prompt": "Hello"},
+                        {"prompt": ["One", "Two"], "add_special_tokens": False},
+                        {"messages": [{"role": "user", "content": "Hello"}]},
+                    ),
+                )
+                for path in ("/v1/tokenize", "/tokenize")
+            ),
+            *(
+                Operation(
+                    method="POST",
+                    path=path,
+                    answer=self._detokenize,
+                    summary="The text of token ids.",
+                    body=DetokenizeBody,
+                    reply=DetokenizeReply,
+                    examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
+                )
+                for path in ("/v1/detokenize", "/detokenize")
+            ),
+        ]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        asks = await self._answering.read(request, TokenizeBody, self._asks)
+        deadline = deadline_in(_TIMEOUT_S, self._runtime.clock)
+        replies: list[EncodeReply] = await asyncio.gather(
+            *(self._tokenizers.encode(ask, new_request_id(), deadline, None) for ask in asks)
+        )
+        rows = [list(unpack_ids(reply.token_ids)) for reply in replies]
+        counts = [len(row) for row in rows]
+        batch = asks[0].door == "tokenize_batch"
+        return json_reply(
+            TokenizeReply(
+                tokens=rows if batch else rows[0],
+                count=counts if batch else counts[0],
+                max_model_len=replies[0].context_tokens,
+            )
+        )
+
+    def _asks(self, body: TokenizeBody) -> list[Ask]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either a prompt or messages", param="prompt")
+        self._check(body.model)
+        if body.messages is not None:
+            template = TemplateParams(
+                generation_prompt=body.add_generation_prompt is not False,
+                tools=_text(body.tools),
+                options=_text(body.chat_template_kwargs),
+            )
+            messages = tuple(message(turn, index) for index, turn in enumerate(body.messages))
+            return [Ask(door="tokenize", model=None, messages=messages, template=template)]
+        several = isinstance(body.prompt, list)
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        return [
+            Ask(
+                door="tokenize_batch" if several else "tokenize",
+                model=None,
+                prompt=prompt,
+                special_tokens=body.add_special_tokens is not False,
+            )
+            for prompt in prompts
+        ]
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        rows, several, skips = await self._answering.read(request, DetokenizeBody, self._rows)
+        texts = await self._tokenizers.decode(rows, skip_special_tokens=skips)
+        return json_reply(DetokenizeReply(list(texts) if several else texts[0]))
+
+    def _rows(self, body: DetokenizeBody) -> tuple[list[list[int]], bool, bool]:
+        self._check(body.model)
+        skips = body.skip_special_tokens is not False
+        lists = [row for row in body.tokens if isinstance(row, list)]
+        if not lists:
+            return [[token for token in body.tokens if isinstance(token, int)]], False, skips
+        if len(lists) != len(body.tokens):
+            raise InvalidRequest("token ids, or lists of them; not both", param="tokens")
+        if len(lists) > PROMPTS_MAX:
+            raise InvalidRequest(f"at most {PROMPTS_MAX} lists", param="tokens")
+        return lists, True, skips
+
+    def _check(self, model: str | None) -> None:
+        if model_of(model) not in (None, self._model):
+            raise UnknownModel.of(str(model))
+
+
+def _text(value: list[Json] | Json | None) -> str | None:
+    return None if not value else msgspec.json.encode(value).decode()

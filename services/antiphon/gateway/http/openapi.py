@@ -1,0 +1,111 @@
+"""GET /openapi.json: made from the operations, and from the structs that decode their bodies."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from aiohttp import web
+
+from antiphon.gateway.http.errors import ErrorEnvelope
+from antiphon.gateway.http.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Object = dict[str, object]
+
+_REF = "#/components/schemas/{name}"
+_VARIABLE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+_ERROR: Object = {
+    "description": "What went wrong.",
+    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorEnvelope.__name__)}}},
+}
+
+
+class OpenApi:
+    """The document, made once."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._document = msgspec.json.encode(document(operations))
+
+    def operations(self) -> list[Operation]:
+        """The document does not speak of itself."""
+        return [
+            Operation(
+                method="GET",
+                path="/openapi.json",
+                answer=self._answer,
+                summary="This document.",
+            )
+        ]
+
+    async def _answer(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._document, content_type="application/json")
+
+
+def document(operations: Sequence[Operation]) -> Object:
+    """Describe operations as OpenAPI 3.1 does."""
+    types = {each for one in operations for each in (one.body, one.reply) if each is not None}
+    ordered = sorted(types, key=lambda each: each.__name__)
+    _, components = msgspec.json.schema_components([*ordered, ErrorEnvelope], ref_template=_REF)
+    paths: dict[str, Object] = {}
+    for one in operations:
+        paths.setdefault(_VARIABLE.sub(r"{\1}", one.path), {})[one.method.lower()] = _described(one)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Antiphon", "version": metadata.version("antiphon")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _described(one: Operation) -> Object:
+    described: Object = {
+        "summary": one.summary,
+        "operationId": f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path)}",
+        "parameters": _parameters(one),
+        "responses": {"200": _reply(one), "default": _ERROR},
+    }
+    if one.deprecated:
+        described["deprecated"] = True
+    if one.body is not None:
+        described["requestBody"] = {"required": True, "content": _content(one, one.body)}
+    return described
+
+
+def _content(one: Operation, body: type[msgspec.Struct]) -> Object:
+    content: Object = {"schema": {"$ref": _REF.format(name=body.__name__)}}
+    if one.examples:
+        content["examples"] = {
+            f"example_{number}": {"value": example}
+            for number, example in enumerate(one.examples, start=1)
+        }
+    return {"application/json": content}
+
+
+def _reply(one: Operation) -> Object:
+    reply: Object = {"description": one.summary}
+    if one.reply is not None:
+        schema: Object = {"$ref": _REF.format(name=one.reply.__name__)}
+        reply["content"] = {"application/json": {"schema": schema}}
+        fields = set(() if one.body is None else one.body.__struct_fields__)
+        content = cast("dict[str, Object]", reply["content"])
+        if "stream" in fields:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+    return reply
+
+
+def _parameters(one: Operation) -> list[Object]:
+    text: Object = {"type": "string"}
+    inside = [
+        {"name": name, "in": "path", "required": True, "schema": {**text, "minLength": 1}}
+        for name in _VARIABLE.findall(one.path)
+    ]
+    asked: list[Object] = [
+        {"name": name, "in": "query", "description": meaning, "schema": text}
+        for name, meaning in (one.query or {}).items()
+    ]
+    return [*inside, *asked]

@@ -1,0 +1,49 @@
+"""One thing that can be asked over HTTP: its path, its body, its reply, and who answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import msgspec
+    from aiohttp.typedefs import Handler
+
+    from antiphon.gateway.http.fields import Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """The router, the OpenAPI document and the docs are all made from these.
+
+    Attributes:
+        method: In capitals.
+        path: As aiohttp writes it.
+        summary: A sentence.
+        body: What its body is decoded as; None: it has none.
+        reply: What it answers with, if that is JSON of a struct.
+        query: Names of its query parameters, each with its meaning.
+        examples: Bodies that are served, for the document.
+        refused: Fields of other servers' bodies that are refused here.
+        deprecated: Whether another path has taken its place.
+    """
+
+    method: str
+    path: str
+    answer: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    reply: type[msgspec.Struct] | None = None
+    query: Mapping[str, str] | None = None
+    examples: tuple[Mapping[str, object], ...] = ()
+    refused: Mapping[str, Refused] = field(default_factory=dict[str, "Refused"])
+    deprecated: bool = False
+
+
+def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
+    """For the router."""
+    return [web.route(one.method, one.path, one.answer) for one in operations]

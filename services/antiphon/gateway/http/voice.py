@@ -1,0 +1,56 @@
+"""How a family of APIs tells an answer: the one thing that each writes for itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from antiphon.gateway.http.sse import CONTENT_TYPE
+from antiphon.wire.base import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.chorus import Answer
+    from antiphon.gateway.owner.actions import Finished, Said
+    from antiphon.wire.errors import EngineError
+
+
+class Voice(ABC):
+    """Writes one client's answer, whole or in pieces. One an answer: it may remember what it said.
+
+    `Answering` calls either `whole`, or `begin`, `chunks` as often as something is said, and `end`
+    or `failure`; it joins what they return into as few writes as there can be.
+    """
+
+    CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
+    """Of a stream."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """All of it, as JSON: the answers to the prompts in their order."""
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """What comes before any text."""
+
+    @abstractmethod
+    def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
+        """More of the answer to one prompt."""
+
+    @abstractmethod
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """What comes after all has been said well; the tokens of each prompt."""
+
+    @abstractmethod
+    def failure(self, error: EngineError) -> bytes:
+        """What comes in place of the end when the answer breaks off."""
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """The tokens of several prompts together."""
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+    )

@@ -1,0 +1,77 @@
+"""What operators tell the workers of a model through its door."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.wire.base import Role
+from antiphon.wire.errors import Unavailable
+from antiphon.wire.routes import WORKER_CONTROL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.service.peers import Peer
+    from antiphon.service.service import Runtime
+    from antiphon.wire.command import (
+        ContinueWorker,
+        ControlDone,
+        FlushCache,
+        PauseWorker,
+        SetWeightVersion,
+    )
+    from antiphon.wire.heartbeat import WorkerLoad
+    from antiphon.wire.ids import ModelName
+
+    Order = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
+
+_ANSWER_S = 15.0
+"""Longer than a worker waits for its step to end."""
+_LOOK_S = 0.05
+
+
+class Workers:
+    """Orders go to every worker of the model, and are done when all have obeyed."""
+
+    def __init__(self, runtime: Runtime, model: ModelName) -> None:
+        self._runtime = runtime
+        self._model = model
+
+    def loads(self) -> Iterator[tuple[Peer, WorkerLoad]]:
+        """What each has last said of itself, in the order of their names."""
+        peers = self._runtime.peers.of(Role.WORKER)
+        for peer in sorted(peers, key=lambda peer: peer.process.instance):
+            if peer.beat.worker is not None and peer.beat.model == self._model:
+                yield peer, peer.beat.worker
+
+    @property
+    def busy(self) -> bool:
+        """Whether some worker runs or holds back a request."""
+        return any(
+            load.waiting or any(not held.ended for held in load.running) for _, load in self.loads()
+        )
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until none is busy; return whether that came true in time."""
+        until = self._runtime.clock.now() + timeout_s
+        while self.busy:
+            if self._runtime.clock.now() >= until:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return True
+
+    async def order(self, order: Order) -> list[ControlDone]:
+        """Tell every worker, and wait until all have obeyed.
+
+        Raises:
+            EngineError: There is none, or one did not answer.
+        """
+        workers = [peer.process.instance for peer, _ in self.loads()]
+        if not workers:
+            raise Unavailable("no worker is there", retry_after_s=1.0)
+        calls = (
+            self._runtime.bus.call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker)
+            for worker in workers
+        )
+        return list(await asyncio.gather(*calls))

@@ -1,0 +1,376 @@
+"""SGLang's own APIs: generation in all its forms, sessions, control and what a server says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import pytest
+from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
+from tests.unit.gateway.test_http import post, stream
+
+from antiphon.testing.wait import until
+from antiphon.wire.base import Role
+from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import (
+    ContinueWorker,
+    FlushCache,
+    PauseMode,
+    PauseWorker,
+    SetWeightVersion,
+)
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.sampling import DetailParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+TEXT = "".join(SCRIPT)
+GENERATE = "/generate"
+Body = dict[str, object]
+Reply = dict[str, "Reply"]  # what a test reads of it, it knows
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house() as world:
+        yield world
+
+
+async def generate(at: House, **body: object) -> Reply:
+    status, reply, _ = await post(at, GENERATE, {"text": "ab"} | body)
+    assert status == 200, reply
+    return cast("Reply", reply)
+
+
+async def get(at: House, path: str, method: str = "GET") -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, at.url + path) as reply,
+    ):
+        return reply.status, await reply.text()
+
+
+async def test_a_prompt_gets_text_ids_and_what_is_known_of_them(at: House) -> None:
+    reply = await generate(at, rid="mine", return_prompt_token_ids=True)
+    assert (reply["text"], reply["output_ids"]) == (TEXT, [10, 11, 12, 13])
+    assert reply["prompt_token_ids"] == list(b"ab")
+    meta = reply["meta_info"]
+    assert cast("float", meta.pop("e2e_latency")) > 0
+    assert meta == {
+        "id": "mine",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "cached_tokens": 1,
+        "weight_version": "7",
+    }
+    assert "index" not in reply
+    assert at.cluster.submits[0].sampling.max_new_tokens == CONTEXT_TOKENS - 2
+
+
+async def test_ids_are_taken_as_they_are(at: House) -> None:
+    reply = await generate(at, text=None, input_ids=list(b"ab"))
+    assert reply["text"] == TEXT
+    assert at.cluster.submits[0].prompt_ids == pack_ids(list(b"ab"))
+    assert at.cluster.submits[0].sampling.temperature == 1.0, "SGLang's defaults, not the model's"
+
+
+async def test_a_batch_gets_a_list_in_its_order(at: House) -> None:
+    body = {
+        "text": ["a", "bcd"],
+        "rid": "mine",
+        "sampling_params": [{"max_new_tokens": 5, "n": 2}, {"max_new_tokens": 6, "n": 2}],
+        "return_logprob": [False, True],
+    }
+    status, replies, _ = await post(at, GENERATE, body)
+    told = cast("list[Reply]", replies)
+    assert status == 200
+    assert [one["meta_info"]["prompt_tokens"] for one in told] == [1, 1, 3, 3]
+    names = [one["meta_info"]["id"] for one in told]
+    assert names == ["mine_0_0", "mine_0_1", "mine_1_0", "mine_1_1"]
+    assert [one["index"] for one in told] == [0, 1, 2, 3]
+    assert ["output_token_logprobs" in one["meta_info"] for one in told] == [False] * 2 + [True] * 2
+    assert sorted(submit.sampling.max_new_tokens for submit in at.cluster.submits) == [5, 6]
+
+
+async def test_one_prompt_in_a_list_gets_a_list(at: House) -> None:
+    _, replies, _ = await post(at, GENERATE, {"text": ["a"]})
+    assert [one["text"] for one in cast("list[Reply]", replies)] == [TEXT]
+
+
+async def test_a_stream_tells_all_so_far_and_ends_as_the_whole(at: House) -> None:
+    whole = await generate(at, return_logprob=True, logprob_start_len=0, top_logprobs_num=1)
+    events = await stream(
+        at,
+        GENERATE,
+        {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
+    )
+    assert events[-1] == "[DONE]"
+    told = [json.loads(event) for event in events[:-1]]
+    texts = [event["text"] for event in told]
+    assert texts == sorted(texts, key=len)
+    last = told[-1]
+    for reply in (whole, last):
+        del reply["meta_info"]["e2e_latency"], reply["meta_info"]["id"]
+    assert last == whole
+    assert [event["meta_info"]["finish_reason"] for event in told[:-1]] == [None] * (len(told) - 1)
+
+
+async def test_a_stream_tells_only_what_is_new_where_the_operator_says_so() -> None:
+    async with house(stream_output=True) as at:
+        events = await stream(at, GENERATE, {"text": ["ab", "c"]})
+        told = [json.loads(event) for event in events[:-1]]
+    for index in (0, 1):
+        mine = [event for event in told if event["index"] == index]
+        assert "".join(event["text"] for event in mine) == TEXT
+        assert [token for event in mine for token in event["output_ids"]] == [10, 11, 12, 13]
+        assert mine[-1]["meta_info"]["completion_tokens"] == 4
+
+
+async def test_log_probabilities_have_every_form(at: House) -> None:
+    reply = await generate(
+        at,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+        token_ids_logprob=[4, 5],
+        return_text_in_logprobs=True,
+    )
+    meta = reply["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 97, None], [0.0, 5, "p"]]
+    assert meta["output_token_logprobs"] == [[-0.5 * (n + 1), 10 + n, SCRIPT[n]] for n in range(4)]
+    assert meta["output_token_logprobs_length"] == 4
+    assert meta["input_top_logprobs"] == [None, [[-9.0, 9, "?"]]]
+    assert meta["output_top_logprobs"] == [[[-10.0 - n, 10 + n, SCRIPT[n]]] for n in range(4)]
+    assert meta["output_token_ids_logprobs"] == [[[-0.25, 4, None], [-0.5, 5, None]]] * 4
+    asked = at.cluster.submits[0].sampling.details
+    assert asked == DetailParams(ids=True, logprobs=True, top=1, named_ids=(4, 5), prompt_start=0)
+    answer_only = await generate(at, return_logprob=True)
+    assert "input_token_logprobs" not in answer_only["meta_info"]
+
+
+async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: House) -> None:
+    full = await generate(at, return_hidden_states=True)
+    row = [0.5, 1.5]
+    assert full["meta_info"]["hidden_states"] == [[row, row], row, row, row]
+    assert "output_token_logprobs" not in full["meta_info"]
+    last = await generate(at, return_hidden_states="last")
+    assert last["meta_info"]["hidden_states"] == [row] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": []}, "text"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [300]}, "prompt"),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": -1}},
+            "sampling_params.max_new_tokens",
+        ),
+        ({"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
+        ({"text": "a", "sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
+        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex"),
+        ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "session_params": {"id": "none"}}, "session_params"),
+        ({"text": ["a"], "session_params": {"id": "none"}}, "session_params"),
+        (
+            {"text": "a", "sampling_params": {"spaces_between_special_tokens": False}},
+            "sampling_params.spaces_between_special_tokens",
+        ),
+    ],
+)
+async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, param: str) -> None:
+    for streamed in (False, True):
+        status, reply, _ = await post(at, GENERATE, body | {"stream": streamed})
+        assert (status, cast("Reply", reply["error"])["param"]) == (400, param)
+    assert at.cluster.submits == []
+
+
+async def test_a_mistake_in_a_grammar_names_the_field_it_came_by(at: House) -> None:
+    at.cluster.script = ("",)
+    at.cluster.row_error = InvalidRequest("no", param="grammar")
+    body = {"text": "a", "sampling_params": {"structural_tag": "{}"}}
+    status, reply, _ = await post(at, GENERATE, body)
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, "structural_tag")
+
+
+async def test_a_session_goes_on_from_what_was_said(at: House) -> None:
+    _, name, _ = await post(at, "/open_session", {"capacity_of_str_len": 1000})
+
+    async def say(text: str, **params: object) -> list[int]:
+        reply = await generate(at, text=text, session_params={"id": name} | params)
+        rids.append(str(reply["meta_info"]["id"]))
+        return list(unpack_ids(at.cluster.submits[-1].prompt_ids))
+
+    rids: list[str] = []
+    said = [10, 11, 12, 13]
+    assert await say("ab") == [97, 98]
+    assert await say("c", rid=rids[0]) == [97, 98, *said, 99]
+    assert await say("d", rid=rids[0], offset=3) == [97, 98, 10, 100]
+    assert await say("e", rid=rids[0], drop_previous_output=True) == [97, 98, 101]
+    assert at.cluster.encodes[-1].special_tokens is False
+    assert at.cluster.encodes[0].special_tokens is True
+    await say("f", rid=rids[0], replace=True)
+    for gone in (rids[1], "never"):
+        params = {"id": name, "rid": gone}
+        status, reply, _ = await post(at, GENERATE, {"text": "g", "session_params": params})
+        assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params.rid")
+    status, _, _ = await _post_plain(at, "/close_session", {"session_id": name})
+    assert status == 200
+    status, _, _ = await post(at, "/close_session", {"session_id": name})
+    assert status == 400
+
+
+async def _post_plain(at: House, path: str, body: Body) -> tuple[int, str, str]:
+    async with aiohttp.ClientSession() as session, session.post(at.url + path, json=body) as reply:
+        return reply.status, await reply.text(), reply.content_type
+
+
+async def test_a_session_has_one_name_and_its_room(at: House) -> None:
+    status, name, _ = await post(at, "/open_session", {"session_id": "s", "capacity_of_str_len": 3})
+    assert (status, name) == (200, "s")
+    assert (await post(at, "/open_session", {"session_id": "s"}))[0] == 400
+    assert (await post(at, "/open_session", {"streaming": True}))[0] == 400
+    body = {"text": "abcd", "session_params": {"id": "s"}}
+    assert (await post(at, GENERATE, body))[0] == 400
+
+
+async def test_an_abort_meets_every_name_that_begins_so(at: House) -> None:
+    at.cluster.hold_at = 1
+    async with asyncio.TaskGroup() as group:
+        told = [
+            group.create_task(post(at, GENERATE, {"text": "a", "rid": rid, "stream": False}))
+            for rid in ("x1", "x2", "y")
+        ]
+        await until(lambda: at.service._driver.open_count == 3)  # pyright: ignore[reportPrivateUsage]
+        assert (await post(at, "/abort_request", {"rid": "", "abort_all": False}))[0] == 400
+        assert (await _post_plain(at, "/abort_request", {"rid": "x"}))[0] == 200
+        await until(lambda: at.service._driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
+        at.cluster.go.set()
+    ends = [cast("Reply", task.result()[1])["meta_info"]["finish_reason"]["type"] for task in told]
+    assert ends == ["abort", "abort", "stop"]
+
+
+async def test_orders_reach_the_workers(at: House) -> None:
+    assert await get(at, "/flush_cache") == (200, "Cache flushed: 3 pages.\n")
+    status, reply, _ = await post(at, "/pause_generation", {"mode": "in_place"})
+    assert (status, reply["status"]) == (200, "ok")
+    assert (await post(at, "/continue_generation", {}))[0] == 200
+    status, _, _ = await post(
+        at, "/update_weight_version", {"new_version": "8", "abort_all_requests": False}
+    )
+    assert status == 200
+    assert at.cluster.orders == [
+        FlushCache(),
+        PauseWorker(mode=PauseMode.IN_PLACE),
+        ContinueWorker(),
+        SetWeightVersion(version="8", abort_all=False),
+    ]
+    assert (await post(at, "/pause_generation", {"mode": "soon"}))[0] == 400
+
+
+async def test_a_cache_in_use_is_not_flushed(at: House) -> None:
+    at.cluster.waiting = 1
+    await until(lambda: at.workers[0].beat.worker is not None and at.workers[0].beat.worker.waiting)
+    assert (await get(at, "/flush_cache?timeout=0.1", "POST"))[0] == 400
+    assert (await get(at, "/flush_cache?timeout=never"))[0] == 400
+    assert at.cluster.orders == []
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_a_model_is_described(at: House, path: str) -> None:
+    status, text = await get(at, path)
+    info = json.loads(text)
+    assert (status, info["served_model_name"], info["weight_version"]) == (200, MODEL, "7")
+    assert (info["max_model_len"], info["is_generation"]) == (CONTEXT_TOKENS, True)
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_a_server_tells_its_settings_and_no_secret(at: House, path: str) -> None:
+    status, text = await get(at, path)
+    info = json.loads(text)
+    assert status == 200
+    assert info["settings"]["gateway"]["requests_max"] == 1024
+    assert "password" not in info["settings"]["bus"]
+    assert info["internal_states"][0]["worker"] == "worker-0"
+
+
+async def test_loads_are_told_worker_by_worker(at: House) -> None:
+    status, text = await get(at, "/v1/loads?include=core,memory&dp_rank=0")
+    (load,) = json.loads(text)["loads"]
+    assert status == 200
+    assert (load["num_running_reqs"], load["max_total_num_tokens"]) == (0, 16)
+    for query in ("include=all,nothing", "format=prometheus", "dp_rank=7"):
+        assert (await get(at, f"/v1/loads?{query}"))[0] == 400, query
+
+
+async def test_health_is_asked_in_every_way(at: House) -> None:
+    for path in ("/health", "/ping", "/ready", "/health_generate", "/"):
+        assert (await get(at, path))[0] == 200, path
+    assert at.cluster.submits[0].sampling.max_new_tokens == 1
+    at.cluster.roles.discard(Role.WORKER)
+    await until(lambda: not at.workers)
+    for path in ("/health", "/ping", "/ready", "/health_generate"):
+        assert (await get(at, path))[0] == 503, path
+    assert (await post(at, "/pause_generation", {}))[0] == 503
+
+
+async def test_texts_become_ids_and_ids_texts(at: House) -> None:
+    _, one, _ = await post(at, "/v1/tokenize", {"prompt": "ab", "add_special_tokens": False})
+    assert one == {"tokens": [97, 98], "count": 2, "max_model_len": CONTEXT_TOKENS}
+    assert at.cluster.encodes[-1].special_tokens is False
+    _, several, _ = await post(at, "/tokenize", {"prompt": ["a", "bc"]})
+    assert (several["tokens"], several["count"]) == ([[97], [98, 99]], [1, 2])
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}
+    await post(at, "/v1/tokenize", chat | {"add_generation_prompt": False})
+    template = at.cluster.encodes[-1].template
+    assert (template.generation_prompt, template.tools) == (False, '[{"type":"function"}]')
+    _, text, _ = await post(at, "/v1/detokenize", {"tokens": [97, 98]})
+    assert text == {"text": "ab"}
+    _, texts, _ = await post(at, "/detokenize", {"tokens": [[97], [98]]})
+    assert texts == {"text": ["a", "b"]}
+    for path, body in (
+        ("/v1/tokenize", {}),
+        ("/v1/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/detokenize", {"tokens": [1, [2]]}),
+        ("/v1/detokenize", {"tokens": ["x"]}),
+    ):
+        assert (await post(at, path, body))[0] == 400, body
+
+
+async def test_labels_are_scored_by_what_would_come_next(at: House) -> None:
+    at.cluster.script = ("",)
+    body: Body = {"query": "a", "items": ["b", "cd"], "label_token_ids": [5, 6]}
+    _, plain, _ = await post(at, "/v1/score", body)
+    assert plain["scores"] == [[pytest.approx(0.7788), pytest.approx(0.6065)]] * 2
+    _, soft, _ = await post(at, "/v1/score", body | {"apply_softmax": True, "item_first": True})
+    for row in cast("list[list[float]]", soft["scores"]):
+        assert sum(row) == pytest.approx(1.0)
+    prompts = {bytes(list(unpack_ids(submit.prompt_ids))) for submit in at.cluster.submits}
+    assert prompts == {b"ab", b"acd", b"ba", b"cda"}
+    assert {submit.sampling.max_new_tokens for submit in at.cluster.submits} == {0}
+    status, _, _ = await post(at, "/v1/score", body | {"items": [[1]]})
+    assert status == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/rerank", "/v1/classify", "/encode", "/classify"]
+)
+async def test_what_this_model_cannot_do_is_refused_with_a_reason(at: House, path: str) -> None:
+    status, reply, _ = await post(at, path, {"input": "x"})
+    error = cast("Reply", reply["error"])
+    assert (status, error["code"]) == (400, "unsupported")
+    assert "this model does not" in str(error["message"])

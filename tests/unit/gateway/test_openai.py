@@ -1,0 +1,287 @@
+"""Every field of the OpenAI family, whole and streamed: the two say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import pytest
+from tests.unit.gateway.cluster import SCRIPT, House, house
+from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
+
+from antiphon.testing.wait import until
+from antiphon.wire.errors import InvalidRequest, WorkerLost
+from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.sampling import DetailParams
+from antiphon.wire.tokenize import MessageToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from antiphon.wire.text import TextRow
+
+TEXT = "".join(SCRIPT)
+Body = dict[str, object]
+Choice = dict[str, object]
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house() as world:
+        yield world
+
+
+async def both(at: House, path: str, body: Body) -> tuple[list[Choice], list[Choice]]:
+    """The choices of an answer, told whole; and the same, put together from chunks."""
+    status, whole, _ = await post(at, path, body)
+    assert status == 200, whole
+    choices = cast("list[Choice]", whole["choices"])
+    joined: list[Choice] = [{} for _ in choices]
+    for event in (await stream(at, path, body))[:-1]:
+        for piece in json.loads(event)["choices"]:
+            _join(joined[piece["index"]], piece)
+    return choices, joined
+
+
+def _join(choice: Choice, piece: Choice) -> None:
+    """Add what a chunk says to what was said before."""
+    for name, value in piece.items():
+        before = choice.get(name)
+        if before is None or name == "index":
+            choice[name] = value
+        elif isinstance(value, dict):
+            _join(cast("Choice", before), cast("Choice", value))
+        elif isinstance(value, str | list):
+            choice[name] = cast("str", before) + cast("str", value)
+
+
+async def test_prompts_are_answered_in_their_order_and_counted_together(at: House) -> None:
+    body: Body = {"prompt": ["one", "three"], "n": 2, "rid": "mine"}
+    whole, joined = await both(at, COMPLETE, body | {"stream_options": {"include_usage": True}})
+    assert [choice["index"] for choice in whole] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in whole} == {TEXT}
+    assert [choice["text"] for choice in joined] == [TEXT] * 4
+    assert [choice["finish_reason"] for choice in joined] == ["stop"] * 4
+    _, reply, _ = await post(at, COMPLETE, body)
+    assert reply["id"] == "mine"
+    assert reply["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 16,
+        "total_tokens": 24,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
+
+
+async def test_one_prompt_that_fails_ends_them_all(at: House) -> None:
+    status, reply, _ = await post(at, COMPLETE, {"prompt": ["one", "x" * 64]})
+    assert (status, cast("Body", reply["error"])["code"]) == (400, "prompt_too_long")
+    assert at.cluster.open == set()
+
+
+async def test_an_echo_begins_with_the_prompt_and_tells_of_its_tokens(at: House) -> None:
+    body: Body = {"prompt": "ab", "echo": True, "logprobs": 1}
+    whole, joined = await both(at, COMPLETE, body)
+    assert joined[0]["text"] == whole[0]["text"] == "ab" + TEXT
+    columns = cast("dict[str, list[object]]", whole[0]["logprobs"])
+    assert columns == joined[0]["logprobs"]
+    assert columns["tokens"] == ["a", "p", *SCRIPT]
+    assert columns["token_logprobs"][0] is None
+    assert columns["top_logprobs"][0] is None
+    assert columns["text_offset"] == [0, 1, 2, 5, 9, 14]
+    by_ids, _ = await both(at, COMPLETE, {"prompt": list(b"ab"), "echo": True})
+    assert by_ids[0]["text"] == "ab" + TEXT
+
+
+async def test_an_echo_of_no_new_tokens_is_a_score_of_the_prompt(at: House) -> None:
+    await post(at, COMPLETE, {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0})
+    sampling = at.cluster.submits[0].sampling
+    assert sampling.max_new_tokens == 0
+    assert sampling.details == DetailParams(logprobs=True, prompt_start=0)
+
+
+async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = at.cluster.row
+
+    def row(request: object, step: int, choice: int) -> TextRow:
+        row = says(request, step, choice)  # pyright: ignore[reportArgumentType]
+        assert row.details is not None
+        worse = row.details.details.columns
+        if choice != 2:
+            # A number far below that of the others.
+            details = type(row.details.details).of(1, (worse[0], b"\0\0\x80\xc1", *worse[2:]))
+            row = _with(row, text=str(choice), text_offset=step, details=details)
+        return row
+
+    monkeypatch.setattr(at.cluster, "row", row)
+    _, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3})
+    (only,) = cast("list[Choice]", reply["choices"])
+    assert (only["text"], only["index"], only["logprobs"]) == (TEXT, 0, None)
+    assert at.cluster.submits[0].choices == 3
+    status, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3, "stream": True})
+    assert (status, cast("Body", reply["error"])["param"]) == (400, "best_of")
+
+
+def _with(row: TextRow, *, text: str, text_offset: int, details: object) -> TextRow:
+    piece = msgspec.structs.replace(row.details, details=details)  # pyright: ignore
+    return msgspec.structs.replace(row, text=text, text_offset=text_offset, details=piece)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"type": "triggered_tags", "triggers": ["<"], "tags": []}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "form"),
+    [
+        ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
+        ({"ebnf": "root ::= x"}, GrammarKind.EBNF, "root ::= x"),
+        ({"json_schema": SCHEMA}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"json_schema": json.dumps(SCHEMA)}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_OBJECT, ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            GrammarKind.JSON_SCHEMA,
+            SCHEMA,
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": TAG}},
+            GrammarKind.STRUCTURAL_TAG,
+            {"format": TAG},
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+            GrammarKind.STRUCTURAL_TAG,
+            {"structures": [], "triggers": ["<"]},
+        ),
+        ({"response_format": {"type": "text"}, "regex": "", "ebnf": None}, None, None),
+    ],
+)
+async def test_the_form_of_an_answer_reaches_the_worker(
+    at: House, said: Body, kind: GrammarKind | None, form: object
+) -> None:
+    for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "x"})):
+        status, reply, _ = await post(at, path, body | said)
+        assert status == 200, reply
+    for submit in at.cluster.submits:
+        grammar = submit.sampling.grammar
+        if grammar is None or kind is None:
+            assert grammar is kind
+        else:
+            read = grammar.text if isinstance(form, str) else json.loads(grammar.text)
+            assert (grammar.kind, read) == (kind, form)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_mistake_in_a_form_is_400_before_the_first_byte_and_names_its_field(
+    at: House, streamed: bool
+) -> None:
+    at.cluster.script = ("",)
+    at.cluster.row_error = InvalidRequest("grammar: nothing can be said", param="grammar")
+    body = {"messages": HI, "stream": streamed, "response_format": {"type": "json_object"}}
+    status, reply, _ = await post(at, CHAT, body)
+    error = cast("Body", reply["error"])
+    assert (status, error["param"], error["code"]) == (400, "response_format", "invalid_request")
+
+
+async def test_what_else_a_choice_may_tell_is_the_same_in_a_stream(at: House) -> None:
+    asked = {"return_token_ids": True, "return_hidden_states": True}
+    for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "hi"})):
+        whole, joined = await both(at, path, body | asked)
+        assert whole[0]["prompt_token_ids"] == list(b"hi")
+        assert whole[0]["response_token_ids"] == [10, 11, 12, 13]
+        assert whole[0]["hidden_states"] == [[0.5, 1.5]] * 4
+        assert whole[0]["logprobs"] is None
+        for name in ("prompt_token_ids", "response_token_ids", "hidden_states", "finish_reason"):
+            assert joined[0][name] == whole[0][name], name
+    details = at.cluster.submits[0].sampling.details
+    assert details == DetailParams(ids=True, hidden=True)
+    assert not at.cluster.submits[0].stop.token_texts
+
+
+async def test_templates_get_tools_thoughts_and_variables(at: House) -> None:
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "function": {"name": "look", "arguments": '{"at": "Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    ]
+    body = {
+        "messages": messages,
+        "reasoning_effort": "none",
+        "chat_template_kwargs": {"style": {"a": [1]}},
+    }
+    status, _, _ = await post(at, CHAT, body)
+    assert status == 200
+    asked = at.cluster.encodes[0]
+    assert asked.messages is not None
+    _, called, answered = asked.messages
+    assert called.tool_calls == (MessageToolCall(id="c1", name="look", arguments='{"at": "Rome"}'),)
+    assert (called.content, called.reasoning_content) == ("", "hm")
+    assert (answered.role, answered.tool_call_id) == ("tool", "c1")
+    assert json.loads(asked.template.options or "") == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+        "thinking": False,
+        "style": {"a": [1]},
+    }
+
+
+async def test_patterns_priorities_and_the_name_default_are_taken(at: House) -> None:
+    body = {"messages": HI, "stop_regex": ["a+b", r"\d"], "priority": -3, "model": "default"}
+    status, _, _ = await post(at, CHAT, body)
+    assert status == 200
+    submit = at.cluster.submits[0]
+    assert submit.stop.patterns == ("a+b", r"\d")
+    assert submit.priority == -3
+
+
+async def test_usage_names_cached_tokens_where_the_operator_wants_it() -> None:
+    async with house(cache_report=True) as at:
+        _, reply, _ = await post(at, CHAT, {"messages": HI})
+    usage = cast("dict[str, Body]", reply["usage"])
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_usage_so_far_counts_every_prompt(at: House) -> None:
+    body: Body = {"prompt": ["a", "b"], "stream_options": {"continuous_usage_stats": True}}
+    events = [json.loads(event) for event in (await stream(at, COMPLETE, body))[:-1]]
+    counts = [event["usage"]["completion_tokens"] for event in events if event["usage"]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 2 * len(SCRIPT)
+
+
+async def test_an_error_in_one_of_several_streams_ends_all_of_them(at: House) -> None:
+    at.cluster.row_error = WorkerLost("gone")
+    events = await stream(at, COMPLETE, {"prompt": ["a", "b"]})
+    assert json.loads(events[-2])["error"]["code"] == "worker_lost"
+    assert events[-1] == "[DONE]"
+    assert at.service._driver.open_count == 0  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_an_aborted_request_ends_well(at: House) -> None:
+    at.cluster.hold_at = 1
+
+    async def abort() -> None:
+        driver = at.service._driver  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: driver.open_count == 1)
+        (one,) = driver.streams()
+        await until(lambda: one.said_at is not None)
+        driver.abort(one)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(abort())
+        told = group.create_task(post(at, CHAT, {"messages": HI}))
+    status, reply, _ = told.result()
+    (choice,) = cast("list[dict[str, dict[str, str]]]", reply["choices"])
+    assert (status, choice["finish_reason"]) == (200, "abort")
+    assert choice["message"]["content"] == SCRIPT[0]
+    await until(lambda: len(at.cluster.cancelled) == 1)

@@ -1,0 +1,229 @@
+"""The OpenAPI document is what is decoded; bodies made from it, or spoilt, break nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, cast
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from tests.unit.gateway.cluster import House, house
+
+from antiphon.testing.wait import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+
+Json = dict[str, object]
+Case = tuple[str, str, bytes | None]
+"""Method, path and body."""
+
+AT_ONCE = 8
+
+
+@asynccontextmanager
+async def served() -> AsyncGenerator[tuple[House, Json]]:
+    async with house() as at:
+        at.cluster.script = ("a", "b")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{at.url}/openapi.json") as told,
+        ):
+            assert told.status == 200
+            yield at, await told.json()
+
+
+async def send(at: House, cases: Sequence[Case]) -> None:
+    """Send cases, several at a time; none may be a server's error, hang, or leave anything open."""
+    left = iter(cases)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for method, path, body in left:
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            async with (
+                asyncio.timeout(20),
+                session.request(method, at.url + path, data=body, headers=headers) as reply,
+            ):
+                text = await reply.read()
+                assert reply.status < 500, (method, path, body, text)
+                if reply.status >= 400:
+                    assert json.loads(text)["error"]["message"]
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(work(session))
+    driver = at.service._driver  # pyright: ignore[reportPrivateUsage]
+    await until(lambda: driver.open_count == 0 and not at.cluster.open)
+    assert at.service._entrance.idle  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_every_example_is_served() -> None:
+    async with served() as (at, document):
+        await post_examples(at, document)
+
+
+async def post_examples(at: House, document: Json) -> None:
+    at.cluster.script = ("{", "}")
+    count = 0
+    async with aiohttp.ClientSession() as session:
+        for path, method, operation in operations(document):
+            for body in examples(operation):
+                count += 1
+                if path == "/close_session":
+                    await session.post(f"{at.url}/open_session", json=body)
+                async with session.request(method, at.url + path, json=body) as reply:
+                    assert reply.status == 200, (path, body, await reply.text())
+    assert count > 15
+
+
+def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    for path, methods in cast("dict[str, dict[str, Json]]", document["paths"]).items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def examples(operation: Json) -> list[Json]:
+    content = cast("dict[str, dict[str, Json]]", operation.get("requestBody", {}))
+    body = cast("Json", content.get("content", {}).get("application/json", {}))
+    named = cast("dict[str, Json]", body.get("examples", {}))
+    return [cast("Json", example["value"]) for example in named.values()]
+
+
+async def test_every_operation_names_its_errors() -> None:
+    async with served() as (_, document):
+        for path, _, operation in operations(document):
+            assert "default" in cast("Json", operation["responses"]), path
+
+
+def conforming(document: Json, count: int) -> list[Case]:
+    """Cases that schemathesis makes from the document."""
+    schema = schemathesis.openapi.from_dict(document)
+    every = [each.ok() for each in schema.get_all_operations()]
+    share = count // len(every) + 1
+    cases: list[Case] = []
+    for operation in every:
+
+        @settings(
+            max_examples=share,
+            database=None,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def collect(case: schemathesis.Case) -> None:
+            body = case.body
+            given_body = not isinstance(body, schemathesis.core.NotSet)
+            query = "&".join(f"{k}={_quoted(v)}" for k, v in (case.query or {}).items())
+            path = case.formatted_path + (f"?{query}" if query else "")
+            cases.append((case.method, path, json.dumps(body).encode() if given_body else None))
+
+        collect()
+    return cases
+
+
+def _quoted(value: object) -> str:
+    return quote(str(value), safe="")
+
+
+async def _conforming_bodies_break_nothing(count: int) -> None:
+    async with served() as (at, document):
+        cases = await asyncio.to_thread(conforming, document, count)
+        assert len(cases) >= count * 0.8
+        await send(at, cases)
+
+
+@pytest.mark.timeout(120)
+async def test_bodies_made_from_the_document_break_nothing() -> None:
+    await _conforming_bodies_break_nothing(300)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_two_thousand_bodies_made_from_the_document_break_nothing() -> None:
+    await _conforming_bodies_break_nothing(2000)
+
+
+VALUES = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 0.5, 1e308, "", "a", "\x00", "\ud800",
+    "é" * 300, [], [[]], [None], ["a", 1], {}, {"a": {}}, {"type": "text"}, [1, 2, 3],
+)  # fmt: skip
+
+
+def spoilt(document: Json, count: int, seed: int) -> list[Case]:
+    """Examples with a part changed, removed or added, and bytes that are no JSON."""
+    rng = random.Random(seed)
+    whole = [
+        (method, path, body)
+        for path, method, operation in operations(document)
+        for body in examples(operation)
+    ]
+    schemas = cast("dict[str, Json]", cast("Json", document["components"])["schemas"])
+    fields = (cast("Json", each.get("properties", {})) for each in schemas.values())
+    names = sorted({name for properties in fields for name in properties})
+    cases: list[Case] = []
+    for _ in range(count):
+        method, path, body = rng.choice(whole)
+        changed = json.loads(json.dumps(body))
+        for _ in range(rng.randint(1, 3)):
+            _spoil(changed, names, rng)
+        written = json.dumps(changed).encode()
+        if rng.random() < 0.25:
+            written = _garbled(written, rng)
+        cases.append((method, path, written))
+    return cases
+
+
+def _spoil(body: Json, names: Sequence[str], rng: random.Random) -> None:
+    value = json.loads(json.dumps(rng.choice(VALUES)))
+    match rng.randrange(3):
+        case 0 if body:
+            name = rng.choice(sorted(body))
+            inner = body[name]
+            if isinstance(inner, dict) and rng.random() < 0.5:
+                _spoil(cast("Json", inner), names, rng)
+            elif isinstance(inner, list) and inner and rng.random() < 0.5:
+                inner[rng.randrange(len(inner))] = value
+            else:
+                body[name] = value
+        case 1 if body:
+            del body[rng.choice(sorted(body))]
+        case _:
+            body[rng.choice(names)] = value
+
+
+def _garbled(written: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(written) + 1)
+    match rng.randrange(4):
+        case 0:
+            return written[:at]
+        case 1:
+            return written[:at] + bytes([rng.randrange(256)]) + written[at:]
+        case 2:
+            return b"[" * rng.randrange(1, 3000) + written
+        case _:
+            return rng.randbytes(rng.randrange(64))
+
+
+async def _spoilt_bodies_break_nothing(count: int, seed: int) -> None:
+    async with served() as (at, document):
+        await send(at, spoilt(document, count, seed))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_spoilt_bodies_break_nothing(seed: int) -> None:
+    await _spoilt_bodies_break_nothing(250, seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_ten_thousand_spoilt_bodies_break_nothing() -> None:
+    await _spoilt_bodies_break_nothing(10_000, 3)
