@@ -258,6 +258,7 @@ EVERY: tuple[Message, ...] = (
         request_id=REQUEST,
         token_ids=pack_ids((1, 2, 70_000)),
         block_digests=b"".join(DIGESTS),
+        text_end="<|assistant|><think>",
         vocabulary_size=4096,
         context_tokens=2048,
         defaults=SamplingDefaults(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
@@ -35,6 +36,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     details: DetailParams | None = None
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model that thinks before its answer is met.
+
+    Attributes:
+        format: How it marks its thinking.
+        switched: What the request says of it; None: nothing.
+        end_id: The token that ends it, if it is one token.
+    """
+
+    format: ReasoningFormat
+    switched: bool | None = None
+    end_id: int | None = None
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
@@ -48,6 +63,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         tokens_default: In place of what it did not say; None fills the context.
         choices: How many answers.
         model_defaults: Whether the model's generation config comes before OpenAI's defaults.
+        thinking: How the model thinks; its answer's form begins behind that.
         timeout_s: None takes the configured one.
     """
 
@@ -67,6 +83,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     grammar_field: str = "grammar"
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
+    thinking: Thinking | None = None
     priority: int = 0
     tenant: TenantId = DEFAULT_TENANT
     key: ClientKey | None = None

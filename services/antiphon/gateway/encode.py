@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from antiphon.service.deadline import deadline_in, remaining_s
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import block_digests, namespace
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -43,6 +43,7 @@ class TokenizerCalls:
         cluster = runtime.settings.cluster
         self._root = namespace(cluster.model_digest, cluster.hash_salt)
         self._card: EncodeReply | None = None
+        self._marks: dict[str, int | None] = {}
 
     async def encode(
         self, ask: Ask, request_id: RequestId, deadline_unix_ms: int, traceparent: str | None
@@ -92,6 +93,24 @@ class TokenizerCalls:
         except EngineError as error:
             raise _plain(error) from error
         return reply.texts
+
+    async def mark_id(self, mark: str) -> int | None:
+        """Return the id of a mark of the model's, if that is one token.
+
+        Raises:
+            EngineError: No tokenizer answered in time.
+        """
+        if mark not in self._marks:
+            request = EncodeRequest(
+                request_id=new_request_id(),
+                model=self._model,
+                prompt=mark,
+                special_tokens=False,
+                deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+            )
+            ids = unpack_ids((await self._hedged(request, PATIENCE_S)).token_ids)
+            self._marks[mark] = ids[0] if len(ids) == 1 else None
+        return self._marks[mark]
 
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
         """Return what the tokenizers say of the model, whatever was encoded with it.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.ask import check
+from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.sampling import answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
@@ -131,11 +132,13 @@ class Entrance:
                 encoded = await self._tokenizers.encode(
                     ask, request_id, deadline_unix_ms, here.traceparent
                 )
+            ask, inside = _thinking(ask, encoded.text_end)
             submit = self._submission(ask, encoded, request_id, deadline_unix_ms, whole.traceparent)
         except BaseException as error:
             whole.end(error)
             raise
         stream = Stream(submit, whole, door=ask.door, came_at=came_at, opened_at=clock.now())
+        stream.inside = inside
         stream.name = _name(ask)
         self._driver.open(stream)
         return stream
@@ -186,3 +189,16 @@ class Entrance:
 
 def _name(ask: Ask) -> tuple[TenantId, ClientKey] | None:
     return None if ask.key is None else (ask.tenant, ask.key)
+
+
+def _thinking(ask: Ask, text_end: str) -> tuple[Ask, bool]:
+    """Put the form of an answer behind its thinking; say whether the answer begins as that."""
+    thinks, grammar = ask.thinking, ask.sampling.grammar
+    if thinks is None:
+        return ask, False
+    inside = thinks.format.begins_inside(text_end or None, thinking=thinks.switched)
+    if grammar is None or thinks.switched is False:
+        return ask, inside
+    behind = after_thinking(grammar, thinks.format, inside=inside, end_id=thinks.end_id)
+    sampling = msgspec.structs.replace(ask.sampling, grammar=behind)
+    return msgspec.structs.replace(ask, sampling=sampling), inside

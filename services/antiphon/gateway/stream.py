@@ -47,6 +47,7 @@ class Stream:
         came_at: When, by the gateway's clock; so are `opened_at` (encoded and submitted),
             `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
         bell: Rung by each event; a reader of several streams gives them one.
+        inside: Whether the answer begins as thinking.
         ended: The terminal, once it was put.
         reason: Why the last choice finished.
         on_end: Called when the terminal is put, whether or not anybody reads.
@@ -74,6 +75,7 @@ class Stream:
         self.ended: Ended | None = None
         self.reason: FinishReason | None = None
         self.on_end: Callable[[], None] | None = None
+        self.inside = False
         self.bell = Bell()
         self._events: list[StreamEvent] = []
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from antiphon.tokenizer.vocabulary import Vocabulary
     from antiphon.wire.tokenize import ChatMessage, DecodeRequest
 
+TEXT_END = 64
+"""How much of a rendered text is told: every mark of thinking fits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -30,10 +33,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt's ids (int32, little-endian) and the digests of its full blocks."""
+    """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it."""
 
     token_ids: bytes
     block_digests: bytes
+    text_end: str = ""
 
 
 class TextEncoder:
@@ -62,7 +66,8 @@ class TextEncoder:
         plain = text.messages is None and text.special_tokens
         encoding = self._vocabulary.tokenizer.encode(written, add_special_tokens=plain)
         token_ids = pack_ids(encoding.ids)
-        return Encoded(token_ids, block_digests(self._root, token_ids))
+        text_end = "" if text.messages is None else written[-TEXT_END:]
+        return Encoded(token_ids, block_digests(self._root, token_ids), text_end)
 
     def _written(self, text: Text) -> str:
         if text.messages is None:

@@ -118,6 +118,7 @@ class TokenizerService:
             request_id=request.request_id,
             token_ids=encoded.token_ids,
             block_digests=encoded.block_digests,
+            text_end=encoded.text_end,
             vocabulary_size=card.vocabulary_size,
             context_tokens=context_tokens,
             defaults=_defaults(card),

@@ -25,6 +25,12 @@ class GatewayConfig(Config):
     stream_output: Annotated[
         bool, Help("Whether a stream of /generate tells what is new, not all so far.")
     ] = False
+    tool_call_parser: Annotated[
+        str, Help("How the model writes calls of tools, as hermes; empty: unknown.")
+    ] = ""
+    reasoning_parser: Annotated[
+        str, Help("How the model marks its thinking, as qwen3; empty: it does not.")
+    ] = ""
     encode_hedge_s: Annotated[
         Seconds, Help("Pause before a second tokenizer is asked the same.")
     ] = 0.1

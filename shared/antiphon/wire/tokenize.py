@@ -84,6 +84,7 @@ class EncodeReply(Message):
     Attributes:
         token_ids: int32, little-endian.
         block_digests: SHA-256 chain of the prompt's full blocks of 64 tokens, 32 bytes each.
+        text_end: The last characters of what a template has written, to see how the answer begins.
         vocabulary_size: Ids of a request must lie below it.
         context_tokens: Most tokens of prompt and answer together.
     """
@@ -91,6 +92,7 @@ class EncodeReply(Message):
     request_id: RequestId
     token_ids: bytes
     block_digests: bytes = b""
+    text_end: str = ""
     vocabulary_size: int
     context_tokens: int
     defaults: SamplingDefaults = SamplingDefaults()

@@ -33,8 +33,8 @@ from antiphon.wire.generate import (
 from antiphon.wire.ids import ClientKey, RequestId
 from antiphon.wire.processors import AllowRange, DisallowTokens
 from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE
-from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams, StopStrings
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -213,11 +213,32 @@ async def test_everything_a_request_may_say_reaches_the_leader(at: House, client
             processors=processors,
             details=details,
             token_texts=True,
+            stop=("x",),
+            stop_regex=("a+b",),
+            no_stop_trim=True,
+            skip_special_tokens=False,
+            continue_final_message=True,
+            tools='[{"type": "function"}]',
+            chat_template_kwargs='{"thinking": false}',
+            priority=-3,
+            messages=(ChatMessage(role="assistant", content="c"),),
         )
     )
     await client.first(GenerateEnd)
     (submit,) = at.cluster.submits
-    assert (submit.choices, submit.stop.token_texts) == (3, True)
+    assert (submit.choices, submit.priority) == (3, -3)
+    assert submit.stop == StopStrings(
+        strings=("x",),
+        patterns=("a+b",),
+        include=True,
+        skip_special_tokens=False,
+        token_texts=True,
+    )
+    (encode,) = at.cluster.encodes
+    assert encode.continue_final_message
+    assert encode.template == TemplateParams(
+        tools='[{"type": "function"}]', options='{"thinking": false}'
+    )
     assert submit.sampling == SamplingParams(
         max_new_tokens=0,
         temperature=0.25,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.config.markdown import table
-from antiphon.gateway.http.native import control, generation
+from antiphon.gateway.http.native import control, generation, parsing
 from antiphon.gateway.http.native import refused as native
 from antiphon.gateway.http.native.bodies import GenerateBody
 from antiphon.gateway.http.openai import refused as openai
@@ -43,14 +43,16 @@ BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, Refused]], ...] = (
     ("/pause_generation", control.PauseBody, {}),
     ("/continue_generation", control.ContinueBody, {}),
     ("/update_weight_version", control.VersionBody, {}),
+    ("/parse_function_call", parsing.ParseBody, {}),
+    ("/separate_reasoning", parsing.SeparateBody, {}),
 )
 """What is posted, and where; a body that is not here fails a test."""
 
 _HEAD = """\
 # Bodies of the HTTP APIs
 
-Made by `make docs` from the structs that decode them; `/openapi.json` is, too. [http.md](../http.md)
-says how the APIs behave. A null is as good as a field that is left out.
+Made by `make docs` from the structs that decode them; `/openapi.json` is, too. How the APIs behave:
+[http.md](../http.md). A null is as good as a field that is left out.
 """
 
 

@@ -42,7 +42,7 @@ GENERATE: Mapping[str, Refused] = {
     "return_entropy": _MASKS,
     "return_sampling_mask": _MASKS,
     "sampling_logprobs_mode": Refused("log-probabilities are of the whole vocabulary", ("",)),
-    "require_reasoning": Refused("no reasoning parser is set", (False,)),
+    "require_reasoning": Refused("a chat's form begins behind its thinking", (False,)),
     "decode_tp_size": Refused("prefill and decode run in one worker"),
     "kv_hints": Refused("where a request runs is the scheduler's to say", _NOTHING),
 }

@@ -22,7 +22,7 @@ UnsetType = msgspec.UnsetType
 
 Scored = tuple[float | None, int, str | None]
 """A log-probability, its token, and the token's text where that was asked for."""
-States = list[list[float] | list[list[float]]]
+States = list[list[float | list[float]]]
 
 
 class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +142,11 @@ def states(piece: DetailPiece, hidden: str) -> States:
     """Hidden states: the rows of the prompt as one entry, then one each token; or the last."""
     rows = [list(token.hidden) for token in piece.details.each()]
     if hidden == "last" or piece.offset >= 0:
-        return list(rows)
-    prompt = rows[: 1 - piece.offset]  # the first token of the answer follows the prompt's last
-    return [prompt, *rows[1 - piece.offset :]]
+        return [_entry(row) for row in rows]
+    # The first token of the answer follows the prompt's last.
+    read, drawn = rows[: 1 - piece.offset], rows[1 - piece.offset :]
+    return [_entry(read), *map(_entry, drawn)]
+
+
+def _entry(row: Sequence[float | list[float]]) -> list[float | list[float]]:
+    return list(row)

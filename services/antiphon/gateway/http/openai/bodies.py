@@ -195,6 +195,19 @@ class ChatBody(Body, frozen=True, kw_only=True):
     return_prompt_token_ids: Annotated[
         bool | None, _is("Tells the ids of the prompt in each choice.")
     ] = None
+    tools: Annotated[list[Json] | None, _is("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        str | Json | None, _is("auto, none, required, or one function by its name.")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, _is("Whether there may be several calls; true unless said.")
+    ] = None
+    separate_reasoning: Annotated[
+        bool | None, _is("Thinking is told apart from the content; true unless said.")
+    ] = None
+    stream_reasoning: Annotated[
+        bool | None, _is("A stream tells thinking as it comes; true unless said.")
+    ] = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.gateway.http.openai import reading, refused
 from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.chat_voice import ChatVoice
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
-from antiphon.gateway.http.openai.voices import ChatVoice, CompletionVoice, Echo, Header
+from antiphon.gateway.http.openai.text_voice import CompletionVoice, Echo
+from antiphon.gateway.http.openai.voice import Header
 from antiphon.gateway.http.operation import Operation
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.openai.reading import Posted
+    from antiphon.gateway.http.openai.reading import Formats, Posted
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
@@ -38,11 +42,13 @@ class Completions:
         tokenizers: TokenizerCalls,
         runtime: Runtime,
         model: ModelName,
+        formats: Formats,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
+        self._formats = formats
 
     def operations(self) -> list[Operation]:
         """Both kinds of completion."""
@@ -79,7 +85,10 @@ class Completions:
         ]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        posted = await self._answering.read(request, ChatBody, reading.chat, refused.CHAT)
+        posted = await self._answering.read(
+            request, ChatBody, lambda body: reading.chat(body, self._formats), refused.CHAT
+        )
+        posted = await self._with_mark(posted)
 
         async def voice(streams: Sequence[Stream]) -> Voice:
             return ChatVoice(
@@ -103,6 +112,16 @@ class Completions:
             )
 
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
+
+    async def _with_mark(self, posted: Posted) -> Posted:
+        """Find out which token ends the thinking, where the answer's form begins behind it."""
+        (ask,) = posted.asks
+        if ask.thinking is None or ask.sampling.grammar is None:
+            return posted
+        end_id = await self._tokenizers.mark_id(ask.thinking.format.end)
+        thinking = msgspec.structs.replace(ask.thinking, end_id=end_id)
+        asks = (msgspec.structs.replace(ask, thinking=thinking),)
+        return msgspec.structs.replace(posted, asks=asks)
 
     @property
     def _cached(self) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.ask import Ask, Sampling, Thinking
 from antiphon.gateway.http.forms import Form, one_form, plain_forms
 from antiphon.gateway.http.openai.bodies import (
     COMPLETION_TOKENS,
@@ -16,17 +16,23 @@ from antiphon.gateway.http.openai.bodies import (
     CompletionBody,
     ResponseFormat,
     StreamOptions,
-    TextPart,
-    Turn,
 )
+from antiphon.gateway.http.openai.speech import Hearing
+from antiphon.gateway.http.openai.turns import message
+from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.gateway.parsing.tools.choice import Mode, ToolPlan, plan_tools, read_choice
+from antiphon.gateway.parsing.tools.format import ToolFormat
+from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
 from antiphon.wire.sampling import DetailParams, StopStrings
-from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
+from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from antiphon.wire.schemas import Json
 
 _MODEL = "default"
 """What SGLang's clients call the model when they do not care."""
@@ -45,6 +51,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
         ids: Whether ids of the answer are told.
         prompt_ids: Whether ids of the prompt are told.
         echo: Whether the text begins with the prompt.
+        hearing: How a chat's answer is taken apart.
     """
 
     choices: int = 1
@@ -56,6 +63,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     ids: bool = False
     prompt_ids: bool = False
     echo: bool = False
+    hearing: Hearing = Hearing()
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +74,14 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
     telling: Telling
 
 
-def chat(body: ChatBody) -> Posted:
+class Formats(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model writes calls and marks its thinking, as far as the operator says so."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+def chat(body: ChatBody, formats: Formats = Formats()) -> Posted:  # noqa: B008  # frozen
     """Read the body of a chat completion.
 
     Raises:
@@ -76,24 +91,33 @@ def chat(body: ChatBody) -> Posted:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    plan = _plan(body, formats.tools)
     ask = Ask(
         door="chat",
         model=model_of(body.model),
         messages=tuple(message(turn, index) for index, turn in enumerate(body.messages)),
         continue_final_message=bool(body.continue_final_message),
-        template=TemplateParams(options=_options(body)),
+        template=TemplateParams(options=_options(body), tools=_shown(plan)),
+        thinking=_thinking(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
     )
+    telling = _telling(
+        body,
+        logprobs=bool(body.logprobs),
+        prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
+    )
+    hearing = Hearing(
+        plan=plan,
+        reasoning=None if body.separate_reasoning is False else formats.reasoning,
+        stream_reasoning=body.stream_reasoning is not False,
+        calls_before=sum(len(turn.tool_calls or ()) for turn in body.messages),
+    )
     return Posted(
-        asks=(_filled(ask, body, wanted, name=body.rid),),
+        asks=(_called(_filled(ask, body, wanted, name=body.rid), plan, formats.reasoning),),
         stream=bool(body.stream),
-        telling=_telling(
-            body,
-            logprobs=bool(body.logprobs),
-            prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
-        ),
+        telling=msgspec.structs.replace(telling, hearing=hearing),
     )
 
 
@@ -255,6 +279,57 @@ def _older_tag(given: ResponseFormat) -> dict[str, object]:
     return {"structures": given.structures, "triggers": given.triggers or []}
 
 
+def _plan(body: ChatBody, format_: ToolFormat | None) -> ToolPlan:
+    """What the tools of a request come to.
+
+    Raises:
+        InvalidRequest: They are malformed, or contradict the form of the answer.
+        Unsupported: The model may call as it likes, and nobody knows how it would.
+    """
+    tools = read_tools(cast("list[Json]", _plain(body.tools or [])))
+    choice = read_choice(_plain(body.tool_choice), tools)
+    if choice.mode is Mode.AUTO and tools and format_ is None:
+        text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
+        raise Unsupported(text, param="tools")
+    if choice.mode is Mode.REQUIRED and _form(body) is not None:
+        text = "tool_choice: an answer that has to be a call has no other form"
+        raise InvalidRequest(text, param="tool_choice")
+    return plan_tools(tools, choice, format_, parallel=body.parallel_tool_calls is not False)
+
+
+def _plain(value: object) -> Json:
+    """JSON that was left as it came, as values."""
+    return cast("Json", msgspec.json.decode(msgspec.json.encode(value)))
+
+
+def _shown(plan: ToolPlan) -> str | None:
+    tools = [tool.written for tool in plan.tools]
+    return msgspec.json.encode(tools).decode() if tools else None
+
+
+def _thinking(body: ChatBody, format_: ReasoningFormat | None) -> Thinking | None:
+    if format_ is None:
+        return None
+    said: object = None
+    if format_.switch is not None:
+        said = _plain((body.chat_template_kwargs or {}).get(format_.switch))
+    if said is None and body.reasoning_effort == "none":
+        said = False
+    return Thinking(format=format_, switched=said if isinstance(said, bool) else None)
+
+
+def _called(ask: Ask, plan: ToolPlan, reasoning: ReasoningFormat | None) -> Ask:
+    """Hold the answer to calls where it has to be some, and let their marks be seen."""
+    sampling, field = ask.sampling, ask.grammar_field
+    if plan.grammar is not None and sampling.grammar is None:
+        sampling, field = msgspec.structs.replace(sampling, grammar=plan.grammar), "tools"
+    special = bool((plan.format and plan.format.special) or (reasoning and reasoning.special))
+    stop = msgspec.structs.replace(
+        ask.stop, skip_special_tokens=ask.stop.skip_special_tokens and not special
+    )
+    return msgspec.structs.replace(ask, sampling=sampling, grammar_field=field, stop=stop)
+
+
 def _options(body: ChatBody) -> str | None:
     """The variables of the chat template, as JSON."""
     options: dict[str, object] = {}
@@ -264,53 +339,6 @@ def _options(body: ChatBody) -> str | None:
         options |= {"enable_thinking": False, "thinking": False}
     options |= body.chat_template_kwargs or {}
     return msgspec.json.encode(options).decode() if options else None
-
-
-def message(turn: Turn, index: int) -> ChatMessage:
-    """Read one turn; `index` is its place.
-
-    Raises:
-        InvalidRequest: It says what is not served.
-    """
-    at = f"messages[{index}]"
-    if turn.role == "function":
-        raise Unsupported("say role tool", param=f"{at}.role")
-    if turn.function_call:
-        raise Unsupported("say tool_calls", param=f"{at}.function_call")
-    if turn.prefix:
-        raise Unsupported("say continue_final_message", param=f"{at}.prefix")
-    return ChatMessage(
-        role=turn.role,
-        content=_content(turn, at),
-        name=turn.name,
-        reasoning_content=turn.reasoning_content,
-        tool_calls=tuple(
-            MessageToolCall(
-                id=call.id, name=call.function.name, arguments=call.function.arguments or "{}"
-            )
-            for call in turn.tool_calls or ()
-        ),
-        tool_call_id=turn.tool_call_id,
-    )
-
-
-def _content(turn: Turn, at: str) -> str:
-    if isinstance(turn.content, str):
-        return turn.content
-    if turn.content is None:
-        if turn.role == "assistant":
-            return ""
-        raise InvalidRequest("a message needs content", param=f"{at}.content")
-    # Joined by a blank, as SGLang does for templates that take plain text.
-    return " ".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(turn.content))
-
-
-def _part(part: TextPart, at: str) -> str:
-    if part.type != "text":
-        raise Unsupported(f"content of type '{part.type}' is not supported", param=f"{at}.type")
-    if part.text is None:
-        raise InvalidRequest("a text part needs text", param=f"{at}.text")
-    return part.text
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int, ...]]:

@@ -15,7 +15,6 @@ _EXPERTS = Refused("mixture-of-experts models are not built yet", (False,))
 _SESSIONS = Refused("sessions are of /generate only", _NOTHING)
 _SGLEXT = Refused("say return_token_ids, or return_prompt_token_ids", (False,))
 _CACHE = Refused("namespaces of the prefix cache are not built yet", _NOTHING)
-_TOOLS = Refused("no tool-call parser is set", _NOTHING)
 _MODALITIES = Refused("this model answers in text", (["text"], []))
 
 COMMON: Mapping[str, Refused] = {
@@ -47,13 +46,8 @@ COMMON: Mapping[str, Refused] = {
 
 CHAT: Mapping[str, Refused] = {
     **COMMON,
-    "tools": _TOOLS,
-    "tool_choice": Refused("no tool-call parser is set", ("none", "auto")),
-    "parallel_tool_calls": Refused("no tool-call parser is set", (True,)),
     "functions": Refused("say tools", _NOTHING),
     "function_call": Refused("say tool_choice", ("none", "auto")),
-    "separate_reasoning": Refused("no reasoning parser is set", (True,)),
-    "stream_reasoning": Refused("no reasoning parser is set", (True,)),
     "input_ids": Refused("/v1/completions takes token ids as its prompt"),
     "modalities": _MODALITIES,
     "audio": Refused("this model answers in text"),

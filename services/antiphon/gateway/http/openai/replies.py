@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -32,21 +33,48 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 
+class ChatFinish(StrEnum):
+    """Why a choice of a chat ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """It has called, and ended by itself."""
+    ABORT = "abort"
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called; `arguments` is, or becomes, the JSON text of an object."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool, or a piece of one: only the first piece has the id and the name."""
+
+    id: str | None = None
+    index: int
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the assistant said."""
+    """What the assistant said. `content` is null where it said nothing but calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
-    reasoning_content: None = None
-    tool_calls: None = None
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CallBody] | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """More of what the assistant says."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str
-    reasoning_content: None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallBody] | UnsetType = UNSET
 
 
 class NoDelta(msgspec.Struct, frozen=True):
@@ -67,7 +95,7 @@ class ChatChoice(Extras, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinish
     matched_stop: str | int | None
 
 
@@ -77,7 +105,7 @@ class ChatChunkChoice(Extras, frozen=True, kw_only=True):
     index: int
     delta: Delta | NoDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinish | None = None
     matched_stop: str | int | None = None
 
 

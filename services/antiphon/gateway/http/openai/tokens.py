@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from antiphon.gateway.ask import Ask
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, Json, TokenId, Turn
-from antiphon.gateway.http.openai.reading import message, model_of
+from antiphon.gateway.http.openai.reading import model_of
+from antiphon.gateway.http.openai.turns import message
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.service.deadline import deadline_in
@@ -58,7 +59,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     """Ids and how many they are; lists of both for several texts."""
 
-    tokens: list[int] | list[list[int]]
+    tokens: list[int | list[int]]
     count: int | list[int]
     max_model_len: int
 
@@ -141,7 +142,7 @@ class Tokens:
         batch = asks[0].door == "tokenize_batch"
         return json_reply(
             TokenizeReply(
-                tokens=rows if batch else rows[0],
+                tokens=[*rows] if batch else [*rows[0]],
                 count=counts if batch else counts[0],
                 max_model_len=replies[0].context_tokens,
             )

@@ -1,0 +1,122 @@
+"""POST /parse_function_call and /separate_reasoning: answers taken apart after the fact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.reasoning.registry import reasoning_format
+from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.tools.tool import read_tools
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.parsing.events import Parsed
+
+Json = dict[str, msgspec.Raw]
+
+
+class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /parse_function_call."""
+
+    text: Annotated[str, Meta(description="What the model said.")]
+    tools: Annotated[list[Json], Meta(description="The functions that it may have called.")]
+    tool_call_parser: Annotated[str, Meta(description="How it writes calls, as hermes.")]
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call; `parameters` is a JSON text if the model wrote one."""
+
+    tool_index: int
+    name: str
+    parameters: str
+
+
+class ParseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The text without its calls, and these."""
+
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class SeparateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /separate_reasoning."""
+
+    text: Annotated[str, Meta(description="What the model said.")]
+    reasoning_parser: Annotated[str, Meta(description="How it marks its thinking, as qwen3.")]
+
+
+class SeparateReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Thinking and the rest."""
+
+    reasoning_text: str
+    text: str
+
+
+class Parsing:
+    """Asks nobody."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def operations(self) -> list[Operation]:
+        """Both."""
+        return [
+            Operation(
+                method="POST",
+                path="/parse_function_call",
+                answer=self._calls,
+                summary="The calls in a text.",
+                body=ParseBody,
+                reply=ParseReply,
+                examples=(
+                    {
+                        "text": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+                        "tools": [{"type": "function", "function": {"name": "f"}}],
+                        "tool_call_parser": "hermes",
+                    },
+                ),
+            ),
+            Operation(
+                method="POST",
+                path="/separate_reasoning",
+                answer=self._separate,
+                summary="The thinking in a text.",
+                body=SeparateBody,
+                reply=SeparateReply,
+                examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
+            ),
+        ]
+
+    async def _calls(self, request: web.Request) -> web.Response:
+        parsed = await self._answering.read(request, ParseBody, _called)
+        calls = [
+            ParsedCall(tool_index=call.index, name=call.name, parameters=call.arguments)
+            for call in parsed.calls
+        ]
+        return json_reply(ParseReply(normal_text=parsed.content, calls=calls))
+
+    async def _separate(self, request: web.Request) -> web.Response:
+        parsed = await self._answering.read(request, SeparateBody, _thought)
+        return json_reply(SeparateReply(reasoning_text=parsed.reasoning, text=parsed.content))
+
+
+def _called(body: ParseBody) -> Parsed:
+    tools = read_tools(msgspec.json.decode(msgspec.json.encode(body.tools)))
+    offer = Offer(schemas={tool.name: tool.parameters for tool in tools})
+    parser = AnswerParser(tools=tool_format(body.tool_call_parser), offer=offer)
+    return parse(parser, [body.text])
+
+
+def _thought(body: SeparateBody) -> Parsed:
+    format_ = reasoning_format(body.reasoning_parser)
+    inside = format_.begins_inside(None)
+    return parse(AnswerParser(reasoning=format_, inside=inside), [body.text])

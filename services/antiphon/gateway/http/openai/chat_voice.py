@@ -1,0 +1,198 @@
+"""How OpenAI clients hear the answer of a chat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.openai.logprobs import (
+    chat_logprobs,
+)
+from antiphon.gateway.http.openai.replies import (
+    AnswerMessage,
+    CallBody,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatFinish,
+    ChatReply,
+    Delta,
+    Metadata,
+    NoDelta,
+    UsageBody,
+)
+from antiphon.gateway.http.openai.speech import Speech
+from antiphon.gateway.http.openai.voice import OpenAiVoice
+from antiphon.gateway.http.sse import DONE, event
+from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Collector,
+    Content,
+    Reasoning,
+)
+from antiphon.wire.base import FinishReason, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.chorus import Answer, Spoken
+    from antiphon.gateway.http.openai.reading import Telling
+    from antiphon.gateway.http.openai.voice import Header
+    from antiphon.gateway.parsing.events import Event
+    from antiphon.gateway.stream import Stream
+
+
+class ChatVoice(OpenAiVoice):
+    """POST /v1/chat/completions."""
+
+    def __init__(
+        self, header: Header, streams: Sequence[Stream], telling: Telling, *, cached: bool
+    ) -> None:
+        super().__init__(header, streams, telling, cached=cached)
+        inside = streams[0].inside
+        self._speeches = [Speech(telling.hearing, inside=inside) for _ in range(telling.choices)]
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """One object with all choices."""
+        (answer,) = answers
+        reply = ChatReply(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=[self._choice(index, one) for index, one in enumerate(answer.choices)],
+            usage=self._usage([answer.usage]),
+            metadata=Metadata(self._header.weight_version),
+        )
+        return msgspec.json.encode(reply)
+
+    def begin(self) -> bytes:
+        """The role comes first and alone, of each choice."""
+        delta = Delta(role="assistant", content="")
+        return b"".join(
+            self._event(
+                ChatChunkChoice(
+                    index=index, delta=delta, prompt_token_ids=self._prompt_once(0, index)
+                )
+            )
+            for index in range(self._telling.choices)
+        )
+
+    def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
+        """A chunk for each text, and one without any for the end of a choice."""
+        return b"".join(map(self._chunk, events))
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """The tokens of it all if they were asked for, and the mark of the end."""
+        return (self._event(usage=self._usage(usages)) if self._telling.usage_last else b"") + DONE
+
+    def _choice(self, index: int, spoken: Spoken) -> ChatChoice:
+        details = spoken.details
+        speech = self._speeches[index]
+        events = [*speech.feed(spoken.text), *speech.end()]
+        return ChatChoice(
+            index=index,
+            message=_message(events),
+            logprobs=chat_logprobs(details) if self._telling.logprobs else None,
+            finish_reason=_reason(spoken.end, speech),
+            matched_stop=spoken.end.matched_stop,
+            hidden_states=self._states(details),
+            prompt_token_ids=self._prompt_ids[0],
+            response_token_ids=self._ids(details),
+        )
+
+    def _chunk(self, said: Said | Finished) -> bytes:
+        speech = self._speeches[said.choice]
+        if isinstance(said, Said):
+            deltas = list(map(_delta, speech.feed(said.text)))
+            return self._said(said, [delta for delta in deltas if delta is not None])
+        rest = (_delta(event) for event in speech.end())
+        told = [
+            self._event(ChatChunkChoice(index=said.choice, delta=delta))
+            for delta in rest
+            if delta is not None
+        ]
+        end = ChatChunkChoice(
+            index=said.choice,
+            delta=NoDelta(),
+            finish_reason=_reason(said, speech),
+            matched_stop=said.matched_stop,
+        )
+        return b"".join([*told, self._event(end)])
+
+    def _said(self, said: Said, deltas: list[Delta]) -> bytes:
+        """A chunk for each delta: the first tells of the tokens, the last of the usage."""
+        usage = self._usage_so_far(0, said)
+        if not deltas and (said.details is not None or usage is not None):
+            deltas = [Delta(content="")]
+        chunks: list[bytes] = []
+        for number, delta in enumerate(deltas):
+            details = said.details if number == 0 else None
+            choice = ChatChunkChoice(
+                index=said.choice,
+                delta=delta,
+                logprobs=chat_logprobs(details) if self._telling.logprobs else None,
+                hidden_states=self._states(details),
+                response_token_ids=self._ids(details),
+            )
+            last = number == len(deltas) - 1
+            chunks.append(self._event(choice, usage=usage if last else None))
+        return b"".join(chunks)
+
+    def _event(self, *choices: ChatChunkChoice, usage: UsageBody | None = None) -> bytes:
+        chunk = ChatChunk(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=list(choices),
+            usage=usage,
+        )
+        return event(msgspec.json.encode(chunk))
+
+
+def _delta(event: Event) -> Delta | None:
+    """What a chunk says of an event; None: nothing."""
+    match event:
+        case Content(text):
+            return Delta(content=text)
+        case Reasoning(text):
+            return Delta(reasoning_content=text)
+        case CallBegin(index, call_id, name):
+            function = CalledFunction(name=name, arguments="")
+            return Delta(tool_calls=[CallBody(id=call_id, index=index, function=function)])
+        case CallArguments(index, text):
+            function = CalledFunction(arguments=text)
+            return Delta(tool_calls=[CallBody(index=index, function=function)])
+        case CallEnd():
+            return None
+
+
+def _message(events: Sequence[Event]) -> AnswerMessage:
+    collector = Collector()
+    for each in events:
+        collector.add(each)
+    parsed = collector.parsed()
+    calls = [
+        CallBody(
+            id=call.id,
+            index=call.index,
+            function=CalledFunction(name=call.name, arguments=call.arguments),
+        )
+        for call in parsed.calls
+    ]
+    return AnswerMessage(
+        content=None if calls and not parsed.content else parsed.content,
+        reasoning_content=parsed.reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _reason(finished: Finished, speech: Speech) -> ChatFinish:
+    """A call counts only where the model has ended by itself."""
+    if finished.reason is FinishReason.STOP and speech.called:
+        return ChatFinish.TOOL_CALLS
+    return ChatFinish(finished.reason.value)

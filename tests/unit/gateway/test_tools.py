@@ -1,0 +1,198 @@
+"""Calls and thinking in the answers of a chat: whole and streamed say the same."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, cast
+
+import openai
+import pytest
+from tests.unit.gateway.cluster import MODEL, House, house, settings
+from tests.unit.gateway.test_http import CHAT, HI, post, stream
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.gateway.service import GatewayService
+from antiphon.service.sockets import CannotStart
+from antiphon.testing.services import running
+from antiphon.wire.grammar import GrammarKind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Body = dict[str, object]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house(tool_call_parser="hermes", reasoning_parser="qwen3") as world:
+        world.cluster.script = (
+            "<thi", "nk>Where?", "</think>", "Let me see. ", CALL[:8], CALL[8:40], CALL[40:], "",
+        )  # fmt: skip
+        yield world
+
+
+def _called(calls: object) -> list[tuple[str, object]]:
+    told = cast("list[dict[str, dict[str, str]]]", calls)
+    return [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in told]
+
+
+async def _streamed(at: House, body: Body) -> Body:
+    """A message and the reason it ended, put together from the chunks of a stream."""
+    message: Body = {"content": "", "reasoning_content": "", "tool_calls": []}
+    calls = cast("list[dict[str, dict[str, str]]]", message["tool_calls"])
+    for event in (await stream(at, CHAT, body))[:-1]:
+        for choice in json.loads(event)["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] = str(message[name]) + (delta.get(name) or "")
+            for call in delta.get("tool_calls") or ():
+                if call["index"] == len(calls):
+                    assert call["id"]
+                    assert call["function"]["arguments"] == ""
+                    calls.append(call)
+                else:
+                    assert call["id"] is None
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+async def test_thinking_and_calls_are_told_apart_from_the_content(at: House) -> None:
+    body: Body = {"messages": HI, "tools": TOOLS}
+    _, reply, _ = await post(at, CHAT, body)
+    (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+    message = choice["message"]
+    assert message["reasoning_content"] == "Where?"
+    assert message["content"] == "Let me see."
+    assert _called(message["tool_calls"]) == [("look", {"at": "Rome"})]
+    assert choice["finish_reason"] == "tool_calls"
+    streamed = await _streamed(at, body)
+    assert _called(streamed.pop("tool_calls")) == [("look", {"at": "Rome"})]
+    assert streamed == {
+        "content": "Let me see.",
+        "reasoning_content": "Where?",
+        "finish_reason": "tool_calls",
+    }
+    shown = json.loads(at.cluster.encodes[0].template.tools or "")
+    assert shown[0]["function"]["name"] == "look"
+
+
+async def test_the_client_reads_calls(at: House) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{at.url}/v1", api_key="none") as client:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "hi"}],
+            tools=TOOLS,  # pyright: ignore[reportArgumentType]
+        )
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    assert calls[0].type == "function"
+    assert calls[0].function.name == "look"
+
+
+async def test_without_tools_or_by_choice_nothing_is_a_call(at: House) -> None:
+    for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        _, reply, _ = await post(at, CHAT, {"messages": HI} | body)
+        (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+        assert choice["message"]["content"] == f"Let me see. {CALL}"
+        assert choice["finish_reason"] == "stop"
+        assert at.cluster.encodes[-1].template.tools is None
+
+
+async def test_thinking_may_stay_in_the_content_or_come_at_once(at: House) -> None:
+    body: Body = {"messages": HI, "separate_reasoning": False}
+    _, reply, _ = await post(at, CHAT, body)
+    (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+    assert str(choice["message"]["content"]).startswith("<think>Where?</think>")
+    events = await stream(at, CHAT, {"messages": HI, "stream_reasoning": False})
+    told = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+    assert [d["reasoning_content"] for d in told if d.get("reasoning_content")] == ["Where?"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+async def test_a_call_that_has_to_be_is_held_to_its_form_behind_the_thinking(
+    at: House, choice: object
+) -> None:
+    await post(at, CHAT, {"messages": HI, "tools": TOOLS, "tool_choice": choice})
+    grammar = at.cluster.submits[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.STRUCTURAL_TAG
+    assert "</think>" in grammar.text
+    assert "look" in grammar.text
+
+
+async def test_a_form_begins_behind_the_thinking(at: House) -> None:
+    await post(at, CHAT, {"messages": HI, "regex": "[0-9]+"})
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    await post(at, CHAT, {"messages": HI, "regex": "[0-9]+"} | off)
+    behind, plain = (submit.sampling.grammar for submit in at.cluster.submits)
+    assert behind is not None
+    assert "</think>" in behind.text
+    assert plain is not None
+    assert plain.text == "[0-9]+"
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice"),
+    ],
+)
+async def test_tools_that_cannot_be_called_are_refused(at: House, said: Body, param: str) -> None:
+    status, reply, _ = await post(at, CHAT, {"messages": HI} | said)
+    assert (status, cast("Body", reply["error"])["param"]) == (400, param)
+
+
+async def test_a_model_of_which_nobody_knows_how_it_calls_is_not_asked_to() -> None:
+    async with house() as at:
+        status, reply, _ = await post(at, CHAT, {"messages": HI, "tools": TOOLS})
+        error = cast("Body", reply["error"])
+        assert (status, error["param"], error["code"]) == (400, "tools", "unsupported")
+        body = {"messages": HI, "tools": TOOLS, "tool_choice": "required"}
+        at.cluster.script = ('[{"name": "look", ', '"parameters": {}}]')
+        _, reply, _ = await post(at, CHAT, body)
+        (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+        assert _called(choice["message"]["tool_calls"]) == [("look", {})]
+
+
+async def test_answers_are_taken_apart_after_the_fact(at: House) -> None:
+    body = {"text": f"Hm. {CALL}", "tools": TOOLS, "tool_call_parser": "qwen25"}
+    _, reply, _ = await post(at, "/parse_function_call", body)
+    (call,) = cast("list[Body]", reply["calls"])
+    assert (reply["normal_text"], call["name"], call["tool_index"]) == ("Hm.", "look", 0)
+    assert json.loads(str(call["parameters"])) == {"at": "Rome"}
+    thought = {"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"}
+    _, reply, _ = await post(at, "/separate_reasoning", thought)
+    assert reply == {"reasoning_text": "Hm.", "text": "Yes."}
+    for path, wrong in (
+        ("/parse_function_call", body | {"tool_call_parser": "no"}),
+        ("/separate_reasoning", thought | {"reasoning_parser": "no"}),
+    ):
+        assert (await post(at, path, wrong))[0] == 400
+
+
+async def test_a_parser_that_nobody_knows_keeps_the_gateway_from_starting() -> None:
+    chosen = settings(tool_call_parser="no")
+    service = GatewayService(chosen)
+    with pytest.raises(ExceptionGroup) as failed:
+        async with running(service, MemoryTransport(MemoryBroker()), settings=chosen):
+            pass
+    assert failed.group_contains(CannotStart, match="tool_call_parser", depth=None)
