@@ -80,3 +80,29 @@ def squares(x: Tensor) -> Tensor:
     x (tokens, size)  ->  (tokens, 1) float32
     """
     return x.float().square().sum(dim=-1, keepdim=True)
+
+
+@kernel("norm.gated_rmsnorm")
+def gated_rmsnorm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, gate_first: bool
+) -> Tensor:
+    """Scale each part of a row to unit root-mean-square, and multiply by silu(gate).
+
+    Args:
+        x: (tokens, width).
+        gate: (tokens, width).
+        weight: (width,).
+        eps: Added to the mean square, inside the root.
+        groups: Equal parts of a row that are scaled each by itself.
+        gate_first: Whether the gate multiplies what is scaled, and not the result.
+
+    Returns:
+        (tokens, width), dtype of gate; everything between is float32.
+    """
+    wide, opening = x.float(), F.silu(gate.float())
+    if gate_first:
+        wide = wide * opening
+    parts = wide.view(len(wide), groups, -1)  # (tokens, groups, width / groups)
+    scaled = parts * torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + eps)
+    normed = scaled.flatten(1) * weight.float()
+    return (normed if gate_first else normed * opening).to(gate.dtype)

@@ -7,16 +7,28 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from antiphon.kernels.activation import Activation, activate, gate, silu_mul
 from antiphon.kernels.attention import AttentionRows, paged_attention, shaped_attention
+from antiphon.kernels.causal_conv import causal_conv
 from antiphon.kernels.finite import finite_rows
+from antiphon.kernels.gated_delta import gated_delta
 from antiphon.kernels.heads import HeadNorms, ready_heads
-from antiphon.kernels.norm import add_rmsnorm, layernorm, rmsnorm, rmsnorm_wide, squares
+from antiphon.kernels.norm import (
+    add_rmsnorm,
+    gated_rmsnorm,
+    layernorm,
+    rmsnorm,
+    rmsnorm_wide,
+    squares,
+)
 from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
 from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
+from antiphon.kernels.ssd import ssd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
+
+    from antiphon.kernels.states import StateRows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +47,10 @@ REGISTRY: Mapping[str, Op[..., object]] = {
         ready_heads,
         paged_attention,
         shaped_attention,
+        gated_rmsnorm,
+        causal_conv,
+        ssd,
+        gated_delta,
         finite_rows,
         penalize,
         mask,
@@ -65,6 +81,10 @@ class Ops:
     shaped_attention: Callable[
         [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None], Tensor
     ]
+    gated_rmsnorm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, StateRows], Tensor]
+    ssd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
+    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
     finite_rows: Callable[[Tensor], Tensor | None]
     penalize: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask: Callable[[Tensor, Tensor, Tensor], None]
@@ -103,6 +123,10 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
         ready_heads=choose(ready_heads),
         paged_attention=choose(paged_attention),
         shaped_attention=choose(shaped_attention),
+        gated_rmsnorm=choose(gated_rmsnorm),
+        causal_conv=choose(causal_conv),
+        ssd=choose(ssd),
+        gated_delta=choose(gated_delta),
         finite_rows=choose(finite_rows),
         penalize=choose(penalize),
         mask=choose(mask),

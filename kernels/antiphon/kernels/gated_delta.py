@@ -1,0 +1,114 @@
+"""The gated delta rule: a state that fades, forgets what a key stood for, and learns it anew.
+
+Axes: T tokens, H value heads, Y key heads, K numbers of a key, V numbers of a value, S places of
+states; in chunks: C chunks, Q tokens of a chunk, B rows of one token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from antiphon.kernels.op import kernel
+from antiphon.kernels.ssd import fading
+
+if TYPE_CHECKING:
+    from antiphon.kernels.states import Run, Singles, StateRows
+
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys, as checkpoints were trained."""
+
+
+@kernel("recurrent.gated_delta")
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """Run h = exp(decay) h, h += k (beta (v - k^T h))^T, y = h^T q, token by token.
+
+    q, k (T, Y, K), scaled here to unit length, and q by K^-0.5 more; each serves H / Y neighbouring
+    value heads; v (T, H, V); decay (T, H) float32, not positive; beta (T, H) float32;
+    states (S, H, K, V) float32, mutated  ->  (T, H, V) float32
+
+    Single tokens take one step, longer runs are computed by chunks: what the tokens of one correct
+    in each other is a triangular system (the UT transform). Everything is float32.
+
+    Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464; the chunks after Yang et al. 2024,
+    arXiv:2406.06484.
+    """
+    shared = v.shape[1] // q.shape[1]
+    v = v.float()
+    q = _unit(q.float()).mul_(q.shape[-1] ** -0.5).repeat_interleave(shared, dim=1)  # (T, H, K)
+    k = _unit(k.float()).repeat_interleave(shared, dim=1)
+    out = torch.empty_like(v)
+    if (singles := rows.singles) is not None:
+        _step(singles, q, k, v, decay, beta, states, out)
+    for run in rows.runs:
+        y, states[run.write] = _scan(run, q, k, v, decay, beta, run.before(states))
+        out[run.begin : run.end] = y
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + NORM_EPS)
+
+
+def _step(
+    singles: Singles,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    out: Tensor,
+) -> None:
+    """One token of each row, written to out (T, H, V)."""
+    q, k, v, decay, beta = (singles.pick(each) for each in (q, k, v, decay, beta))
+    v, weight = v[:, :, None], beta[..., None, None]
+    y = torch.empty_like(v)  # (B, H, 1, V)
+    for row, state in enumerate(singles.faded(states, torch.exp(decay)[..., None, None])):
+        known = torch.bmm(k[row][:, None], state)  # (H, 1, V)
+        state.addcmul_(k[row][..., None], (v[row] - known) * weight[row])
+        torch.bmm(q[row][:, None], state, out=y[row])
+    singles.put(out, y.squeeze(2))
+
+
+def _scan(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A run: state (H, K, V)  ->  (tokens, H, V), and the state after it."""
+    q, k, v = (run.chunked(each).transpose(1, 2) for each in (q, k, v))  # (C, H, Q, K or V)
+    weight = run.chunked(beta).transpose(1, 2)[..., None]  # (C, H, Q, 1)
+    total, left = fading(run.chunked(decay).transpose(1, 2))  # (C, H, Q) and (C, H, Q, Q)
+    grown = torch.exp(total)[..., None]  # what is left of the state before the chunk
+    weighted = k * weight
+    # Solved for both at once: what the chunk's tokens bring by themselves, and how they read the
+    # state before the chunk, each less what the tokens before them in the chunk have said already.
+    wanted = torch.cat((v * weight, weighted * grown), dim=-1)
+    system = (weighted @ k.mT) * left
+    solved = _solve(system, wanted)
+    brought, reading = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    within = (q @ k.mT) * left
+    asked = q * grown
+    fading_keys = k * torch.exp(total[..., -1:] - total)[..., None]
+    chunk_decay = grown[:, :, -1:]  # (C, H, 1, 1)
+    outs: list[Tensor] = []
+    for chunk in range(len(q)):
+        fresh = brought[chunk] - reading[chunk] @ state  # (H, Q, V)
+        outs.append(asked[chunk] @ state + within[chunk] @ fresh)
+        state = torch.baddbmm(state * chunk_decay[chunk], fading_keys[chunk].mT, fresh)
+    return run.joined(torch.stack(outs).transpose(1, 2)), state
+
+
+def _solve(system: Tensor, wanted: Tensor) -> Tensor:
+    """(1 + what is below the diagonal of system)^-1 wanted."""
+    solve = torch.linalg.solve_triangular  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Tensor", solve(system, wanted, upper=False, unitriangular=True))
