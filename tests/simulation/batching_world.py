@@ -24,9 +24,9 @@ from antiphon.model_worker.batching.request import (
     RequestState,
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import HOLE, CachePools
+from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseMode, PauseWorker
@@ -107,6 +107,15 @@ class World:
         groups = [self._group(GroupKind.FULL, page_tokens, None)]
         if self.pick("window", False, True):
             groups.append(self._group(GroupKind.WINDOW, page_tokens, self.random.randint(1, 20)))
+        # A chance of its own, so that the worlds without states are those that they were.
+        self._states = random.Random(~seed)
+        match self.said.get("state", self._states.choice(["no", "no", "yes", "yes", "only"])):
+            case "yes":
+                groups.append(self._group(GroupKind.STATE, page_tokens, None))
+            case "only":
+                groups = [self._group(GroupKind.STATE, page_tokens, None)]
+            case _:
+                pass
         self.groups = groups
         self.pools = CachePools(groups)
         self.limits = self._limits()
@@ -149,7 +158,9 @@ class World:
             layers=(0,),
             page_bytes=1,
             page_tokens=page_tokens,
-            pages_total=self.random.randint(96, 240) // page_tokens,
+            pages_total=self._states.randint(4, 40)
+            if kind is GroupKind.STATE
+            else self.random.randint(96, 240) // page_tokens,
             window=window,
         )
 
@@ -170,6 +181,7 @@ class World:
             stream_interval=self.pick("stream_interval", 1, 1, 4),
             queue_timeout_s=self.pick("queue_timeout_s", None, None, 60.0),
             running_timeout_s=self.pick("running_timeout_s", None, None, 60.0),
+            checkpoint_tokens=self._states.choice([16, 32, 64]),
             conservativeness=self.pick("conservativeness", 0.0, 0.3, 1.0),
         )
 
@@ -292,6 +304,9 @@ class World:
                 if count > 1 and pool.holders(page) == count:
                     self.seen["forked"] += 1
             assert pool.used_count == len(listed) + pool.loose_count, "a page is lost"
+            if index in self.pools.states:
+                self.seen["checkpoint"] += pool.loose_count > 0
+                self.seen["read by several"] += max(listed.values(), default=1) > 1
             assert self.cached or cached == 0
         assert all(a <= b for a, b in zip(self.pools.free(), self._totals(), strict=True))
 
@@ -309,6 +324,9 @@ class World:
             assert slots.length[slot] == request.length
             for group in range(len(self.groups)):
                 pages = request.table.pages(group)
+                if group in self.pools.states:
+                    assert len(pages) <= (3 if self.overlap else 2)
+                    continue
                 assert slots.page_tables(_one(slot))[group][0].tolist() == pages
         empty = set(range(self.limits.running_max)) - set(running)
         assert all(slots.length[slot] == 0 for slot in empty)

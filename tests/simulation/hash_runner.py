@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Outcome, RowStatus
+from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def next_token(
 
 
 class HashRunner:
-    """Keeps token ids where a model keeps keys and values.
+    """Keeps token ids where a model keeps keys and values; a state is all ids that it was made of.
 
     A plan with a wrong page, position or length therefore gives other tokens than the request
     would have got alone. Accepts up to `accepted_max` tokens a row, so that nobody relies on one.
@@ -43,6 +44,7 @@ class HashRunner:
         self.poisoned: Callable[[Plan, int], bool] = lambda _plan, _row: False
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
+        self._states: dict[tuple[int, int], Ints] = {}
 
     def run(self, plan: Plan) -> Outcome:
         """Write the plan's tokens into their pages and draw from what the pages hold then."""
@@ -65,6 +67,8 @@ class HashRunner:
 
     def _context(self, plan: Plan, row: int, group: int) -> Ints:
         """Write the row's tokens into one group's pages; return all that its last query sees."""
+        if self.groups[group].kind is GroupKind.STATE:
+            return self._advance(plan, row, group)
         page_tokens, window = self.groups[group].page_tokens, self.groups[group].window
         table, kv_len = plan.page_tables[group][row], int(plan.kv_len[row])
         begin = int(plan.query_start[row])
@@ -78,6 +82,17 @@ class HashRunner:
         pages = table[seen // page_tokens]
         assert (pages >= 0).all(), "a page that the row sees is gone"
         return self._pages[group][pages, seen % page_tokens]
+
+    def _advance(self, plan: Plan, row: int, group: int) -> Ints:
+        """Read a state, write the one after the row's tokens, and return what that is made of."""
+        read, write = plan.page_tables[group][row].tolist()
+        begin, length = int(plan.query_start[row]), int(plan.query_len[row])
+        before = self._states[group, read] if read >= 0 else np.zeros(0, np.int32)
+        assert len(before) == int(plan.kv_len[row]) - length, "a row goes on from another place"
+        assert write not in plan.page_tables[group][:, 0], "a state is written that a row reads"
+        after = np.concatenate([before, plan.tokens[begin : begin + length]])
+        self._states[group, write] = after
+        return after
 
     def _draw(self, plan: Plan, row: int, contexts: list[Ints]) -> list[int]:
         kv_len = int(plan.kv_len[row])

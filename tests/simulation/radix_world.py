@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.events import Cleared, EventLog, Removed, Stored
 from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import HOLE, CachePools, PageTable
+from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
 
@@ -74,7 +75,7 @@ class RadixWorld:
     @property
     def anchors(self) -> list[int]:
         """Groups that keep every token."""
-        return [i for i in range(len(self.pools.groups)) if i not in self.pools.windows]
+        return [i for i in range(len(self.pools.groups)) if i not in self.pools.sparse]
 
     def ids(self) -> bytes:
         """A prompt of few words, so that many begin alike."""
@@ -123,11 +124,34 @@ class RadixWorld:
         """Some more tokens are computed."""
         limit = min(holder.tokens, holder.table.reserved)
         end = self.random.choice([limit, self.random.randint(holder.table.committed, limit)])
+        if self.pools.states and not self.write_state(holder, end):
+            return
         for index in range(holder.table.committed // self.pools.page_tokens, self.whole(end)):
             for group in range(len(self.pools.groups)):
-                page = holder.table.pages(group)[index]
-                self.content[group, page] = self.position(holder.key, index)
+                if group not in self.pools.states:
+                    page = holder.table.pages(group)[index]
+                    self.content[group, page] = self.position(holder.key, index)
         holder.table.commit(end)
+
+    def write_state(self, holder: Holder, end: int) -> bool:
+        """A row writes the state after token `end`, perhaps after one that counts for nothing."""
+        table = holder.table
+        if end == table.committed or not self.reserve(holder, end):
+            return end == table.committed
+        for group, chain in table.chains.items():
+            if self.random.random() < 0.3:
+                chain.launch(end)
+                self.content[group, chain.pair(table.committed)[1]] = (b"", b"")
+                chain.recall()
+            chain.launch(end)
+            read, write = chain.pair(table.committed)
+            assert (read == HOLE) == (table.committed == 0)
+            assert write not in (read, HOLE)
+            assert self.pools.pools[group].holders(write) == 1, (
+                "a state that others hold is written"
+            )
+            self.content[group, write] = holder.key.namespace, holder.key.token_ids[: 4 * end]
+        return True
 
     def lengthen(self, holder: Holder) -> None:
         """An answer grows."""
@@ -151,8 +175,9 @@ class RadixWorld:
     def insert(self, holder: Holder) -> None:
         """The index takes what a table has; duplicates are given back."""
         table, key = holder.table, holder.key
-        before = [list(table.pages(group)) for group in range(len(self.pools.groups))]
-        positions = [self.position(key, i) for i in range(self.whole(table.committed))]
+        groups, whole = range(len(self.pools.groups)), self.whole(table.committed)
+        before = [table.entries(group, 0, whole) for group in groups]
+        positions = [self.position(key, i) for i in range(whole)]
         known = [self.entries.get(position) for position in positions]
         keeps = any(
             page not in (HOLE, own[index]) and own[index] != HOLE and pool.holders(own[index]) > 1
@@ -161,10 +186,12 @@ class RadixWorld:
             for page, own, pool in zip(entry.pages, before, self.pools.pools, strict=True)
         )
         self.index.insert(key, table)
-        after = [list(table.pages(group)) for group in range(len(self.pools.groups))]
+        after = [table.entries(group, 0, whole) for group in groups]
         if holder.outdated:
             assert after == before
             self.reached["outdated"] += 1
+            return
+        if len(self.pools.states) == len(groups) and table.committed % self.pools.page_tokens:
             return
         self.reached["kept a duplicate"] += keeps
         self.reached["took the index's"] += after != before
@@ -226,8 +253,9 @@ class RadixWorld:
             for group, page in enumerate(self.entries[position].pages):
                 if pages[group] != page:
                     assert (pages[group], (group, page) in held) == (HOLE, False)
-                    assert group in self.pools.windows
-                    self.reached["window gone"] += 1
+                    assert group in self.pools.sparse
+                    gone = "window" if group in self.pools.windows else "checkpoint"
+                    self.reached[f"{gone} gone"] += 1
             self.entries[position].pages = pages
         self.reached["evicted"] += bool(lost)
 
@@ -338,12 +366,25 @@ class RadixWorld:
     def check_content(self, holder: Holder) -> None:
         """A table's committed pages hold what its tokens say."""
         for group in range(len(self.pools.groups)):
+            if group in self.pools.states:
+                self.check_state(holder, group)
+                continue
             pages = holder.table.pages(group)[: self.whole(holder.table.committed)]
             for index, page in enumerate(pages):
                 if index < holder.table.dead(group):
                     assert page == HOLE
                 else:
                     assert self.content[group, page] == self.position(holder.key, index)
+
+    def check_state(self, holder: Holder, group: int) -> None:
+        """A request's state is the one after all that is committed of it."""
+        chain, table = holder.table.chains[group], holder.table
+        assert len(chain.pages) <= 2, "a request that runs by itself has two places"
+        assert chain.ends == [table.committed]
+        assert (chain.pages[0] == HOLE) == (table.committed == 0)
+        if table.committed:
+            ids = holder.key.token_ids[: 4 * table.committed]
+            assert self.content[group, chain.pages[0]] == (holder.key.namespace, ids)
 
     def check(self) -> None:
         """What holds between any two calls."""

@@ -20,6 +20,7 @@ from tests.simulation.radix_world import RadixWorld
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 
 SHAPES = ["full", "full window", "full draft window window", "window", "latent window"]
+SHAPES += ["full state", "full state", "full window state state", "state"]
 
 
 def cache_groups(random: Random, shape: str, page_tokens: int) -> list[CacheGroup]:
@@ -29,7 +30,9 @@ def cache_groups(random: Random, shape: str, page_tokens: int) -> list[CacheGrou
             layers=(index,),
             page_bytes=1,
             page_tokens=page_tokens,
-            pages_total=random.randint(384 // page_tokens, 2400 // page_tokens),
+            pages_total=random.randint(4, 40)
+            if kind == "state"
+            else random.randint(384 // page_tokens, 2400 // page_tokens),
             window=random.randint(2, 60) if kind == "window" else None,
         )
         for index, kind in enumerate(shape.split())
@@ -86,6 +89,7 @@ def test_the_worlds_reach_what_they_are_for() -> None:
             world.check_blocks()
         reached += world.reached
     kinds = {"found", "evicted", "window gone", "outdated", "took the index's", "dumped"}
+    kinds |= {"checkpoint gone"}
     assert kinds | {"kept a duplicate"} == set(reached)
 
 

@@ -43,6 +43,28 @@ def test_every_choice_says_what_it_says_alone_and_leaves_nothing(seed: int, over
     check_empty(world)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("seed", range(10))
+def test_with_states_every_choice_says_the_same_with_and_without_checkpoints(
+    seed: int, overlap: bool
+) -> None:
+    for cached in (False, True):
+        world = World(seed, overlap=overlap, state="yes", cached=cached)
+        live(world, 150)
+        check_empty(world)
+
+
+def test_the_worlds_with_states_reach_hits_retractions_and_lost_checkpoints() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        world = World(seed, state="yes", cached=True)
+        for _ in range(100):
+            world.act()
+        seen += world.seen
+        seen["retracted"] += world.batching.retractions
+    assert set(seen) >= {"cached", "retracted", "checkpoint", "read by several"}, seen
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
@@ -70,7 +92,7 @@ def test_no_policy_starves_anybody_in_a_crowd(policy: Policy) -> None:
 def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap: bool) -> None:
     hopeful = {"conservativeness": 0.0, "exact_share": 0.0, "running_max": 16, "prompt_max": 12}
     busy = {"arrivals": [0, 1, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
-    world = World(seed, overlap=overlap, **hopeful, **busy)
+    world = World(seed, overlap=overlap, state="no", **hopeful, **busy)
     live(world, 150)
     assert world.batching.retractions > 1
     check_empty(world)

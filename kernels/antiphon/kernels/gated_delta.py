@@ -95,7 +95,7 @@ def _scan(
     wanted = torch.cat((v * weight, weighted * grown), dim=-1)
     system = (weighted @ k.mT) * left
     solved = _solve(system, wanted)
-    brought, reading = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    brought, reading = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     within = (q @ k.mT) * left
     asked = q * grown
     fading_keys = k * torch.exp(total[..., -1:] - total)[..., None]

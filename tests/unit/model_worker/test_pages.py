@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import PagePool
-from antiphon.model_worker.cache.table import HOLE, CachePools, PageTable
+from antiphon.model_worker.cache.table import CachePools, PageTable
 
 PAGE_TOKENS = 4
 
@@ -37,7 +37,7 @@ def window_group(pages: int, window: int) -> CacheGroup:
 
 def state_group(slots: int) -> CacheGroup:
     return CacheGroup(
-        kind=GroupKind.STATE, layers=(3,), page_bytes=16, page_tokens=1, pages_total=slots
+        kind=GroupKind.STATE, layers=(3,), page_bytes=16, page_tokens=4, pages_total=slots
     )
 
 
@@ -191,14 +191,63 @@ def test_a_fork_shares_whole_pages_and_writes_none_of_them() -> None:
     assert pools.free() == [8, 8]
 
 
-def test_a_state_is_one_slot_however_long_the_request_is() -> None:
-    pools = CachePools([full_group(8), state_group(1)])
+def run(table: PageTable, end: int) -> None:
+    """A row up to token `end` is launched and committed."""
+    table.allocate(end)
+    for chain in table.chains.values():
+        chain.launch(end)
+    table.commit(end)
+
+
+def test_a_request_reads_one_state_and_writes_another_however_long_it_is() -> None:
+    pools = CachePools([full_group(8), state_group(2)])
     table = PageTable(pools)
-    table.allocate(17)
-    table.commit(17)
-    assert pools.used() == [5, 1]
+    pairs: list[tuple[int, int]] = []
+    for start, end in ((0, 7), (7, 8), (8, 17)):
+        table.allocate(end)
+        table.chains[1].launch(end)
+        pairs.append(table.chains[1].pair(start))
+        table.commit(end)
+    (first, a), (b, c), (d, e) = pairs
+    assert first == HOLE
+    assert (a, c) == (b, d)
+    assert e == a
+    assert pools.used() == [5, 2]
     assert table.fork().committed == 0
     assert pools.tokens_max == 32
+    table.release()
+    assert pools.free() == [8, 2]
+
+
+def test_a_row_that_is_run_again_reads_what_it_read_before() -> None:
+    pools = CachePools([full_group(8), state_group(3)])
+    table = PageTable(pools)
+    run(table, 5)
+    chain = table.chains[1]
+    table.allocate(6)
+    chain.launch(6)
+    table.allocate(7)
+    chain.launch(7)
+    assert chain.pair(5)[1] == chain.pair(6)[0]
+    before = chain.pair(5)
+    chain.recall()
+    table.allocate(6)
+    chain.launch(6)
+    assert chain.pair(5) == before
+    table.commit(5)
+    assert table.committed == 5
+
+
+def test_a_state_that_somebody_else_holds_is_never_written() -> None:
+    pools = CachePools([full_group(8), state_group(3)])
+    table = PageTable(pools)
+    run(table, 8)
+    kept = table.pages(1)[0]
+    pools.pools[1].cache((kept,))
+    for end in range(9, 20):
+        run(table, end)
+        assert kept not in table.pages(1)
+    assert pools.loose() == [0, 1]
 
 
 def test_rejected_drafts_give_their_pages_back() -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.model_worker.cache.eviction import STRATEGIES
-from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
-from antiphon.model_worker.cache.table import HOLE, CachePools, PageTable
+from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
 
 PAGE_TOKENS = 4
@@ -21,7 +21,7 @@ def group(kind: GroupKind, window: int | None = None, pages: int = 64) -> CacheG
         kind=kind,
         layers=(0,),
         page_bytes=1,
-        page_tokens=1 if kind is GroupKind.STATE else PAGE_TOKENS,
+        page_tokens=PAGE_TOKENS,
         pages_total=pages,
         window=window,
     )
@@ -48,6 +48,8 @@ class Bench:
     def compute(self, text: str) -> PageTable:
         """A request runs and is kept by the index; it still holds its pages."""
         table = self.begin(text)
+        for chain in table.chains.values():
+            chain.launch(len(text) * PAGE_TOKENS)
         table.commit(len(text) * PAGE_TOKENS)
         self.index.insert(self.key(text), table)
         return table
@@ -317,11 +319,75 @@ def test_groups_that_keep_every_token_are_all_alike(kind: GroupKind) -> None:
     assert bench.index.evictable() == [3, 3]
 
 
-def test_a_cache_with_recurrent_states_keeps_nothing() -> None:
-    bench = Bench(group(GroupKind.FULL), group(GroupKind.STATE))
+def with_states(states: int = 64) -> Bench:
+    return Bench(group(GroupKind.FULL), group(GroupKind.STATE, pages=states))
+
+
+def test_with_states_a_prefix_is_found_where_one_was_kept_and_nowhere_else() -> None:
+    bench = with_states()
     bench.serve("abc")
+    assert [bench.found(text) for text in ("abc!", "abcd!", "abx!", "ab!", "abc")] == [
+        3,
+        3,
+        0,
+        0,
+        0,
+    ]
+    assert bench.pools.loose() == [3, 1]
+    bench.serve("ab")
+    assert [bench.found(text) for text in ("abc!", "abx!", "abc", "ax!")] == [3, 2, 2, 0]
+    assert bench.pools.loose() == [3, 2]
+
+
+def test_a_checkpoint_serves_many_and_is_nobodys_to_write() -> None:
+    bench = with_states()
+    bench.serve("ab")
+    (node,) = bench.index._tree.nodes()
+    kept = node.pages[1][-1]
+    tables = [bench.begin(f"ab{letter}") for letter in "cdef"]
+    for table in tables:
+        assert table.committed == 2 * PAGE_TOKENS
+        assert table.pages(1)[0] == kept
+        table.chains[1].launch(3 * PAGE_TOKENS)
+        assert table.chains[1].pair(2 * PAGE_TOKENS)[1] != kept
+    assert bench.pools.pools[1].holders(kept) == 5
+    for table in tables:
+        table.commit(3 * PAGE_TOKENS)
+    assert bench.pools.pools[1].is_loose(kept)
+
+
+def test_checkpoints_go_before_their_pages_the_shortest_first() -> None:
+    bench = with_states()
+    for text in ("a", "ab", "abc"):
+        bench.serve(text)
+    assert bench.pools.loose() == [3, 3]
+    bench.index.evict([0, 1])
+    assert [bench.found(text) for text in ("ax!", "abx!", "abc!")] == [0, 2, 3]
+    bench.index.evict([0, 2])
     assert bench.found("abc!") == 0
-    assert bench.pools.free() == [64, 64]
+    assert bench.pools.loose() == [3, 0]
+    bench.serve("abc")
+    assert bench.found("abc!") == 3
+
+
+def test_a_checkpoint_goes_with_the_page_that_it_stands_at() -> None:
+    bench = with_states()
+    for text in ("ab", "abcd"):
+        bench.serve(text)
+    bench.index.evict([1, 0])
+    assert bench.pools.loose() == [3, 1]
+    assert bench.found("abcd!") == 2
+
+
+def test_a_state_within_a_page_is_nobodys_checkpoint() -> None:
+    bench = with_states()
+    table = bench.begin("abc")
+    table.chains[1].launch(2 * PAGE_TOKENS + 1)
+    table.commit(2 * PAGE_TOKENS + 1)
+    bench.index.insert(bench.key("abc"), table)
+    table.release()
+    assert bench.found("abc!") == 0
+    assert bench.pools.free()[1] == 64
 
 
 def test_evicting_much_leaves_no_trace_of_what_went() -> None:
@@ -329,6 +395,6 @@ def test_evicting_much_leaves_no_trace_of_what_went() -> None:
     for number in range(500):
         bench.serve(f"{number:04d}")
         bench.index.evict([4, 0])
-    shelf = bench.index._evictor._windows[0]
+    shelf = bench.index._evictor._sparse[0]
     assert len(shelf._heap) < 100
     assert not bench.index._tree._roots

@@ -32,6 +32,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         hidden_states: Whether a request may be told hidden states.
         queue_timeout_s: How long a request may wait until it is started. None: for ever.
         running_timeout_s: How long a request may take once it is started. None: for ever.
+        checkpoint_tokens: A state is kept for others each so many tokens; whole pages. Of models
+            without recurrent states it says nothing.
         conservativeness: By how much more of their answers is kept free for running requests than
             experience asks for; see `NewTokenRatio`.
     """
@@ -52,6 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states: bool = False
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
+    checkpoint_tokens: int = 256
     conservativeness: float = 1.0
 
 

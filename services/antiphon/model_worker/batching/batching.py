@@ -277,8 +277,7 @@ class Batching:
         assert table is not None, "a running request has no pages"
         assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
         outputs = request.outputs
-        # A row that should have drawn and did not computes its last token again, and draws then.
-        computed = row.end - (row.draws and not accepted)
+        computed = row.end if accepted or not row.draws else self._again(row)
         table.commit(computed)
         if len(accepted) == row.draws:
             request.computed = computed
@@ -291,6 +290,13 @@ class Batching:
         if told is not None:
             told.tell(request, accepted=len(accepted), kept=request.outputs - outputs)
         self._settle(request, drew=bool(accepted))
+
+    def _again(self, row: Row) -> int:
+        """Where a row that should have drawn and did not goes on: it draws when it is run again.
+
+        From its last token on; with states from its first one, for none is kept between.
+        """
+        return row.start if self.pools.states else row.end - 1
 
     def _settle(self, request: Request, *, drew: bool) -> None:
         """What a row changes beside the tokens: what others find, and what is told."""
@@ -305,6 +311,8 @@ class Batching:
             if drew:
                 request.prefilling = False
                 self._holdings.sharing.retire(request)
+        elif self._holdings.keeps_state(request):
+            self._holdings.share(request)
         elif self.pools.windows:
             self.slots.update(request)
         if (progress := request.progress(self.limits.stream_interval)) is not None:

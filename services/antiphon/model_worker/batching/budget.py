@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.checkpoints import Checkpoints
 
 
 class Budget:
     """What is left of one plan. Prompts come in the order in which they are to be answered."""
 
-    def __init__(self, limits: Limits, page_tokens: int) -> None:
+    def __init__(
+        self, limits: Limits, page_tokens: int, checkpoints: Checkpoints | None = None
+    ) -> None:
         self._limits = limits
         self._page_tokens = page_tokens
+        self._checkpoints = checkpoints
         self._prompts = 0
         self._prompt_tokens = 0
         self.tokens = limits.step_tokens_max
@@ -31,7 +35,8 @@ class Budget:
     def chunk(self, start: int, pending: int) -> int:
         """How many of a prompt's `pending` tokens, from `start` on, the plan takes; 0: none.
 
-        A piece ends at the end of a page where it can, so that the page can be shared at once.
+        A piece ends at the end of a page where it can, so that the page can be shared at once, and
+        where a state is to be kept.
         """
         if self.full:
             return 0
@@ -39,6 +44,8 @@ class Budget:
         if self._limits.chunk_tokens is None:
             return pending if pending <= room or not self._prompts else 0
         length = min(pending, self._limits.chunk_tokens, room)
+        if self._checkpoints is not None:
+            length = min(length, self._checkpoints.stop(start, start + pending) - start)
         if length < pending:
             to_border = length - (start + length) % self._page_tokens
             # The first prompt goes on even if a page does not fit in a plan.

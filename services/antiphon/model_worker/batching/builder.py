@@ -13,6 +13,7 @@ from antiphon.model_worker.batching.request import Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.slots import Slots
 
 
@@ -70,7 +71,7 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
         positions=positions[np.newaxis, :],
         logit_tokens=(query_end - 1)[draws],
         sampling=slots.sampling(slot),
-        page_tables=slots.page_tables(slot),
+        page_tables=_page_tables(rows, slot, slots),
         penalties=slots.steering.penalties(rows, slot, draws),
         token_masks=masks,
         token_mask_rows=masked,
@@ -78,3 +79,18 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
         details=slots.telling.rows(rows, query_start),
         release_fence=step,
     )
+
+
+def _page_tables(rows: Sequence[Row], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
+    """The page tables by group; of states, what each row reads and what it writes."""
+    tables = list(slots.page_tables(slot))
+    first = rows[0].request.table
+    assert first is not None, "a running request has no pages"
+    for group in first.chains:
+        pairs = [
+            row.request.table.chains[group].pair(row.start)
+            for row in rows
+            if row.request.table is not None
+        ]
+        tables[group] = np.array(pairs, np.int32)
+    return tuple(tables)

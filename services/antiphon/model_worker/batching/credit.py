@@ -19,7 +19,7 @@ and queues, and so near that few answers end in between without it being known."
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the group that has the fewest to offer.
+    """Pages of the group that has the fewest to offer, recurrent states aside: slots count them.
 
     Attributes:
         pages_free: That nobody holds.
@@ -47,7 +47,9 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
     """How things stand now. Some additions over arrays of slots, whatever the load."""
     left = slots.tokens_max - slots.length
     ending = (slots.length > 0) & (left <= HORIZON_STEPS)
-    groups = zip(pools.free(), index.evictable(), room.promised(), slots.page_counts, strict=True)
+    groups = list(
+        zip(pools.free(), index.evictable(), room.promised(), slots.page_counts, strict=True)
+    )
     return min(
         (
             Credit(
@@ -57,7 +59,7 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
                 pages_returning=int(np.sum(counts, where=ending)),
                 slots_free=slots.free_count,
             )
-            for free, evictable, promised, counts in groups
+            for free, evictable, promised, counts in (groups[i] for i in pools.measured)
         ),
         key=lambda one: one.pages_available,
     )

@@ -65,4 +65,4 @@ def _needs(wants: Sequence[Want]) -> list[int]:
 
 def _covered(request: Request, end: int) -> bool:
     """Whether it runs, and has pages for its row."""
-    return request.table is not None and end <= request.table.reserved
+    return request.table is not None and request.table.covers(end)

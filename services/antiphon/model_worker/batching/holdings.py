@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.model_worker.batching.checkpoints import Checkpoints
 from antiphon.model_worker.batching.room import Room
 from antiphon.model_worker.batching.sharing import Sharing
 from antiphon.model_worker.batching.slots import Slots
@@ -27,6 +28,7 @@ class Holdings:
         running: By slot, in the order in which they were started.
         room: How many pages there are for whom.
         sharing: Which prompts are being computed.
+        checkpoints: Where states are kept for others; None: there are none, or nobody finds them.
     """
 
     def __init__(
@@ -40,7 +42,14 @@ class Holdings:
         self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
         self.room = Room(limits, pools, index, self.slots, indexed=indexed)
         self._namespace_digest = self._namespace.digest()
-        self.sharing = Sharing(pools.page_tokens, self._namespace_digest, indexed=indexed)
+        self.checkpoints = _checkpoints(limits, pools) if indexed else None
+        self.sharing = Sharing(
+            pools.page_tokens,
+            self._namespace_digest,
+            indexed=indexed,
+            forks=not pools.states,
+            checkpoints=self.checkpoints,
+        )
 
     def renew(self, weight_version: str) -> int:
         """All is computed by other weights from here on; return the pages that nobody could use."""
@@ -83,6 +92,10 @@ class Holdings:
         self.slots.fill(request)
         self.sharing.lead(request)
 
+    def keeps_state(self, request: Request) -> bool:
+        """Whether the state where a request stands in its answer is to be kept for others."""
+        return self.checkpoints is not None and self.checkpoints.due(request.computed)
+
     def share(self, request: Request, tokens_max: int | None = None) -> None:
         """Let others find what is computed of a running request, unless by other weights.
 
@@ -112,3 +125,10 @@ class Holdings:
             key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
             request.cache_key = key
         return key
+
+
+def _checkpoints(limits: Limits, pools: CachePools) -> Checkpoints | None:
+    if not pools.states:
+        return None
+    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
+    return Checkpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)

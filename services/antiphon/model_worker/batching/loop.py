@@ -156,7 +156,7 @@ class BatchingLoop:
             rows=len(rows),
             progress=batching.take_progress(),
             credit=self._count_credit(now),
-            pages_free=min(batching.pools.free()),
+            pages_free=batching.pools.pages_free,
             running=len(batching.running),
             waiting=len(batching.waiting),
             retractions=batching.retractions,

@@ -140,6 +140,8 @@ class Plan:
         details: What is told of the tokens beside their ids.
         page_tables: (R, N) a cache group, -1 beyond a row's pages. Token p of a row lies in page
             `table[r, p // page_tokens]` at `p % page_tokens`; the pass writes its own there first.
+            Of a group of states (R, 2): where the state lies that a row goes on from, -1 if it is
+            zero, and where the one after its last token goes, which is another place.
         tree_mask: For tree verification: (T, T), which tokens of the pass see which.
         release_fence: Pages released by this plan may be reused by plans after this step.
     """

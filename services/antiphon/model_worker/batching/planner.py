@@ -65,7 +65,7 @@ class Planner:
         self._pages_short = False
         self._steps += 1
         self._preempt()
-        budget = Budget(self._limits, holdings.pools.page_tokens)
+        budget = Budget(self._limits, holdings.pools.page_tokens, holdings.checkpoints)
         if self._limits.mixed:
             return self._decodes(budget) + self._prompts(budget, now)
         if self._decodes_due:

@@ -251,12 +251,18 @@ class Request:
 
     def launch(self, end: int, *, draws: bool) -> None:
         """A row up to `end` is launched."""
+        assert self.table is not None, "a running request has no pages"
+        for chain in self.table.chains.values():
+            chain.launch(end)
         self.planned = end
         if draws:
             self.ahead += 1
 
     def resume(self, computed: int) -> None:
         """Go on from here: what was launched after it rests on a guess that was wrong."""
+        assert self.table is not None, "a running request has no pages"
+        for chain in self.table.chains.values():
+            chain.recall()
         self.computed = self.planned = self.began = computed
         self.ahead = 0
         self.life += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.ratio import NewTokenRatio
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.groups import STATES_RUNNING, GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,8 +104,13 @@ class Room:
 
         def of(request: Request) -> list[int]:
             # What it found in the cache when it started may be held by others as well.
-            shared = request.cached_tokens // self._pools.page_tokens
-            return [pages[request.slot] - shared for pages in left]
+            cached, groups = request.cached_tokens, self._pools.groups
+            return [
+                # A state that it found has been left behind with the first row.
+                pages[request.slot]
+                - (0 if index in self._pools.states else group.table_len(cached))
+                for index, (pages, group) in enumerate(zip(left, groups, strict=True))
+            ]
 
         return of
 
@@ -115,7 +120,7 @@ class Room:
         share = 1.0 if request.exact else self.ratio.value
         tokens = request.length + math.ceil(left * share)
         return [
-            min(max(0, group.table_len(tokens) - group.table_len(cached_tokens)), most)
+            min(max(0, group.table_len(tokens) - group.shared_len(cached_tokens)), most)
             for group, most in zip(self._pools.groups, self._growth_max, strict=True)
         ]
 
@@ -136,7 +141,7 @@ class Room:
 
     def take(self, table: PageTable, tokens: int) -> bool:
         """Give a table the pages for `tokens` tokens, if they are free or can be freed now."""
-        if tokens > table.reserved:
+        if not table.covers(tokens):
             if not self.find(table.need(tokens)):
                 return False
             table.allocate(tokens)
@@ -188,5 +193,5 @@ def _growth_max(group: CacheGroup, limits: Limits) -> int:
 def _table_len(group: CacheGroup, tokens: Longs) -> Longs:
     """`CacheGroup.table_len` of many lengths."""
     if group.kind is GroupKind.STATE:
-        return np.minimum(tokens, 1)
+        return np.minimum(tokens, 1) * STATES_RUNNING
     return -(-tokens // group.page_tokens)

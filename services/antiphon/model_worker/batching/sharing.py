@@ -10,6 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.model_worker.batching.checkpoints import Checkpoints
     from antiphon.model_worker.batching.request import ChoiceKey, Request
     from antiphon.model_worker.cache.table import PageTable
 
@@ -47,16 +48,27 @@ class Sharing:
     """The prompts that are being computed, by their first page.
 
     Without a prefix index only the choices of one request follow each other: what they share is
-    forked from the first one's table. With an index it is found there, whoever computed it.
+    forked from the first one's table. With an index it is found there, whoever computed it. A table
+    with recurrent states cannot be forked: what is shared ends at a checkpoint, in the index.
 
     Attributes:
         namespace: What computes pages now. What was begun by another is of no use to anybody else.
     """
 
-    def __init__(self, page_tokens: int, namespace: bytes, *, indexed: bool) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        namespace: bytes,
+        *,
+        indexed: bool,
+        forks: bool = True,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
         self.namespace = namespace
         self._page_tokens = page_tokens
         self._indexed = indexed
+        self._forks = forks
+        self._checkpoints = checkpoints
         self._leaders: dict[bytes, list[Request]] = {}
         self._first_pages: dict[ChoiceKey, bytes] = {}
 
@@ -99,7 +111,7 @@ class Sharing:
     def shared_tokens(self, request: Request) -> int:
         """How far `fork` could take a request."""
         following = request.following
-        if following is None or not following.ready:
+        if following is None or not following.ready or not self._forks:
             return 0
         return following.tokens if following.leader.namespace is self.namespace else 0
 
@@ -112,11 +124,16 @@ class Sharing:
 
     def _follow(self, request: Request, leader: Request, cached_tokens: int) -> Following | None:
         siblings = leader.state.request_id == request.state.request_id
-        if not (siblings or self._indexed) or leader.namespace is not self.namespace:
+        if (
+            not ((siblings and self._forks) or self._indexed)
+            or leader.namespace is not self.namespace
+        ):
             return None
         # At least one token of its own stays to be computed, for the next one follows from that.
         longest = min(leader.length, request.shared_max, request.length) - 1
         agreed = _agreed(leader, request, longest) // self._page_tokens * self._page_tokens
+        if self._checkpoints is not None:
+            agreed = self._checkpoints.last(agreed, leader.length)
         worth = self._page_tokens if siblings else max(self._page_tokens, WORTH_TOKENS)
         if agreed - cached_tokens < worth or leader.table is None:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 from antiphon.model_worker.batching.plan import SamplingColumns
 from antiphon.model_worker.batching.steering import Steering
 from antiphon.model_worker.batching.telling import Telling
-from antiphon.model_worker.cache.table import HOLE
+from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

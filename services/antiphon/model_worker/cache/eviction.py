@@ -6,7 +6,7 @@ import heapq
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.model_worker.cache.table import HOLE
+from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,22 +113,22 @@ class Evictor:
 
     Groups that keep all tokens lose their pages together and from the leaves: whoever holds a page
     holds all before it, so the loose pages of a path are its last ones, and as many can be given
-    up as are loose. A window group loses pages anywhere and leaves holes.
+    up as are loose. A window group loses pages anywhere and leaves holes, and so do states.
     """
 
     def __init__(self, pools: CachePools, tree: RadixTree, strategy: Strategy) -> None:
         self._pools = pools
         self._tree = tree
-        self._anchors = [i for i in range(len(pools.groups)) if i not in pools.windows]
+        self._anchors = [i for i in range(len(pools.groups)) if i not in pools.sparse]
         self._leaves = [Shelf(pools.pools[i], i, strategy) for i in self._anchors[:1]]
-        self._windows = [Shelf(pools.pools[i], i, strategy) for i in pools.windows]
+        self._sparse = [Shelf(pools.pools[i], i, strategy) for i in pools.sparse]
 
     def grown(self, node: RadixNode) -> None:
         """A node has new pages, or is new: it may be the first part of what was one before."""
         if not node.children:
             for shelf in self._leaves:
                 shelf.put(node)
-        for shelf in self._windows:
+        for shelf in self._sparse:
             shelf.put(node)
 
     def evict(self, needs: Sequence[int]) -> int:
@@ -137,8 +137,8 @@ class Evictor:
         goals = [max(0, loose - need) for loose, need in zip(before, needs, strict=True)]
         for shelf in self._leaves:
             self._evict_leaves(shelf, goals)
-        for shelf in self._windows:
-            self._evict_window(shelf, goals[shelf.group])
+        for shelf in self._sparse:
+            self._evict_sparse(shelf, goals[shelf.group])
         return sum(before) - sum(self._pools.loose())
 
     def _evict_leaves(self, shelf: Shelf, goals: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class Evictor:
         else:
             shelf.watch(node, pages[-1:])
 
-    def _evict_window(self, shelf: Shelf, goal: int) -> None:
+    def _evict_sparse(self, shelf: Shelf, goal: int) -> None:
         shelf.refresh()
         while (want := shelf.pool.loose_count - goal) > 0:
             node = shelf.take()
@@ -196,7 +196,7 @@ class Evictor:
         self._tree.trim(node, count)
         if node.length:
             return
-        for shelf in (*self._leaves, *self._windows):
+        for shelf in (*self._leaves, *self._sparse):
             shelf.remove(node)
         if parent is not None and parent.parent is not None and not parent.children:
             for shelf in self._leaves:

@@ -18,11 +18,18 @@ class GroupKind(StrEnum):
     LATENT = "latent"
     """One compressed vector of every token."""
     STATE = "state"
-    """One recurrent state a request, whatever its length: a page is a slot."""
+    """What a recurrence keeps of all tokens, whatever their number: a page is one whole state."""
     CROSS = "cross"
     """Keys and values of another sequence, as an image: written once, as long as that one."""
     DRAFT = "draft"
     """Keys and values of a draft model's layers, of every token."""
+
+
+HOLE = -1
+"""A table entry that has no page: nothing reads it any more, or there never was one."""
+
+STATES_RUNNING = 2
+"""States of a running request: the one that its next row reads, and the one that it writes."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +45,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         layers: The decoder layers whose cache lies in these pages.
         page_bytes: Of one page, all layers together, this rank's shard.
-        page_tokens: Tokens of one page; equal in all groups but `state`.
+        page_tokens: Tokens of one page; equal in all groups. A state stands at the end of a page
+            where it is kept for others.
         pages_total: Size of the pool.
         window: Tokens that a query sees, itself included; of a window group, and only there.
     """
@@ -59,17 +67,26 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("this build has no model with cross attention")
 
     def table_len(self, tokens: int) -> int:
-        """Entries that a request of `tokens` tokens has in its page table."""
+        """Entries of the page table of a request of `tokens` tokens, or states that it has."""
+        if self.kind is GroupKind.STATE:
+            return STATES_RUNNING if tokens else 0
+        return -(-tokens // self.page_tokens)
+
+    def shared_len(self, tokens: int) -> int:
+        """How many of them are others' if a request goes on from `tokens` tokens of theirs."""
         if self.kind is GroupKind.STATE:
             return min(tokens, 1)
-        return -(-tokens // self.page_tokens)
+        return self.table_len(tokens)
 
     def dead_len(self, tokens: int) -> int:
         """Leading table entries that nothing reads any more once `tokens` tokens are computed.
 
-        A query sees `window` tokens, itself included. We keep what a query at the last page border
-        sees, not only the one at `tokens`: a fork goes on from that border.
+        Of states only the last one is ever read. Of a window a query sees `window` tokens, itself
+        included; we keep what a query at the last page border sees, not only the one at `tokens`:
+        a fork goes on from that border.
         """
+        if self.kind is GroupKind.STATE:
+            return max(0, tokens // self.page_tokens - 1)
         if self.window is None:
             return 0
         border = tokens // self.page_tokens * self.page_tokens

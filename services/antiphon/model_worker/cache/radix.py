@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.index import Match, Prefix
-from antiphon.model_worker.cache.table import HOLE, PageTable
+from antiphon.model_worker.cache.table import PageTable
 from antiphon.model_worker.cache.tree import RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
 
@@ -26,8 +26,9 @@ class RadixIndex:
     """Finds the longest prefix that every group holds. A `PrefixIndex`.
 
     Where a window group has lost pages or never had them, a prefix is found only if it ends where
-    all that a query there sees is left. A cache with recurrent states finds and keeps nothing: a
-    state would have to be copied at the end of each prefix, and no model that is served needs it.
+    all that a query there sees is left. With recurrent states it is found only if it ends where one
+    of each group is kept: they are checkpoints, given where a request stood at the end of a page
+    when its pages were inserted.
 
     Nothing is locked. The index counts as one more holder of each page, and a page that nobody else
     holds can be given up.
@@ -42,7 +43,7 @@ class RadixIndex:
         self._pools = pools
         self._page_tokens = pools.page_tokens
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
-        self._keeps_states = any(group.kind is GroupKind.STATE for group in pools.groups)
+        self._only_states = len(pools.states) == len(pools.groups)
         self._strategy = strategy
         self._tree = RadixTree(pools, events)
         self._evictor = Evictor(pools, self._tree, strategy)
@@ -85,8 +86,10 @@ class RadixIndex:
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Remember the whole committed pages of a table; see `PrefixIndex.insert`."""
         end = min(table.committed // self._page_tokens, len(key.token_ids) // self._page_bytes)
-        if not end or table.outdated or self._keeps_states:
+        if not end or table.outdated:
             return
+        if self._only_states and end * self._page_tokens != table.committed:
+            return  # with nothing kept at its end a run of pages would be found by nobody
         path, length = self._tree.find(key, end)
         path = self._settle(path, length)
         if not all(self._reconcile(node, table) for node in path):
@@ -128,9 +131,9 @@ class RadixIndex:
         longer = None
         while length != longer:
             longer = length
-            for index in self._pools.windows:
+            for index in self._pools.sparse:
                 group = self._pools.groups[index]
-                length = _last_whole_window(_joined(path, index), length, group)
+                length = _last_whole_end(_joined(path, index), length, group)
         return path, length
 
     def _settle(self, path: list[RadixNode], length: int) -> list[RadixNode]:
@@ -142,7 +145,7 @@ class RadixIndex:
         return path
 
     def _touch(self, path: Sequence[RadixNode]) -> None:
-        """A path was of use: all of it in a full group, its end in a window group."""
+        """A path was of use: all of it in a full group, its end in the others."""
         self._clock += 1
         if not path:
             return
@@ -162,14 +165,14 @@ class RadixIndex:
         """
         differences = list(_differences(node, table))
         pools = self._pools.pools
-        for group, index, page in differences:
-            if page != HOLE and pools[group].holders(table.pages(group)[index]) > 1:
+        for group, _, own, page in differences:
+            if page != HOLE and pools[group].holders(own) > 1:
                 return False
-        for group, index, page in differences:
+        for group, index, own, page in differences:
             if page != HOLE:
                 table.replace(group, index, page)
                 continue
-            self._tree.fill(node, group, index - node.start, table.pages(group)[index])
+            self._tree.fill(node, group, index - node.start, own)
             self._evictor.grown(node)
             self._generation += 1
         return True
@@ -197,18 +200,18 @@ def _joined(path: Sequence[RadixNode], group: int) -> list[int]:
     return pages
 
 
-def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int]]:
-    """Where a table has another page than a node: group, entry of the table, page of the node."""
+def _differences(node: RadixNode, table: PageTable) -> Iterator[tuple[int, int, int, int]]:
+    """Where a table has another page than a node: group, entry, and the page of each."""
     for group, pages in enumerate(node.pages):
         begin = max(node.start, table.dead(group))
-        own, theirs = table.pages(group)[begin : node.end], pages[begin - node.start :]
+        own, theirs = table.entries(group, begin, node.end), pages[begin - node.start :]
         if own != theirs:
             for offset, (mine, page) in enumerate(zip(own, theirs, strict=True)):
                 if mine != page:
-                    yield group, begin + offset, page
+                    yield group, begin + offset, mine, page
 
 
-def _last_whole_window(pages: Sequence[int], end: int, group: CacheGroup) -> int:
+def _last_whole_end(pages: Sequence[int], end: int, group: CacheGroup) -> int:
     """The largest number of pages, up to `end`, after which no page that a query sees is a hole."""
     seen = group.dead_len(end * group.page_tokens)
     index = end - 1

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.cache.groups import HOLE, GroupKind
 from antiphon.model_worker.cache.pages import PagePool
+from antiphon.model_worker.cache.states import StateChain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.cache.groups import CacheGroup
 
-HOLE = -1
-"""A table entry whose page is gone because nothing reads it any more."""
-
 
 class CachePools:
     """All cache groups of a worker, each with its pool of pages."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        paged = {group.page_tokens for group in groups if group.kind is not GroupKind.STATE}
+        sizes = {group.page_tokens for group in groups}
         assert groups, "a worker has at least one cache group"
-        assert len(paged) <= 1, "groups with different page sizes cannot share a prefix"
-        self.page_tokens = next(iter(paged), 1)
+        assert len(sizes) == 1, "groups with different page sizes cannot share a prefix"
+        self.page_tokens = sizes.pop()
         self.groups = tuple(groups)
         self.pools = tuple(PagePool(group.pages_total) for group in groups)
         self.windows = tuple(index for index, group in enumerate(groups) if group.window)
         """The groups that have a window, by index."""
+        self.states = tuple(
+            index for index, group in enumerate(groups) if group.kind is GroupKind.STATE
+        )
+        """The groups of recurrent states, by index."""
+        self.sparse = self.windows + self.states
+        """The groups that need not have something for each page that others have, by index."""
+        self.measured = tuple(
+            index for index in range(len(groups)) if index not in self.states
+        ) or tuple(range(len(groups)))
+        """The groups whose pages grow with what is kept: what capacity is told by."""
         self.cutoffs = 0
         """How often everything that was computed was declared unfit for others."""
 
@@ -38,8 +46,13 @@ class CachePools:
 
     @property
     def pages_total(self) -> int:
-        """Pages of the group that has the fewest."""
-        return min(group.pages_total for group in self.groups)
+        """Pages of the group that has the fewest, states aside."""
+        return min(self.groups[index].pages_total for index in self.measured)
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that can be given now, in the group that has the fewest; states aside."""
+        return min(self.pools[index].free_count for index in self.measured)
 
     def free(self) -> list[int]:
         """Pages a group that can be given now."""
@@ -69,13 +82,16 @@ class PageTable:
 
     Tokens below `committed` are computed and never written again; those up to `reserved` have
     pages and may be written by the next pass. Only whole committed pages are ever shared, so what
-    is shared is never written and no pass has to copy a page first.
+    is shared is never written and no pass has to copy a page first. Recurrent states hold to the
+    same by a chain of places, see `StateChain`; a table without any knows nothing of it.
     """
 
     def __init__(self, pools: CachePools) -> None:
         self._pools = pools
         self._pages: list[list[int]] = [[] for _ in pools.groups]
         self._dead = [0] * len(pools.groups)  # leading entries that are holes
+        self.chains = {index: StateChain(pools.pools[index]) for index in pools.states}
+        """The states, by group; most models have none."""
         self._cutoffs = pools.cutoffs
         self.committed = 0
         self.reserved = 0
@@ -97,8 +113,11 @@ class PageTable:
             dead = group.dead_len(tokens)
             live = pages[index][dead:]
             pools.pools[index].share(live)
-            table._pages[index] = [HOLE] * dead + live
-            table._dead[index] = dead
+            if index not in table.chains:
+                table._pages[index] = [HOLE] * dead + live
+                table._dead[index] = dead
+            elif live:
+                table.chains[index] = StateChain(pools.pools[index], tokens, live[-1])
         table.committed = table.reserved = tokens
         return table
 
@@ -108,30 +127,63 @@ class PageTable:
         return self._cutoffs != self._pools.cutoffs
 
     def pages(self, group: int) -> list[int]:
-        """The table of one group; entry i holds tokens from `i * page_tokens` on."""
-        return self._pages[group]
+        """The table of one group; entry i holds tokens from `i * page_tokens` on.
+
+        Of states: the places that it has, the current one first.
+        """
+        return self.chains[group].pages if group in self.chains else self._pages[group]
+
+    def entries(self, group: int, begin: int, end: int) -> list[int]:
+        """What a group has for the pages from `begin` to `end`, as the prefix index lists it.
+
+        Of states: the current one at the end of the page where it stands, if it stands at one.
+        """
+        if group not in self.chains:
+            return self._pages[group][begin:end]
+        listed = [HOLE] * (end - begin)
+        stands, beyond = divmod(self.committed, self._pools.page_tokens)
+        if not beyond and begin < stands <= end:
+            listed[stands - 1 - begin] = self.chains[group].pages[0]
+        return listed
 
     def dead(self, group: int) -> int:
-        """Leading entries of a group's table that are holes."""
-        return self._dead[group]
+        """Leading `entries` of a group that are holes."""
+        if group not in self.chains:
+            return self._dead[group]
+        return -(-self.committed // self._pools.page_tokens) - 1
+
+    def covers(self, tokens: int) -> bool:
+        """Whether the next row may go up to token `tokens` with what is there."""
+        return tokens <= self.reserved and not any(chain.need for chain in self.chains.values())
 
     def need(self, tokens: int) -> list[int]:
         """Pages a group that `allocate(tokens)` would take."""
         return [
-            max(0, group.table_len(tokens) - len(pages))
-            for group, pages in zip(self._pools.groups, self._pages, strict=True)
+            self.chains[index].need
+            if index in self.chains
+            else max(0, group.table_len(tokens) - len(self._pages[index]))
+            for index, group in enumerate(self._pools.groups)
         ]
 
     def allocate(self, tokens: int) -> None:
         """Have pages for `tokens` tokens in all. The caller has looked at what is free."""
-        needs = self.need(tokens)
-        for pool, pages, count in zip(self._pools.pools, self._pages, needs, strict=True):
-            pages.extend(pool.allocate(count))
+        for index, count in enumerate(self.need(tokens)):
+            if index in self.chains:
+                self.chains[index].allocate()
+            else:
+                self._pages[index] += self._pools.pools[index].allocate(count)
         self.reserved = max(self.reserved, self._page_end(tokens))
 
     def commit(self, tokens: int) -> None:
-        """The first `tokens` tokens are computed. A window group lets go of what it left behind."""
+        """The first `tokens` tokens are computed. A window group lets go of what it left behind.
+
+        Of states: the first launched row has ended there, or counts for nothing if it is where it
+        began.
+        """
         assert self.committed <= tokens <= self.reserved, "committed tokens have no pages"
+        if tokens > self.committed:
+            for chain in self.chains.values():
+                chain.commit(tokens)
         self.committed = tokens
         for index in self._pools.windows:
             pages, dead = self._pages[index], self._pools.groups[index].dead_len(tokens)
@@ -144,6 +196,9 @@ class PageTable:
 
     def replace(self, group: int, index: int, page: int) -> None:
         """Hold a page with the same content instead of the one at an entry, which is given back."""
+        if group in self.chains:
+            self.chains[group].replace(page)
+            return
         pool, pages = self._pools.pools[group], self._pages[group]
         pool.share((page,))
         pool.release((pages[index],))
@@ -183,6 +238,8 @@ class PageTable:
             pool.release(self._pages[index][self._dead[index] :])
             self._pages[index] = []
             self._dead[index] = 0
+        for chain in self.chains.values():
+            chain.release()
         self._cutoffs = self._pools.cutoffs
         self.committed = self.reserved = 0
         self.revision += 1
@@ -190,10 +247,11 @@ class PageTable:
     def _shareable_tokens(self, tokens: int) -> int:
         """The longest prefix, up to `tokens`, that a fork can go on from.
 
-        None of a state, for it is written anew at every token.
+        None where there are states: the current one stands after all that is committed, and those
+        that stand at other places are the index's.
         """
         groups = self._pools.groups
-        if any(group.kind is GroupKind.STATE for group in groups):
+        if self.chains:
             return 0
         whole = min(tokens, self.committed) // self._pools.page_tokens * self._pools.page_tokens
         if any(self._dead[index] > groups[index].dead_len(whole) for index in self._pools.windows):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.hashing import announced_root
-from antiphon.model_worker.cache.table import HOLE
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block_digests
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class RadixNode:
         parent: Holds what comes before; None of a root, which stands for its namespace.
         tokens: The ids of the run, int32, little-endian; of a root, the namespace.
         start: Pages that come before.
-        pages: One page id a group for each page of the run. Where a window group has none, a hole.
+        pages: One page id a group for each page of the run. Where a window group has none, a hole;
+            of states, a hole but where one is kept: the one at the end of that page.
         used: When it was last of use, a group, by the index's own clock.
         hits: How often a request found it.
         blocks: Digests of the announced blocks that end in this run.
@@ -154,7 +155,7 @@ class RadixTree:
         assert not node.children, "a node was extended that others follow"
         begin = node.end
         for group, pool in enumerate(self._pools.pools):
-            pages = table.pages(group)[begin:end]
+            pages = table.entries(group, begin, end)
             pool.cache(_listed(pages))
             node.pages[group] += pages
         node.tokens += self._ids(key, begin, end)
@@ -178,12 +179,12 @@ class RadixTree:
             self._cut_off(node, first_page)
 
     def fill(self, node: RadixNode, group: int, index: int, page: int) -> None:
-        """Put a page of a window group where a node has a hole."""
+        """Put a page of a window group, or a state, where a node has a hole."""
         self._pools.pools[group].cache((page,))
         node.pages[group][index] = page
 
     def punch(self, node: RadixNode, group: int, places: Sequence[int]) -> None:
-        """Forget pages of a window group; the node stays, with holes."""
+        """Forget pages of a window group, or states; the node stays, with holes."""
         pages = node.pages[group]
         self._pools.pools[group].forget(pages[index] for index in places)
         for index in places:
