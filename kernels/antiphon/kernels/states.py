@@ -10,6 +10,7 @@ Axes: R rows, T tokens of all rows, B rows of one token, S places of states.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +31,56 @@ SPAN_TOKENS = 8 * CHUNK_TOKENS
 """Chunks that are computed side by side. More would take memory and no longer less time."""
 
 Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """What a recurrent layer keeps of a whole sequence.
+
+    Attributes:
+        channels: Inputs of its convolution that are cut over ranks.
+        shared: Inputs of it that `groups` share out; with fewer groups than ranks they are copied.
+        groups: Of the heads.
+        taps: Of the convolution: it keeps one token fewer.
+        heads: Matrices of the recurrence, cut over ranks.
+        rows, columns: Of one matrix.
+    """
+
+    channels: int
+    shared: int = 0
+    groups: int = 1
+    taps: int
+    heads: int
+    rows: int
+    columns: int
+
+    def convolved(self, ranks: int) -> tuple[int, int]:
+        """The inputs that the convolution keeps, on one of `ranks` ranks: (tokens, channels)."""
+        return self.taps - 1, self.channels // ranks + self.shared // min(ranks, self.groups)
+
+    def matrices(self, ranks: int) -> tuple[int, int, int]:
+        """The state of the recurrence, on one of `ranks` ranks."""
+        return self.heads // ranks, self.rows, self.columns
+
+    def state_bytes(self, ranks: int, dtype: torch.dtype) -> int:
+        """Of one state in one layer, on one rank; the recurrence is kept in float32."""
+        kept = math.prod(self.convolved(ranks)) * dtype.itemsize
+        return kept + math.prod(self.matrices(ranks)) * torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Where one layer keeps its states.
+
+    Attributes:
+        group: Index among the groups of states: which rows of a pass it sees.
+        convolved: (S, K - 1, C) the last inputs of the convolution.
+        matrices: (S, H, I, J) float32, the state of the recurrence.
+    """
+
+    group: int
+    convolved: Tensor
+    matrices: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.heads import HeadNorms
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import Rotary
+    from antiphon.kernels.states import LayerStates, StateRows
     from antiphon.layers.tp import Tp
 
 
@@ -46,6 +47,14 @@ class Attend(Protocol):
 
         heads (T, Q + 2 H, D), queries before keys before values  ->  (T, Q, D)
         """
+        ...
+
+
+class Recur(Protocol):
+    """The states of a pass as a layer meets them."""
+
+    def __call__(self, layer: int) -> tuple[LayerStates, StateRows]:
+        """Where a layer's states lie, and which of them each row of the pass reads and writes."""
         ...
 
 
@@ -81,6 +90,7 @@ class ForwardContext:
         ops: The kernels chosen for this device.
         tp: The ranks that share each layer.
         attend: The paged cache, and the rotation of each token.
+        recur: The recurrent states; unset: no layer has one.
         positions: (T,) int32, of each token in its sequence.
         token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
         adapters: Unset: no row of this pass has one.
@@ -90,6 +100,7 @@ class ForwardContext:
     ops: Ops
     tp: Tp
     attend: Attend
+    recur: Recur | None = None
     positions: Tensor | None = None
     token_adapter: Tensor | None = None
     adapters: Adapters | None = None

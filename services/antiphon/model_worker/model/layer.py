@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 from antiphon.kernels.cpu.stack import StackLayer
 from antiphon.layers.attention import Attention, AttentionSpec
+from antiphon.layers.gated_delta import GatedDelta, GatedDeltaSpec
+from antiphon.layers.mamba2 import Mamba2, Mamba2Spec
 from antiphon.layers.mlp import GatedMlp, GatedSpec, PlainMlp, PlainSpec
 from antiphon.layers.norm import Norm, RmsNorm, norm_of
+from antiphon.layers.side_by_side import SideBySide, SideBySideSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 # A line a kind: its spec, and the block that computes it.
 MIXERS: Mapping[type, Callable[..., Block]] = {
     AttentionSpec: Attention,
+    Mamba2Spec: Mamba2,
+    GatedDeltaSpec: GatedDelta,
+    SideBySideSpec: lambda site, spec: SideBySide(site, spec, mixer_of),
 }
 FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
     GatedSpec: GatedMlp,

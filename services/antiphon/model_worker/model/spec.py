@@ -14,7 +14,7 @@ it. To add a kind:
    pass it gets from its `ForwardContext`.
 2. Add the spec to the union here, and the line `NewSpec: NewBlock` to `MIXERS` or `FEED_FORWARDS`
    in `decoder`.
-3. A mixer's spec says with `cache` what it keeps of each token (None: nothing). Layers whose
+3. A mixer's spec says with `cache` what it keeps. Layers whose
    `cache` is equal share a cache group. A new kind of cache is one more member of `CacheSpec`.
 4. Give a family that has it its row in `tests/models/families.py`, with a mutant a feature.
 """
@@ -27,21 +27,25 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.states import StateSpec
 from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.gated_delta import GatedDeltaSpec
+from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mlp import GatedSpec, PlainSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.layers.side_by_side import BranchSpec, SideBySideSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.model.config_file import ConfigFile
 
-MixerSpec = AttentionSpec
+MixerSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec | SideBySideSpec
 """What lets tokens see each other."""
 FeedForwardSpec = GatedSpec | PlainSpec
 """What transforms each token by itself."""
-CacheSpec = KvSpec
-"""What a mixer keeps of each token."""
+CacheSpec = KvSpec | StateSpec
+"""What a mixer keeps: of each token, or of all of them together."""
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +89,13 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     norms: Norms = PRE
     parallel: bool = False
     multiplier: float = 1.0
+
+    @property
+    def mixers(self) -> tuple[BranchSpec, ...]:
+        """Its mixer, or those that are side by side in it."""
+        if isinstance(self.mixer, SideBySideSpec):
+            return tuple(branch.mixer for branch in self.mixer.branches)
+        return (self.mixer,)
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,14 +149,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
-        """Layers that keep the same of each token, full attention first, then narrow windows.
+        """Layers that keep the same, full attention first, then narrow windows, then states.
 
         A group of layers shares page tables: entry g here is `page_tables[g]` of a plan.
         """
         kept: dict[CacheSpec, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            kept.setdefault(layer.mixer.cache, []).append(index)
-        ordered = sorted(kept, key=lambda spec: (spec.window is not None, spec.window or 0))
+            for mixer in layer.mixers:
+                kept.setdefault(mixer.cache, []).append(index)
+        ordered = sorted(kept, key=_group_order)
         return tuple((spec, tuple(kept[spec])) for spec in ordered)
 
 
@@ -162,3 +174,8 @@ class Family:
     name: str
     declare: Callable[[ConfigFile], ModelSpec]
     features: tuple[str, ...] = ()
+
+
+def _group_order(kept: CacheSpec) -> tuple[bool, bool, int]:
+    window = kept.window if isinstance(kept, KvSpec) else None
+    return isinstance(kept, StateSpec), window is not None, window or 0

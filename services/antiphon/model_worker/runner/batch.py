@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.kernels.states import StateRows
 from antiphon.model_worker.runner.errors import PlanRefused
 
 if TYPE_CHECKING:
@@ -21,20 +22,22 @@ class Batch:
     """The derived facts of one plan.
 
     Attributes:
-        groups: The rows as each cache group sees them.
+        groups: The rows as each cache group sees them, those of states aside.
+        states: The rows as each group of states sees them.
         token_row: (T,) the row of each token.
         logit_row: (L,) the row of each wanted row of logits, rising.
         logit_position: (L,) index in its sequence of the token that the logits are for.
     """
 
     groups: tuple[AttentionRows, ...]
+    states: tuple[StateRows, ...]
     token_row: Longs
     logit_row: Longs
     logit_position: Longs
 
 
 def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
-    """Derive what the pass needs.
+    """Derive what the pass needs. Groups beyond those of `shapes` are groups of states.
 
     Raises:
         PlanRefused: The plan uses a part of the contract that this runner does not have.
@@ -42,13 +45,17 @@ def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
     _refuse_unsupported(plan)
     groups = tuple(
         AttentionRows(shape, table, plan.query_len, plan.kv_len)
-        for shape, table in zip(shapes, plan.page_tables, strict=True)
+        for shape, table in zip(shapes, plan.page_tables, strict=False)
+    )
+    states = tuple(
+        StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
+        for table in plan.page_tables[len(shapes) :]
     )
     rows = len(plan.slot)
     if len(plan.tokens) == rows == len(plan.logit_tokens):
         # Decode rows and nothing else: most steps, and the shortest, in which this would show.
         row = np.arange(rows)
-        return Batch(groups, row, row, plan.kv_len.astype(np.int64))
+        return Batch(groups, states, row, row, plan.kv_len.astype(np.int64))
     query_len, kv_len = plan.query_len, plan.kv_len
     ends = np.cumsum(query_len)
     assert (plan.query_start == ends - query_len).all(), "rows follow each other"
@@ -57,6 +64,7 @@ def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
     assert (np.diff(plan.logit_tokens) > 0).all(), "logits are asked for in order"
     return Batch(
         groups=groups,
+        states=states,
         token_row=token_row,
         logit_row=logit_row,
         logit_position=plan.logit_tokens + (kv_len - ends)[logit_row] + 1,

@@ -11,6 +11,7 @@ import torch
 from antiphon.kernels.kv import LayerCache
 from antiphon.kernels.op import Choice
 from antiphon.kernels.rotary import AngleTables, Rotations
+from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
 from antiphon.model_worker.model.layer import NotPlain
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.stack import Stack
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import Rotary
+    from antiphon.kernels.states import StateRows
     from antiphon.layers.context import Manner
     from antiphon.model_worker.batching.plan import Plan
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.runner.batch import Batch
     from antiphon.model_worker.runner.kv_pool import KvPool
+    from antiphon.model_worker.runner.state_pool import StatePool
 
 STACK = "decoder.stack"
 """What the table of kernels calls the choice between one call for all layers and many."""
@@ -47,6 +50,7 @@ class Contexts:
         model: Model,
         ops: Ops,
         pools: tuple[KvPool, ...],
+        states: tuple[StatePool, ...] = (),
         *,
         adapters: Adapters | None,
         fused: bool,
@@ -56,6 +60,7 @@ class Contexts:
         self._tp = placement.tp
         self._adapters = adapters
         self._caches = _caches(pools)
+        self._states = _states(states)
         self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
         self._stack_rotary: Rotary | None = None
@@ -86,6 +91,7 @@ class Contexts:
             ops=self._ops,
             tp=self._tp,
             attend=PagedAttend(self._ops, self._caches, batch.groups, rotations),
+            recur=PagedStates(self._states, batch.states) if batch.states else None,
             positions=torch.as_tensor(plan.positions[0]),
             token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
             adapters=self._adapters if adapted else None,
@@ -118,9 +124,30 @@ class PagedAttend:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PagedStates:
+    """The recurrent states of one pass, as layers meet them."""
+
+    layers: dict[int, LayerStates]
+    groups: tuple[StateRows, ...]
+
+    def __call__(self, layer: int) -> tuple[LayerStates, StateRows]:
+        """Where a layer's states lie, and which of them each row reads and writes."""
+        states = self.layers[layer]
+        return states, self.groups[states.group]
+
+
 def _caches(pools: tuple[KvPool, ...]) -> dict[int, LayerCache]:
     return {
         layer: LayerCache(index, *pool.layer(place))
+        for index, pool in enumerate(pools)
+        for place, layer in enumerate(pool.group.layers)
+    }
+
+
+def _states(pools: tuple[StatePool, ...]) -> dict[int, LayerStates]:
+    return {
+        layer: LayerStates(index, *pool.layer(place))
         for index, pool in enumerate(pools)
         for place, layer in enumerate(pool.group.layers)
     }

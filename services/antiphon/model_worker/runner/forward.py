@@ -14,7 +14,10 @@ import torch
 from antiphon.kernels.attention import KvShape
 from antiphon.kernels.op import Device, KernelUnavailable
 from antiphon.kernels.ops import select
+from antiphon.kernels.states import StateSpec
+from antiphon.layers.attention import AttentionSpec
 from antiphon.model_worker.batching.plan import Outcome, Plan, RowStatus
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.acceptance import accept
 from antiphon.model_worker.runner.batch import Batch, Futures, build
 from antiphon.model_worker.runner.context import Contexts
@@ -24,6 +27,7 @@ from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.failures import failed_rows
 from antiphon.model_worker.runner.kv_pool import KvPool
 from antiphon.model_worker.runner.sampling import Sampler
+from antiphon.model_worker.runner.state_pool import StatePool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from antiphon.layers.context import Adapters, ForwardContext
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import Model
-    from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
+    from antiphon.model_worker.model.spec import ModelSpec
 
 
 class Runner:
@@ -62,18 +66,18 @@ class Runner:
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
         self.ops = select(Device.of(placement.device, placement.dtype), forced)
-        mixers = [_mixer_of(spec, group) for group in groups]
-        self.pools = tuple(
-            KvPool(group, mixer.cache, placement)
-            for group, mixer in zip(groups, mixers, strict=True)
+        attending = [(group, _attention_of(spec, group)) for group in groups if not _keeps(group)]
+        self.pools = tuple(KvPool(group, mixer.cache, placement) for group, mixer in attending)
+        states = tuple(
+            StatePool(group, _state_of(spec, group), placement) for group in groups if _keeps(group)
         )
         self._model = model
-        self._shapes = tuple(
-            _shape(model, group, mixer) for group, mixer in zip(groups, mixers, strict=True)
-        )
+        self._shapes = tuple(_shape(model, group, mixer) for group, mixer in attending)
         if deterministic:
             require_invariant(model, self.ops.choices)
-        self._contexts = Contexts(model, self.ops, self.pools, adapters=adapters, fused=fused)
+        self._contexts = Contexts(
+            model, self.ops, self.pools, states, adapters=adapters, fused=fused
+        )
         self._futures = Futures()
         self._sampler = Sampler(self.ops)
         self._teller = Teller(self.ops)
@@ -154,12 +158,24 @@ class Runner:
             pool.zero(rows.write_places[wiped])
 
 
-def _mixer_of(spec: ModelSpec, group: CacheGroup) -> MixerSpec:
-    """A mixer of the group: those of all its layers keep the same."""
-    return spec.layers[group.layers[0]].mixer
+def _keeps(group: CacheGroup) -> bool:
+    """Whether a group keeps states. Groups that do come after those that do not."""
+    return group.kind is GroupKind.STATE
 
 
-def _shape(model: Model, group: CacheGroup, mixer: MixerSpec) -> KvShape:
+def _attention_of(spec: ModelSpec, group: CacheGroup) -> AttentionSpec:
+    """An attention of the group: those of all its layers keep the same."""
+    mixers = spec.layers[group.layers[0]].mixers
+    return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+
+def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
+    """What each layer of a group of states keeps."""
+    caches = [mixer.cache for mixer in spec.layers[group.layers[0]].mixers]
+    return next(cache for cache in caches if isinstance(cache, StateSpec))
+
+
+def _shape(model: Model, group: CacheGroup, mixer: AttentionSpec) -> KvShape:
     ranks = model.build.tp.ranks
     heads = mixer.cache.heads_of(ranks)
     return KvShape(

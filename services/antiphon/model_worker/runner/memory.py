@@ -4,27 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.states import StateSpec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 
 if TYPE_CHECKING:
     from antiphon.layers.weights import Build
-    from antiphon.model_worker.model.spec import ModelSpec
+    from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
+
+STATES = 64
+"""Places of recurrent states where nobody says how many. A model without any has none."""
 
 
 def cache_groups(
-    spec: ModelSpec, build: Build, *, page_tokens: int, pages: int
+    spec: ModelSpec, build: Build, *, page_tokens: int, pages: int, states: int = STATES
 ) -> tuple[CacheGroup, ...]:
-    """The model's cache groups on this rank, each with a pool of `pages` pages."""
-    ranks = build.tp.ranks
+    """The model's cache groups on this rank, each with a pool of `pages` pages or `states`."""
     return tuple(
-        CacheGroup(
-            kind=GroupKind.FULL if kept.window is None else GroupKind.WINDOW,
-            layers=layers,
-            page_bytes=page_tokens * len(layers) * kept.token_bytes(ranks, build.dtype),
-            page_tokens=page_tokens,
-            pages_total=pages,
-            window=kept.window,
-            shard=Shard(rank=build.tp.rank, ranks=ranks),
-        )
+        _group(kept, layers, build, page_tokens, pages if isinstance(kept, KvSpec) else states)
         for kept, layers in spec.cache_groups()
+    )
+
+
+def _group(
+    kept: CacheSpec, layers: tuple[int, ...], build: Build, page_tokens: int, total: int
+) -> CacheGroup:
+    ranks = build.tp.ranks
+    if isinstance(kept, StateSpec):
+        kind, page_bytes = GroupKind.STATE, kept.state_bytes(ranks, build.dtype)
+    else:
+        kind = GroupKind.FULL if kept.window is None else GroupKind.WINDOW
+        page_bytes = page_tokens * kept.token_bytes(ranks, build.dtype)
+    return CacheGroup(
+        kind=kind,
+        layers=layers,
+        page_bytes=len(layers) * page_bytes,
+        page_tokens=page_tokens,
+        pages_total=total,
+        window=kept.window if isinstance(kept, KvSpec) else None,
+        shard=Shard(rank=build.tp.rank, ranks=ranks),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from antiphon.kernels.op import table
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.forward import Runner
-from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.memory import STATES, cache_groups
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
@@ -35,6 +35,7 @@ def open_model(
     *,
     page_tokens: int,
     pages: int,
+    states: int = STATES,
     dtype: str = "auto",
     linear: str = "plain",
     device: str = "cpu",
@@ -42,14 +43,16 @@ def open_model(
     adapters: Adapters | None = None,
     deterministic: bool = False,
 ) -> OpenModel:
-    """Load a model and make room for `pages` pages a cache group; see `Runner`.
+    """Load a model and make room for `pages` pages a cache group, or `states`; see `Runner`.
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
         KernelUnavailable: This build does not compute on that device, or not deterministically.
     """
     model = load(place, dtype=dtype, linear=linear, device=device, tp=tp)
-    groups = cache_groups(model.spec, model.build, page_tokens=page_tokens, pages=pages)
+    groups = cache_groups(
+        model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states
+    )
     runner = Runner(model, groups, adapters=adapters, deterministic=deterministic)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec)

@@ -1,0 +1,215 @@
+"""Mamba 2: a short convolution, then a state that decays and takes in each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+
+from antiphon.kernels.states import StateSpec
+from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.layers.recurrent import HeadVector, ShortConv
+from antiphon.layers.weights import WeightSource, void
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from antiphon.layers.block import Site
+    from antiphon.layers.context import ForwardContext
+
+Scales = tuple[float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Names:
+    """What the checkpoint calls a layer's tensors, after the layer's own name.
+
+    `inputs` holds gate, x, B, C and step of each token, in this order; `conv` x, B and C.
+    """
+
+    inputs: str = "mamba.in_proj"
+    conv: str = "mamba.conv1d"
+    decay: str = "mamba.A_log"
+    skip: str = "mamba.D"
+    step_bias: str = "mamba.dt_bias"
+    norm: str = "mamba.norm"
+    out: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """Mamba 2, as Dao and Gu have it (arXiv:2405.21060).
+
+    Attributes:
+        heads: Each with a decay of its own and `head_size` channels.
+        groups: Of heads that share B and C.
+        state_size: Numbers that a channel keeps.
+        taps: Of the convolution.
+        input_bias: Of the projection to gate, x, B, C and step.
+        norm_eps: Of the norm of what leaves the recurrence; None: there is none, only the gate.
+        gate_first: Whether the gate multiplies what the norm scales, and not its result.
+        step_limits: Steps are kept within these.
+        scales: Of gate, x, B, C and step as they are projected.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    taps: int
+    conv_bias: bool = True
+    input_bias: bool = False
+    out_bias: bool = False
+    norm_eps: float | None = None
+    gate_first: bool = True
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    scales: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
+    names: Mamba2Names = field(default_factory=Mamba2Names)
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def cache(self) -> StateSpec:
+        """What it keeps of a sequence."""
+        return StateSpec(
+            channels=self.width,
+            shared=2 * self.groups * self.state_size,
+            groups=self.groups,
+            taps=self.taps,
+            heads=self.heads,
+            rows=self.state_size,
+            columns=self.head_size,
+        )
+
+
+class Mamba2:
+    """One layer. Axes: T tokens, H heads, P channels of a head, G groups, N state size.
+
+    Ranks share out heads; B and C of a group are on each rank that has heads of it.
+    """
+
+    def __init__(self, site: Site, spec: Mamba2Spec) -> None:
+        build, names, ranks = site.build, spec.names, site.build.tp.ranks
+        self._layer = site.layer
+        self._spec = spec
+        self._heads = build.share(spec.heads, f"{site.name}.mamba")
+        self._groups = spec.groups // min(ranks, spec.groups)
+        if spec.norm_eps is not None:
+            build.share(spec.groups, f"{site.name}.mamba: groups that are normalised")
+        self._parts = _parts(site, spec)
+        self._inputs = ColumnLinear(
+            f"{site.name}.mamba.inputs",
+            site.hidden,
+            self._parts,
+            bias=spec.input_bias,
+            build=build,
+            method=site.method,
+        )
+        self._conv = ShortConv(site, names.conv, spec.taps, self._parts[1:4], bias=spec.conv_bias)
+        self._decay = HeadVector(site, names.decay, spec.heads)
+        self._skip = HeadVector(site, names.skip, spec.heads)
+        self._step_bias = HeadVector(site, names.step_bias, spec.heads)
+        self._norm = None if spec.norm_eps is None else build.empty(spec.width // ranks)
+        self._norm_name = site.named(names.norm)
+        self._first = build.tp.rank * (spec.width // ranks)
+        self._out = RowLinear(
+            site.named(names.out),
+            spec.width,
+            site.hidden,
+            bias=spec.out_bias,
+            build=build,
+            method=site.method,
+        )
+        self._scales = _scales(self._parts, spec.scales, build.dtype, build.device)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """The convolution, the recurrence, and the norm if there is one."""
+        own = frozenset({"recurrent.conv", "recurrent.ssd"})
+        return own if self._norm is None else own | {"norm.gated_rmsnorm"}
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Transform x (T, hidden)  ->  (T, hidden)."""
+        assert ctx.recur is not None, "a pass without states"
+        states, rows = ctx.recur(self._layer)
+        projected = self._inputs(ctx, x)
+        if self._scales is not None:
+            projected = projected * self._scales
+        width, seen = self._heads * self._spec.head_size, self._conv.weight.shape[0]
+        gate, step = projected[:, :width], projected[:, width + seen :]
+        mixed = ctx.ops.causal_conv(
+            projected[:, width : width + seen],
+            self._conv.weight,
+            self._conv.bias,
+            states.convolved,
+            rows,
+        )
+        y = ctx.ops.ssd(*self._recurrence(mixed, step), states.matrices, rows).flatten(1)
+        return self._out(ctx, self._leave(ctx, y, gate))
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of the projections, the convolution, the recurrence and the norm."""
+        parts = (self._inputs, self._conv, self._decay, self._skip, self._step_bias, self._out)
+        for part in parts:
+            yield from part.sources()
+        if (norm := self._norm) is not None:
+            own = slice(self._first, self._first + len(norm))
+            yield WeightSource(
+                f"{self._norm_name}.weight",
+                (self._spec.width,),
+                lambda tensor: void(norm.copy_(tensor[own])),
+            )
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        self._inputs.pack()
+        self._out.pack()
+
+    def _recurrence(
+        self, mixed: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the recurrence takes: x, dt, a, b, c, d."""
+        tokens, width = len(mixed), self._heads * self._spec.head_size
+        shared = self._groups * self._spec.state_size
+        x = mixed[:, :width].view(tokens, self._heads, -1)
+        b = mixed[:, width : width + shared].view(tokens, self._groups, -1)
+        c = mixed[:, width + shared :].view(tokens, self._groups, -1)
+        dt = F.softplus(step.float() + self._step_bias.value).clamp(*self._spec.step_limits)
+        return x, dt, -torch.exp(self._decay.value), b, c, self._skip.value
+
+    def _leave(self, ctx: ForwardContext, y: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalise: y (T, H * P) float32  ->  the same in the model's number format."""
+        if self._norm is None:
+            return (y * F.silu(gate.float())).to(gate.dtype)
+        assert self._spec.norm_eps is not None, "a norm has it"
+        return ctx.ops.gated_rmsnorm(
+            y, gate, self._norm, self._spec.norm_eps, self._groups, self._spec.gate_first
+        )
+
+
+def _parts(site: Site, spec: Mamba2Spec) -> tuple[Part, ...]:
+    """Gate, x, B, C and step: their sizes and places in the one tensor of the checkpoint."""
+    ranks, name = site.build.tp.ranks, site.named(spec.names.inputs)
+    shared = spec.groups * spec.state_size
+    sizes = (spec.width, spec.width, shared, shared, spec.heads)
+    shards = (ranks, ranks, min(ranks, spec.groups), min(ranks, spec.groups), ranks)
+    return tuple(
+        Part(name, size, shard, Stored(run=sum(sizes), first=sum(sizes[:place])))
+        for place, (size, shard) in enumerate(zip(sizes, shards, strict=True))
+    )
+
+
+def _scales(
+    parts: tuple[Part, ...], scales: Scales, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    if all(scale == 1.0 for scale in scales):
+        return None
+    runs = [torch.full((part.piece(),), scale) for part, scale in zip(parts, scales, strict=True)]
+    return torch.cat(runs).to(dtype=dtype, device=device)

@@ -1,0 +1,69 @@
+"""What layers with a recurrent state have in common: small weights, cut by head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.layers.weights import WeightSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from antiphon.layers.block import Site
+    from antiphon.layers.linear import Part
+
+
+class HeadVector:
+    """A number of each head, kept in float32: this rank's heads."""
+
+    def __init__(self, site: Site, tensor: str, heads: int) -> None:
+        tp = site.build.tp
+        share = site.build.share(heads, site.named(tensor))
+        self.value = torch.empty(share, dtype=torch.float32, device=site.build.device)
+        self._name, self._heads = site.named(tensor), heads
+        self._own = slice(tp.rank * share, (tp.rank + 1) * share)
+
+    def sources(self) -> Iterator[WeightSource]:
+        """The whole vector."""
+        yield WeightSource(self._name, (self._heads,), self._load)
+
+    def _load(self, tensor: Tensor) -> None:
+        self.value.copy_(tensor[self._own])
+
+
+class ShortConv:
+    """The taps of a causal convolution whose channels are outputs of linears, side by side."""
+
+    def __init__(
+        self, site: Site, tensor: str, taps: int, parts: tuple[Part, ...], *, bias: bool
+    ) -> None:
+        tp = site.build.tp
+        channels = sum(part.piece() for part in parts)
+        self.weight = site.build.empty(channels, taps)
+        self.bias = site.build.empty(channels) if bias else None
+        self._name = site.named(tensor)
+        self._channels = sum(part.outputs for part in parts)
+        starts = [part.start(tp.rank, tp.ranks) for part in parts]
+        before = [sum(part.outputs for part in parts[:index]) for index in range(len(parts))]
+        self._own = [
+            slice(first + start, first + start + part.piece())
+            for first, start, part in zip(before, starts, parts, strict=True)
+        ]
+
+    def sources(self) -> Iterator[WeightSource]:
+        """The whole weight, (channels, 1, taps), and the bias if there is one."""
+        shape = (self._channels, 1, self.weight.shape[1])
+        yield WeightSource(f"{self._name}.weight", shape, self._load)
+        if self.bias is not None:
+            yield WeightSource(f"{self._name}.bias", (self._channels,), self._load_bias)
+
+    def _load(self, tensor: Tensor) -> None:
+        self.weight.copy_(torch.cat([tensor[own, 0] for own in self._own]))
+
+    def _load_bias(self, tensor: Tensor) -> None:
+        assert self.bias is not None, "no bias was asked for"
+        self.bias.copy_(torch.cat([tensor[own] for own in self._own]))

@@ -1,0 +1,72 @@
+"""Several mixers that see the same stream, and whose results are added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.gated_delta import GatedDeltaSpec
+from antiphon.layers.mamba2 import Mamba2Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from antiphon.layers.block import Block, Site
+    from antiphon.layers.context import ForwardContext
+    from antiphon.layers.weights import WeightSource
+
+BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
+"""What may be a branch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A mixer, what the stream is multiplied by before it, and what its result is."""
+
+    mixer: BranchSpec
+    scale_in: float = 1.0
+    scale_out: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySideSpec:
+    """Mixers that each keep another kind of thing."""
+
+    branches: tuple[Branch, ...]
+
+
+class SideBySide:
+    """The sum of branches, each built by `build`."""
+
+    def __init__(
+        self, site: Site, spec: SideBySideSpec, build: Callable[[Site, BranchSpec], Block]
+    ) -> None:
+        self._branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Those of all branches."""
+        return frozenset[str]().union(*(block.operations for _, block in self._branches))
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Transform x (T, hidden)  ->  (T, hidden)."""
+        total: Tensor | None = None
+        for branch, block in self._branches:
+            y = block(ctx, x if branch.scale_in == 1.0 else x * branch.scale_in)
+            y = y if branch.scale_out == 1.0 else y * branch.scale_out
+            total = y if total is None else total + y
+        assert total is not None, "no branches"
+        return total
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of all branches."""
+        for _, block in self._branches:
+            yield from block.sources()
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        for _, block in self._branches:
+            block.pack()

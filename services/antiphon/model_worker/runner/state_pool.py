@@ -1,0 +1,39 @@
+"""The places of a group of recurrent states as tensors.
+
+Axes: L layers of the group, S places, K taps of a convolution, C its channels, H matrices of a
+recurrence, I rows and J columns of one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from antiphon.kernels.states import StateSpec
+    from antiphon.layers.weights import Build
+    from antiphon.model_worker.cache.groups import CacheGroup
+
+
+class StatePool:
+    """What convolutions keep, (L, S, K - 1, C), and the states of recurrences, (L, S, H, I, J).
+
+    A place holds nothing of use before it is written as a whole, and is read only then.
+    """
+
+    def __init__(self, group: CacheGroup, spec: StateSpec, build: Build) -> None:
+        self.group = group
+        ranks, places = build.tp.ranks, (len(group.layers), group.pages_total)
+        self._convolved = torch.zeros(
+            (*places, *spec.convolved(ranks)), dtype=build.dtype, device=build.device
+        )
+        self._matrices = torch.zeros(
+            (*places, *spec.matrices(ranks)), dtype=torch.float32, device=build.device
+        )
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Both of the group's `index`-th layer: (S, K - 1, C) and (S, H, I, J)."""
+        return self._convolved[index], self._matrices[index]
