@@ -55,6 +55,13 @@ def test_only_what_includes_a_changed_header_is_compiled_again(sources: Path) ->
     assert before.exists()
 
 
+def test_another_source_is_another_arithmetic(sources: Path) -> None:
+    before = build.version()
+    assert build.version() == before
+    (sources / "answer.h").write_text("static inline int answer() { return 43; }\n")
+    assert build.version() != before
+
+
 def test_what_was_built_long_ago_is_forgotten_but_for_what_is_used(sources: Path) -> None:
     before, old = build.build(), objects()
     for path in build.KEPT.iterdir():

@@ -441,6 +441,7 @@ EVERY: tuple[Message, ...] = (
             commands_seq=4,
             paused=True,
             weight_version="step-7",
+            bits="isa:avx2",
         ),
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),

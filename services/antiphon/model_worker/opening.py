@@ -51,6 +51,13 @@ class Engine:
     open_compiler: Callable[[], Compiler] = no_compiler
     """Makes what compiles grammars."""
 
+    @property
+    def bits(self) -> str:
+        """What the bits of an answer depend on, if it was promised that nothing else does."""
+        if self.resolved is None or not self.resolved.deterministic.value:
+            return ""
+        return self.resolved.bits.value
+
 
 def open_engine(settings: Settings) -> Engine:
     """Load the model and make its page pools. Blocks for seconds.
@@ -89,11 +96,11 @@ def _compiler(settings: Settings, resolved: Resolved, limits: Limits) -> Callabl
 
 
 def _device() -> Device:
-    """This machine, and whether the CPU's own kernels run on it."""
+    """This machine, whether the CPU's own kernels run on it, and with which bits it computes."""
     # torch takes seconds to import; the process says meanwhile that it is starting.
-    from antiphon.kernels.cpu.extension import lacking  # noqa: PLC0415
+    from antiphon.kernels.cpu.extension import arithmetic, lacking  # noqa: PLC0415
 
-    return msgspec.structs.replace(this_device(), lacking=lacking())
+    return msgspec.structs.replace(this_device(), lacking=lacking(), arithmetic=arithmetic())
 
 
 def verify(place: Place, digest: str) -> None:

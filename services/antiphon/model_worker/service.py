@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
+from antiphon.model_worker.agreement import Agreement
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.recorder import summary
@@ -97,9 +98,12 @@ class ModelWorker:
                 (_watch(ended), "batching"),
                 (self._follow_steps(), "steps"),
                 (self._tick(), "tick"),
+                (self._agreement.end(), "agreement"),
             ):
                 runtime.group.create_task(self._guard(work), name=name)
             runtime.peers.watch(self._on_peer)
+            for peer in runtime.peers.all():
+                self._on_peer(Change.APPEARED, peer)
             try:
                 yield
             finally:
@@ -145,6 +149,7 @@ class ModelWorker:
                 step_age_s=self._runtime.clock.now() - self._stepped_at if busy else 0.0,
                 paused=last.paused,
                 weight_version=limits.weight_version,
+                bits=self._agreement.bits,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
@@ -166,6 +171,7 @@ class ModelWorker:
     def _set_up(self, engine: Engine) -> None:
         limits, pools = engine.batching.limits, engine.batching.pools
         live_max = limits.running_max + limits.queue_max
+        self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
         self._mailbox = Mailbox(live_max)
         self._loop = BatchingLoop(
@@ -222,6 +228,8 @@ class ModelWorker:
     def _on_peer(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED and peer.beat.role is Role.GATEWAY:
             self._act(self._output.owner_died(peer.process))
+        if change is not Change.DIED:
+            self._agreement.meet(peer.beat, self._runtime.health.state)
 
     def _act(self, actions: Iterable[Action]) -> None:
         now = self._runtime.clock.now()

@@ -19,12 +19,15 @@ class Device(msgspec.Struct, frozen=True):
         memory_bytes: What was free before anything was loaded.
         lacking: Why the CPU's own kernels do not run in this process; None where they do. Only
             the worker can tell.
+        arithmetic: What the bits of a result depend on here, by name: instruction set, version of
+            the kernels. Only the worker can tell.
     """
 
     kind: str
     cores: int
     memory_bytes: int
     lacking: str | None = None
+    arithmetic: dict[str, str] = {}
 
 
 def this_device(proc: Path = PROC, cgroups: Path = CGROUPS) -> Device:

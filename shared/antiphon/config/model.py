@@ -67,7 +67,8 @@ class ModelConfig(Config):
         bool,
         Help(
             "Hold that a request has the same bits whatever runs beside it, however its prompt is "
-            "cut or cached; refused where an operation cannot hold it."
+            "cut or cached; refused where an operation cannot hold it, and beside a worker of "
+            "the model with another instruction set or other kernels."
         ),
     ] = False
     device: Annotated[Literal["auto", "cpu"], Help("Where the model runs.")] = "auto"

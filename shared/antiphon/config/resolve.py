@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_VALUE_WIDTH = 16
+"""A longer value pushes its own reason aside, and no other."""
 WHOLE = -1
 """The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""
 CPU_CHUNK_TOKENS = 512
@@ -44,6 +46,7 @@ class Plan(msgspec.Struct, frozen=True):
     dtype: Decided[Dtype]
     linear: Decided[Linear]
     deterministic: Decided[bool]
+    bits: Decided[str]
     threads: Decided[int]
     context_tokens: Decided[int]
     eos_ids: Decided[tuple[int, ...]]
@@ -90,6 +93,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         dtype=dtype,
         linear=linear,
         deterministic=_deterministic(settings, linear),
+        bits=_bits(device, dtype.value, linear.value),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
@@ -118,7 +122,7 @@ def table(plan: Plan) -> str:
     """The plan as aligned lines: value and reason of each decision."""
     rows = list(_rows(plan))
     names = max(len(name) for name, _, _ in rows)
-    values = max(len(value) for _, value, _ in rows)
+    values = max(len(value) for _, value, _ in rows if len(value) <= _VALUE_WIDTH)
     return "\n".join(
         f"{name:<{names}}  {value:>{values}}  {reason}" for name, value, reason in rows
     )
@@ -167,6 +171,13 @@ def _deterministic(settings: Settings, linear: Decided[Linear]) -> Decided[bool]
         )
     reason = "the CPU's own kernels give a row its bits whatever runs beside it"
     return Decided(value=True, reason=reason)
+
+
+def _bits(device: Device, dtype: Dtype, linear: Linear) -> Decided[str]:
+    """In the form of a config digest, so that two workers can be told in what they differ."""
+    parts = {"dtype": dtype, "linear": linear} | device.arithmetic
+    text = ",".join(f"{name}:{value}" for name, value in parts.items())
+    return Decided(text, "what the bits of an answer depend on, beside the model")
 
 
 def _threads(

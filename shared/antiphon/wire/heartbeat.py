@@ -35,6 +35,8 @@ class WorkerLoad(Value):
         commands_seq: The last command batch applied, of the leader `term`.
         paused: It runs no steps until it is told to go on; no new work, and no stall.
         weight_version: What its weights are called.
+        bits: What the bits of its answers depend on, where it has promised that nothing else does;
+            workers of one model agree in it, or one of them leaves.
     """
 
     pages_free: int
@@ -50,6 +52,7 @@ class WorkerLoad(Value):
     commands_seq: int = 0
     paused: bool = False
     weight_version: str = ""
+    bits: str = ""
 
 
 class Heartbeat(Message):

@@ -7,6 +7,7 @@ import pytest
 
 from antiphon.config.card import ModelCard, Sampling, Weights
 from antiphon.config.device import Device
+from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.model import Dtype, Linear
@@ -79,6 +80,13 @@ def test_linears_are_packed_where_the_kernels_run() -> None:
     with pytest.raises(ConfigError, match="int8: there is no compiler"):
         decide_on(missing, model__linear="int8")
     assert decide_on(missing, model__linear="plain").linear.reason == "model.linear"
+
+
+def test_what_bits_depend_on_is_named_part_by_part() -> None:
+    device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "avx2", "kernels": "1a"})
+    assert decide_on(device).bits.value == "dtype:bfloat16,linear:packed,isa:avx2,kernels:1a"
+    other = decide_on(device, model__linear="int8", model__dtype="float32").bits.value
+    assert differing(decide_on(device).bits.value, other) == ("dtype", "linear")
 
 
 def test_linears_in_float16_are_left_to_torch() -> None:

@@ -102,6 +102,7 @@ def test_whatever_changes_a_page_changes_its_namespace() -> None:
         Namespace(model_digest="m", weight_version="2"),
         Namespace(model_digest="m", dtype="s"),
         Namespace(model_digest="m", quantization="s"),
+        Namespace(model_digest="m", arithmetic="s"),
         Namespace(model_digest="m", kv_scales="s"),
         Namespace(model_digest="m", rope="s"),
         Namespace(model_digest="m", layout="s"),

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.kernels.rows import ISAS, using
 
 from antiphon import embedded
+from antiphon.config.digest import differing
+from antiphon.config.model import Linear
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -63,6 +66,41 @@ def test_the_pool_is_as_large_as_the_settings_say_and_bounds_the_context() -> No
     limits = open_engine(SMALL).batching.limits
     assert limits.context_tokens == 512
     assert limits.end_ids
+
+
+@pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+def test_pages_of_another_instruction_set_or_of_rounded_weights_are_others() -> None:
+    said: dict[str, str] = {}
+    names: set[bytes] = set()
+    for isa in ISAS:
+        with using(isa):
+            engine = open_engine(SMALL)
+        assert engine.resolved is not None
+        said[isa] = engine.resolved.bits.value
+        names.add(page_space(engine))
+        assert engine.bits == "", "nothing was promised"
+    model = msgspec.structs.replace(SMALL.model, linear=Linear.INT8, deterministic=True)
+    rounded = open_engine(msgspec.structs.replace(SMALL, model=model))
+    names.add(page_space(rounded))
+    assert len(names) == len(ISAS) + 1
+    assert differing(said[ISAS[0]], rounded.bits) == ("linear",)
+    for isa in ISAS[1:]:
+        assert differing(said[ISAS[0]], said[isa]) == ("isa",)
+
+
+def page_space(engine: Engine) -> bytes:
+    """The name under which the pages of a first request are kept."""
+    state = RequestState(
+        request_id=RequestId("r"),
+        choice=0,
+        prompt_ids=pack_ids([1, 2]),
+        sampling=SamplingParams(max_new_tokens=1),
+        deadline_unix_ms=0,
+    )
+    engine.batching.add(ChoiceKey(1), state, 0.0)
+    engine.batching.next_rows(0.0)
+    (request,) = engine.batching.running.values()
+    return request.namespace
 
 
 def test_a_warmed_up_engine_is_empty_again() -> None:

@@ -28,16 +28,21 @@ KEPT = Path(sys.prefix) / "lib" / "antiphon"
 KEPT_S = 3600.0
 """How long objects and libraries of other sources are kept."""
 MODULE = "antiphon_cpu_kernels"
-FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"),
+ARITHMETIC_FLAGS = (
+    *("-std=c++20", "-O3"),
     # A product is added unrounded where the source says so, and nowhere else.
     "-ffp-contract=off",
+)
+FLAGS = (
+    *ARITHMETIC_FLAGS,
+    *("-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"),
     # https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593: intrinsics of GCC 12 warn of themselves.
     *("-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
     f"-DTORCH_EXTENSION_NAME={MODULE}",
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
 )
 TORCH = Path(torch.__file__).parent
+_VERSION_DIGITS = 8
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
@@ -48,6 +53,12 @@ class CannotBuild(Exception):
 def library() -> Path:
     """Where the library of these very sources is, once it is built."""
     return KEPT / f"kernels-{_digest(*map(_object_key, _units()))}.so"
+
+
+def version() -> str:
+    """Name the arithmetic of these sources: equal on all machines that were given the same."""
+    texts = (path.read_text("utf-8") for path in sorted(SOURCES.iterdir()))
+    return _digest(*ARITHMETIC_FLAGS, *texts)[:_VERSION_DIGITS]
 
 
 def build() -> Path:

@@ -44,6 +44,20 @@ def lacking() -> str | None:
     return None
 
 
+def arithmetic() -> dict[str, str]:
+    """What the bits of a result depend on in this process, beside its operands.
+
+    Sums are as wide as an instruction set's registers, and some of its products round otherwise;
+    what has no kernel of ours, torch computes by an instruction set of its own choice.
+    """
+    ours = lacking() is None
+    return {
+        "isa": load().isa() if ours else "none",
+        "kernels": build.version() if ours else "none",
+        "torch": f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
 def needs(device: Device) -> str | None:
     """What a device lacks to run them: the `needs` of every `cpu` row."""
     if device.kind != "cpu":

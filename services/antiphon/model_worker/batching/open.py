@@ -46,6 +46,8 @@ def open_batching(
             salt=settings.cluster.hash_salt,
             weight_version=settings.model.weight_version,
             dtype=resolved.dtype.value,
+            quantization=resolved.linear.value,
+            arithmetic=resolved.bits.value,
         ),
     )
 

@@ -22,6 +22,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         weight_version: Counts updates of the weights while the worker runs.
         dtype: Of keys and values.
         quantization: Of the weights.
+        arithmetic: What the bits of a page depend on, beside these: another instruction set, or
+            another version of the kernels, sums in another order.
         kv_scales: Digest of the scales of quantized keys and values.
         rope: What replaces the model's own rotary settings.
         layout: How a page is laid out.
@@ -34,6 +36,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = ""
     dtype: str = ""
     quantization: str = ""
+    arithmetic: str = ""
     kv_scales: str = ""
     rope: str = ""
     layout: str = ""
