@@ -16,7 +16,11 @@ class GatewayConfig(Config):
     # All of them stand in one message, twice a second, at 134 bytes each.
     requests_max: Annotated[Requests, Help("Most open requests; one more is a 503.")] = 1024
     unread_bytes_max: Annotated[
-        Bytes, Help("Most text that waits for a slow reader; then its request ends.")
+        Bytes,
+        Help(
+            "Most text and details that wait for a slow reader; then its request ends. Details of "
+            "the prompt come at once, so they may be more for some seconds."
+        ),
     ] = 1024 * 1024
     request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
     cache_report: Annotated[

@@ -16,6 +16,8 @@ LOGIT_BYTES = 4
 """Logits are float32, whatever the model is."""
 LOGIT_COPIES = 3
 """The logits, what filters make of them, and the sorted or summed copy that is drawn from."""
+SCORED_BYTES_MAX = 32 * 1024**2
+"""Most memory that the logits of prompt tokens take at once: a long prompt is scored in pieces."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,22 +27,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         free: What this process may use, within the limits of its containers.
         activations: Of the largest step.
         logits: Of the most rows that draw a token in one step.
+        scored: Logits of the prompt tokens that are told of at once.
     """
 
     free: int
     weights: int
     activations: int
     logits: int
+    scored: int
 
     @property
     def rest(self) -> int:
         """What the cache may share; negative if there is too little for a single step."""
-        return self.free - self.weights - self.activations - self.logits
+        return self.free - self.weights - self.activations - self.logits - self.scored
 
     def __str__(self) -> str:
         return (
             f"{gib(self.free)} free, {gib(self.weights)} of weights, "
-            f"{gib(self.activations)} of activations, {gib(self.logits)} of logits"
+            f"{gib(self.activations)} of activations, {gib(self.logits)} of logits, "
+            f"{gib(self.scored)} of logits of prompts"
         )
 
 
@@ -67,6 +72,17 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
 def logits_bytes(card: ModelCard, rows: int) -> int:
     """The most that sampling a token for each of `rows` rows takes."""
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
+
+
+def scored_bytes(card: ModelCard, tokens: int) -> int:
+    """The most that telling of the prompt takes in a step of `tokens` tokens."""
+    row = card.vocabulary_size * LOGIT_BYTES
+    return LOGIT_COPIES * row * min(tokens, scored_rows(card.vocabulary_size))
+
+
+def scored_rows(vocabulary_size: int, bytes_max: int = SCORED_BYTES_MAX) -> int:
+    """Tokens of prompts that are told of at once."""
+    return max(1, bytes_max // (vocabulary_size * LOGIT_BYTES))
 
 
 def gib(size_bytes: int) -> str:

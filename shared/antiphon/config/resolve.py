@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, weight_bytes
+from antiphon.config.memory import (
+    Memory,
+    activation_bytes,
+    gib,
+    logits_bytes,
+    scored_bytes,
+    weight_bytes,
+)
 from antiphon.config.model import Dtype, Linear
 
 if TYPE_CHECKING:
@@ -55,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
     weight_bytes: Decided[int]
     activation_bytes: Decided[int]
     logit_bytes: Decided[int]
+    scored_bytes: Decided[int]
     cache_pages: Decided[int]
     cache_bytes: Decided[int]
     step_tokens: Decided[int]
@@ -102,6 +110,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         weight_bytes=Decided(memory.weights, f"{card.weights.count} parameters"),
         activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
         logit_bytes=Decided(memory.logits, f"{drawing} rows of the vocabulary"),
+        scored_bytes=Decided(memory.scored, "log-probabilities of a prompt, a piece of it at once"),
         cache_pages=pages,
         cache_bytes=Decided(
             pages.value * page_tokens * card.kv_bytes(dtype.value),
@@ -225,6 +234,7 @@ def _memory(
         weights=weight_bytes(card, dtype, linear),
         activations=activation_bytes(card, dtype, step_tokens),
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
+        scored=scored_bytes(card, step_tokens),
     )
     if memory.weights > memory.free:
         raise ConfigError(f"too little memory for the weights: {memory}")

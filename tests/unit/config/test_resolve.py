@@ -10,6 +10,7 @@ from antiphon.config.device import Device
 from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
+from antiphon.config.memory import SCORED_BYTES_MAX
 from antiphon.config.model import Dtype, Linear
 from antiphon.config.resolve import Plan, resolve, table
 
@@ -156,17 +157,19 @@ def test_the_pool_is_a_share_of_what_weights_and_the_largest_step_leave() -> Non
     logits = 3 * 2048 * 100 * 4
     assert (plan.memory_bytes.value, plan.weight_bytes.value) == (5 * GIB, GIB)
     assert (plan.activation_bytes.value, plan.logit_bytes.value) == (STEP_BYTES, logits)
-    rest = 5 * GIB - GIB - STEP_BYTES - logits
+    assert plan.scored_bytes.value == logits, "all tokens of a step may be a prompt's"
+    rest = 5 * GIB - GIB - STEP_BYTES - 2 * logits
     assert plan.cache_pages.value == rest // 4 // PAGE_BYTES
     assert plan.cache_pages.reason == (
         "cache.memory_ratio = 0.25 of 5.00 GiB free, 1.00 GiB of weights, "
-        "0.01 GiB of activations, 0.00 GiB of logits"
+        "0.01 GiB of activations, 0.00 GiB of logits, 0.00 GiB of logits of prompts"
     )
 
 
 def test_weights_and_activations_in_a_wider_format_leave_less() -> None:
     plan = decide(batching__running_max="1000000000", model__dtype="float32")
-    rest = 5 * GIB - 2 * GIB - 2 * STEP_BYTES - plan.logit_bytes.value
+    logits = plan.logit_bytes.value + plan.scored_bytes.value
+    rest = 5 * GIB - 2 * GIB - 2 * STEP_BYTES - logits
     assert plan.cache_pages.value == rest // 4 // (2 * PAGE_BYTES)
 
 
@@ -174,6 +177,13 @@ def test_more_rows_take_more_logits_but_not_more_than_a_step_has_tokens() -> Non
     assert decide(batching__running_max="7").logit_bytes.value == 3 * 7 * 100 * 4
     plan = decide(batching__running_max="99", batching__tokens_max="10")
     assert plan.logit_bytes.value == 3 * 10 * 100 * 4
+
+
+def test_a_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
+    device = msgspec.structs.replace(DEVICE, memory_bytes=50 * GIB)
+    card = msgspec.structs.replace(CARD, vocabulary_size=128 * 1024)
+    scored = resolve(load(environ={}).settings, card, device).scored_bytes.value
+    assert scored == 3 * SCORED_BYTES_MAX == 96 * 1024**2
 
 
 def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
@@ -184,7 +194,8 @@ def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limi
 
 def test_a_static_ratio_of_all_still_leaves_room_for_a_step() -> None:
     plan = decide(batching__running_max="1000000000", cache__static_ratio="1")
-    needed = plan.weight_bytes.value + plan.activation_bytes.value + plan.logit_bytes.value
+    needed = plan.weight_bytes.value + plan.activation_bytes.value
+    needed += plan.logit_bytes.value + plan.scored_bytes.value
     assert 0 <= 5 * GIB - needed - plan.cache_bytes.value < PAGE_BYTES
 
 

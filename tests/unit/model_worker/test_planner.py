@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps
+from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
 from antiphon.model_worker.batching.budget import Budget
+from antiphon.model_worker.batching.builder import build_plan
+from antiphon.model_worker.batching.plan import Details
 from antiphon.model_worker.batching.policy import Rules
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.details import unpack_floats
 from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import DetailParams
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.request import Progress
 
 STEM = list(range(40, 76))
 
@@ -309,6 +319,42 @@ def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
     assert steps.go() == [(0, 22)]
     steps.batching.renew("newer")
     assert steps.go() == [(0, 1), (1, 22)]
+
+
+def test_what_older_weights_say_of_a_prompt_is_not_told() -> None:
+    steps = Steps(pages=60, step_tokens_max=8, chunk_tokens=8)
+    details = DetailParams(logprobs=True, prompt_start=0)
+    steps.add(0, STEM[:20], max_new_tokens=2, details=details)
+    told = [run_told(steps, logprob=-1.0)]
+    steps.batching.renew("newer")
+    told += [run_told(steps, logprob=-2.0) for _ in range(3)]
+    (news,) = [progress for news in told for progress in news]
+    assert list(unpack_ids(news.details.token_ids)) == [*STEM[1:20], 1]
+    assert set(unpack_floats(news.details.logprobs)) == {-2.0}
+    # What was told with the first token of the answer stays told, once.
+    steps.batching.renew("newest")
+    (news,) = run_told(steps, logprob=-3.0)
+    assert list(unpack_floats(news.details.logprobs)) == [-3.0]
+
+
+def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
+    """A step in which whoever draws draws 1, and every log-probability is the same."""
+    rows = steps.next()
+    plan = build_plan(1, rows, steps.batching.slots)
+    assert plan.details is not None
+    drawn = [1] * len(plan.logit_tokens)
+    ids = np.array([*plan.details.prompt_targets, *drawn], np.int32)
+    none = np.zeros((len(ids), 0), np.float32)
+    made = Details(
+        starts=np.array([0, len(ids)], np.int32),
+        token_ids=ids,
+        logprobs=np.full(len(ids), logprob, np.float32),
+        top_ids=none.astype(np.int32),
+        top_logprobs=none,
+        named_logprobs=none,
+    )
+    steps.batching.commit(rows, replace(outcome(1, [drawn]), details=made))
+    return steps.batching.take_progress()
 
 
 def test_a_choice_that_comes_too_late_for_a_window_computes_its_prompt_itself() -> None:

@@ -30,14 +30,9 @@ class Said(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """What it counts for while nobody has read it.
-
-        Details of the prompt count for nothing: they come at once, and no reader is that fast.
-        """
+        """What it counts for while nobody has read it."""
         text = len(self.text) if self.text.isascii() else len(self.text.encode())
-        if self.details is None or self.details.offset < 0:
-            return text
-        return text + self.details.size_bytes
+        return text if self.details is None else text + self.details.size_bytes
 
 
 class Finished(msgspec.Struct, frozen=True):

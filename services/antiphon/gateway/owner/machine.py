@@ -65,7 +65,7 @@ class _Cancelling:
 
 
 _List = tuple[Literal["list"]]
-_OfRequest = tuple[Literal["deadline", "submit", "cancel"], RequestId]
+_OfRequest = tuple[Literal["deadline", "submit", "cancel", "unread"], RequestId]
 _OfFeed = tuple[Literal["feed"], Process]
 _LIST: _List = ("list",)
 
@@ -117,7 +117,7 @@ class Owner:
         """The client has taken so many bytes of what was said."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.unread_bytes -= size
+            request.unread.take(size)
 
     def cancel(self, request_id: RequestId, error: EngineError | None = None) -> list[Action]:
         """End a request because its client left, or for another reason of our own."""
@@ -248,6 +248,8 @@ class Owner:
                 case ("deadline", request_id):
                     request = self._requests[request_id]
                     self._abandon(request, DeadlineExceeded("the request's deadline has passed"))
+                case ("unread", request_id):
+                    self._unread_due(self._requests[request_id])
         return self._take()
 
     def farewell(self) -> OpenList:
@@ -329,14 +331,27 @@ class Owner:
                 self._actions.append(Deliver(request.id, event))
                 if isinstance(event, Said):
                     request.quiet_s = rules.QUIET_S
-                    request.unread_bytes += event.size_bytes
+                    request.unread.put(event)
         except Internal as error:
             self._abandon(request, error)
             return
         if request.finished:
             self._end(request)
-        elif request.unread_bytes > self._limits.unread_bytes_max:
-            self._abandon(request, rules.slow(request.unread_bytes, self._limits.unread_bytes_max))
+        elif request.unread.answer_bytes > self._limits.unread_bytes_max:
+            self._drop_slow(request)
+        elif request.unread.has_prompt and not self._timers.armed(("unread", request.id)):
+            self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
+
+    def _unread_due(self, request: Request) -> None:
+        """Look whether the client reads what was told of the prompt."""
+        if request.unread.stands(self._limits.unread_bytes_max):
+            self._drop_slow(request)
+        elif request.unread.has_prompt:
+            self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
+
+    def _drop_slow(self, request: Request) -> None:
+        bytes_max = self._limits.unread_bytes_max
+        self._abandon(request, rules.slow(request.unread.size_bytes, bytes_max))
 
     def _mend(self, detokenizer: Process) -> None:
         """Ask for what is missing; while that is under way, look again afterwards."""
@@ -376,6 +391,7 @@ class Owner:
         del self._requests[request.id]
         self._timers.drop(("deadline", request.id))
         self._timers.drop(("submit", request.id))
+        self._timers.drop(("unread", request.id))
         self._ledger.close(request)
         self._actions.append(Deliver(request.id, Ended(request.usage, error)))
 

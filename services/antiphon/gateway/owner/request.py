@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.owner.unread import Unread
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
@@ -87,6 +88,7 @@ class Request:
         asking: Whether a submit is under way.
         tries: Submits in a row that found no leader.
         quiet_s: How long nothing may be heard before the leader is asked again.
+        unread: What its client has not taken.
     """
 
     def __init__(self, submit: SubmitRequest, now: float) -> None:
@@ -101,7 +103,7 @@ class Request:
         self.tries = 0
         self.quiet_s = 0.0
         self.usage = Usage()
-        self.unread_bytes = 0
+        self.unread = Unread()
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [Choice(self._details_from or 0) for _ in range(submit.choices)]
 

@@ -30,6 +30,9 @@ RESENT_S = 0.1
 """How long text that was asked for may be under way."""
 ASK_AGAIN_S = 0.25
 """Pause after asking for text in vain."""
+PROMPT_READ_S = 5.0
+"""How long more than the bound may wait of what is told of a prompt, and in which time a client
+must take as much as the bound."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 

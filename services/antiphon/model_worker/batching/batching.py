@@ -211,13 +211,15 @@ class Batching:
         """Compute with other weights from here on; return the pages that nobody could use.
 
         Only between steps of which nothing is in flight. Whoever answers goes on with the pages
-        that it has, and shares them with nobody; who does not begins its prompt again.
+        that it has, and shares them with nobody; who does not begins its prompt again, and what
+        was to be told of it is forgotten: the answer will be of other weights.
         """
         for request in list(self.running.values()):
             if request.prefilling:
                 self._planner.retract(request)
         for request in self._requests.values():
             request.following = None
+            request.untell()
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return self._holdings.renew(weight_version)
 

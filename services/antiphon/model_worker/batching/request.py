@@ -288,6 +288,12 @@ class Request:
         self.told += prompt_entries
         self._details.append(details)
 
+    def untell(self) -> None:
+        """Forget what is told of the prompt, if nobody has heard of it: it is computed anew."""
+        if not self.outputs:
+            self._details = []
+            self.told = _told(self.state.sampling, self.prompt_tokens, self.outputs)
+
     def progress(self, interval: int = 1) -> Progress | None:
         """What nobody was told yet, once; None if there is nothing.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from antiphon.config.memory import SCORED_BYTES_MAX, scored_rows
 from antiphon.model_worker.batching.plan import Details
 from antiphon.model_worker.runner.sampling import is_random
 
@@ -24,14 +25,11 @@ if TYPE_CHECKING:
     from antiphon.kernels.ops import Ops
     from antiphon.model_worker.batching.plan import DetailRows, Floats, Ints, Longs, Plan
 
-LOGIT_BYTES_MAX = 32 * 1024**2
-"""Most memory that the logits of prompt tokens take at once: a long prompt is scored in pieces."""
-
 
 class Teller:
     """Tells of the tokens of a plan what its rows want to know."""
 
-    def __init__(self, ops: Ops, logit_bytes_max: int = LOGIT_BYTES_MAX) -> None:
+    def __init__(self, ops: Ops, logit_bytes_max: int = SCORED_BYTES_MAX) -> None:
         self._ops = ops
         self._logit_bytes_max = logit_bytes_max
 
@@ -71,7 +69,7 @@ class Teller:
             rows = torch.as_tensor(entries.logit[drawn])
             fill(drawn, logits[rows], _temperature(plan)[entries.row[drawn]])
         prompt = np.flatnonzero(scored & (entries.logit < 0))
-        rows_max = max(1, self._logit_bytes_max // (4 * logits.shape[-1]))
+        rows_max = scored_rows(logits.shape[-1], self._logit_bytes_max)
         for first in range(0, len(prompt), rows_max):
             part = prompt[first : first + rows_max]
             rows = torch.as_tensor(entries.place[part])

@@ -1,0 +1,119 @@
+"""What waits for a client that does not read is bounded, what is told of its prompt included."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.simulation.owner_world import LEADER, ME, MODEL, submission
+
+from antiphon.gateway.owner.actions import Action, Deliver, Ended, Said
+from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.testing.clock import ManualClock
+from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.details import DetailPiece, TokenDetails
+from antiphon.wire.errors import Cancelled
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import DetailParams, SamplingParams
+from antiphon.wire.text import TextBatch, TextRow
+
+BYTES_MAX = 4000
+PROMPT = list(range(2001))
+DETOKENIZER = Process(instance=InstanceId("detokenizer-0"), incarnation=Incarnation("1"))
+ATTEMPT = Attempt(term=Term(number=1, scheduler=LEADER), n=1)
+
+
+class Desk:
+    """An owner, one request whose prompt is told of, and a client that reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.owner = Owner(
+            ME, MODEL, self.clock, Limits(unread_bytes_max=BYTES_MAX, open_list_s=0.5)
+        )
+        self.unread: list[Said] = []
+        self.ended: Ended | None = None
+        self.seq = 0
+        self.told = -(len(PROMPT) - 1)
+        sampling = SamplingParams(
+            max_new_tokens=8, details=DetailParams(logprobs=True, prompt_start=0)
+        )
+        submit = msgspec.structs.replace(
+            submission("r", self.clock, 1000.0), prompt_ids=pack_ids(PROMPT), sampling=sampling
+        )
+        self.do(self.owner.open(submit))
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Deliver) and isinstance(action.event, Said):
+                self.unread.append(action.event)
+            elif isinstance(action, Deliver) and isinstance(action.event, Ended):
+                self.ended = action.event
+
+    def tell(self, tokens: int) -> None:
+        """Details of the prompt's next tokens, eight bytes each."""
+        column = bytes(4 * tokens)
+        details = TokenDetails(count=tokens, token_ids=column, logprobs=column)
+        self.seq += 1
+        row = TextRow(
+            request_id=RequestId("r"),
+            choice=0,
+            attempt=ATTEMPT,
+            text_offset=0,
+            details=DetailPiece(offset=self.told, details=details),
+        )
+        self.told += tokens
+        batch = TextBatch(detokenizer=DETOKENIZER, gateway=ME, seq=self.seq, rows=(row,))
+        self.do(self.owner.text_arrived(batch))
+
+    def read(self, pieces: int) -> None:
+        for said in self.unread[:pieces]:
+            self.owner.read(RequestId("r"), said.size_bytes)
+        del self.unread[:pieces]
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.clock.advance(1.0)
+            self.do(self.owner.tick())
+
+
+def test_a_client_that_leaves_a_long_prompts_details_unread_loses_its_request() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.tell(100)
+    assert desk.ended is None, "nobody reads 16 kB at once"
+    desk.wait(6)
+    assert desk.ended is not None
+    error = desk.ended.error
+    assert isinstance(error, Cancelled)
+    assert error.details == {"unread_bytes": "16000", "bytes_max": "4000"}
+
+
+def test_a_client_that_reads_as_fast_as_it_can_keeps_it() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.tell(100)
+    while desk.unread:
+        desk.wait(4)
+        desk.read(6)
+        assert desk.ended is None
+    desk.wait(20)
+    assert desk.ended is None
+
+
+def test_a_client_that_stops_in_between_loses_it_too() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.tell(100)
+    desk.wait(4)
+    desk.read(6)
+    desk.wait(4)
+    assert desk.ended is None
+    desk.wait(4)
+    assert desk.ended is not None
+
+
+def test_details_within_the_bound_may_wait() -> None:
+    desk = Desk()
+    desk.tell(500)
+    desk.wait(60)
+    assert desk.ended is None
