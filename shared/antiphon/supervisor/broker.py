@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT = 4222
+ANY_PORT = -1
 STOP_TIMEOUT_S = 5.0
 
 
 class Broker:
-    """Starts nats-server at 4222 if that is free, else anywhere, and starts it again there."""
+    """Starts nats-server at `port` if that is free, else anywhere, and starts it again there."""
 
-    def __init__(self, folder: Path, program: str, payload_bytes_max: int) -> None:
+    def __init__(
+        self, folder: Path, program: str, payload_bytes_max: int, port: int = PORT
+    ) -> None:
         self._folder = folder
         self._program = find(program)
         self._settings = ServerSettings(
             name=f"antiphon-{os.getpid()}",
-            port=PORT if is_free("127.0.0.1", PORT) else -1,
+            port=port if is_free("127.0.0.1", port) else ANY_PORT,
             payload_bytes_max=payload_bytes_max,
         )
         self._restarts = Restarts()
@@ -50,12 +53,14 @@ class Broker:
         Raises:
             ServerFailed: It does not come up.
         """
-        self._running = await start(
-            self._settings,
-            self._folder,
-            program=self._program,
-            before_exec=partial(_in_child, os.getpid()),
-        )
+        try:
+            self._running = await self._start()
+        except ServerFailed:
+            if self._running is not None or self._settings.port == ANY_PORT:
+                raise
+            # Somebody took the port since we looked: another stack that starts at this moment.
+            self._settings = replace(self._settings, port=ANY_PORT)
+            self._running = await self._start()
         port = urlsplit(self._running.url).port
         assert port is not None, self._running.url
         self._settings = replace(self._settings, port=port)
@@ -74,10 +79,10 @@ class Broker:
                 log.warning("broker did not start", extra={"reason": str(error)})
 
     async def stop(self) -> None:
-        """End it: everybody who spoke over it has left."""
-        process = self.running.process
-        if process.returncode is not None:
+        """End it, if it came up: everybody who spoke over it has left."""
+        if self._running is None or self._running.process.returncode is not None:
             return
+        process = self._running.process
         process.terminate()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -85,6 +90,14 @@ class Broker:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+    async def _start(self) -> RunningServer:
+        return await start(
+            self._settings,
+            self._folder,
+            program=self._program,
+            before_exec=partial(_in_child, os.getpid()),
+        )
 
 
 def _in_child(parent_pid: int) -> None:
