@@ -125,7 +125,12 @@ DETAILS = TokenDetails(
     named_logprobs=pack_floats((-3.0, -4.0, -5.0, -6.0)),
     hidden=pack_floats((0.5, 1.5, -2.5, 3.5)),
 )
-PIECE = DetailPiece(offset=-2, details=DETAILS, texts={7: "Grü", 70_000: "ße"})
+PIECE = DetailPiece(
+    offset=-2,
+    details=DETAILS,
+    texts={7: "Grü", 70_000: "\N{REPLACEMENT CHARACTER}"},
+    written={70_000: b"\xc3"},
+)
 SAMPLING = SamplingParams(
     max_new_tokens=64,
     temperature=0.7,

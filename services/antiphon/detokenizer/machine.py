@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.choice import Choice, End
 from antiphon.detokenizer.request import Request
+from antiphon.detokenizer.texts import TokenTexts
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import unpack_ids
@@ -24,7 +24,7 @@ from antiphon.wire.parts import parts
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from antiphon.detokenizer.incremental import Decode
     from antiphon.wire.ids import InstanceId, RequestId
@@ -39,8 +39,6 @@ UNLISTED_S = 2.0
 """How long a request may be missing from its owner's whole list before it is not open."""
 OWNERS_GONE_MAX = 256
 """Dead gateways remembered."""
-TEXTS_MAX = 65_536
-"""Tokens whose text is remembered, where requests want it by the token."""
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest text batch: what a gateway missed in an outage is far more than a message."""
 
@@ -63,11 +61,21 @@ class Reaction:
 class Detokenizer:
     """All live requests of one detokenizer process."""
 
-    def __init__(self, process: Process, decode: Decode, requests_max: int) -> None:
+    def __init__(
+        self, process: Process, decode: Decode, requests_max: int, tokens: Sequence[bytes] = ()
+    ) -> None:
+        """Nothing is live yet.
+
+        Args:
+            process: This detokenizer.
+            decode: Of the tokenizer.
+            requests_max: Most that are held.
+            tokens: What each token writes, where the tokenizer says so; see `TokenTexts`.
+        """
         self.requests: dict[RequestId, Request] = {}
         self._process = process
         self._decode = decode
-        self._text_of = lru_cache(TEXTS_MAX)(partial(_text_of, decode))
+        self._tokens = TokenTexts(decode, tokens)
         self._requests_max = requests_max
         self._seqs = SeqSender()
         self._seen: dict[Process, int] = {}  # last seq of each worker's life
@@ -197,7 +205,7 @@ class Detokenizer:
             first = stream.details_from or 0
             choices = {i: Choice(self._decode, stream.stop, first) for i in range(stream.choices)}
         request = Request(
-            row.request_id, stream, row.attempt, worker, choices, self._text_of, listed_at=now
+            row.request_id, stream, row.attempt, worker, choices, self._tokens, listed_at=now
         )
         self.requests[row.request_id] = request
         return request
@@ -288,11 +296,6 @@ class Detokenizer:
 
     def _owned(self, owner: Process) -> list[Request]:
         return [request for request in self.requests.values() if request.owner == owner]
-
-
-def _text_of(decode: Decode, token_id: int) -> str:
-    skip_special_tokens = False
-    return decode([token_id], skip_special_tokens)
 
 
 def _row_bytes(row: TextRow) -> int:

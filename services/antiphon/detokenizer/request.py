@@ -10,9 +10,10 @@ from antiphon.wire.details import DetailPiece, TokenDetails
 from antiphon.wire.text import TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from antiphon.detokenizer.choice import Choice
+    from antiphon.detokenizer.texts import TokenTexts
     from antiphon.wire.ids import RequestId
     from antiphon.wire.tokens import TokenStream
 
@@ -22,7 +23,7 @@ class Request:
     """A live request, or one that has ended and is not forgotten yet.
 
     Attributes:
-        text_of: The text of a token by itself.
+        tokens: Single tokens, for whoever wants to be told of them.
         listed_at: When the owner's open list last named it, or when it began.
         stopped_at: When the worker was last told to stop, a choice.
     """
@@ -32,7 +33,7 @@ class Request:
     attempt: Attempt
     worker: Process
     choices: dict[int, Choice]
-    text_of: Callable[[int], str]
+    tokens: TokenTexts
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -85,11 +86,18 @@ class Request:
         if self.stream.details_from is None:
             return []
         return [
-            DetailPiece(offset=offset, details=details, texts=self._texts(details))
+            self._detail_piece(offset, details)
             for offset, details in choice.detail_pieces(token_start)
         ]
 
-    def _texts(self, details: TokenDetails) -> dict[int, str]:
-        if not self.stream.stop.token_texts:
-            return {}
-        return {token_id: self.text_of(token_id) for token_id in sorted(details.ids())}
+    def _detail_piece(self, offset: int, details: TokenDetails) -> DetailPiece:
+        stop = self.stream.stop
+        if not stop.token_texts:
+            return DetailPiece(offset=offset, details=details)
+        ids = sorted(details.ids())
+        return DetailPiece(
+            offset=offset,
+            details=details,
+            texts=self.tokens.texts(ids),
+            written=self.tokens.written(ids, skips_special=stop.skip_special_tokens),
+        )

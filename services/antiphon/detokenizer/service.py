@@ -18,14 +18,16 @@ from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name, tokenizer_folder
 from antiphon.service.peers import Change, Peer
 from antiphon.service.service import Report, Runtime
+from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.base import Role
-from antiphon.wire.errors import RequestTooLarge
+from antiphon.wire.errors import RequestTooLarge, Unsupported
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.routes import DETOKENIZER_CONTROL, OPEN, STOP, TEXT, TOKENS
 from antiphon.wire.text import ResumeText, TextResumed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+    from pathlib import Path
 
     from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName
@@ -57,13 +59,14 @@ class DetokenizerService:
         folder = await asyncio.to_thread(tokenizer_folder, self._settings)
         file = folder / "tokenizer.json"
         tokenizer = await asyncio.to_thread(Tokenizer.from_file, str(file))
+        tokens = await asyncio.to_thread(_written, folder)
 
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
             return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
         self._runtime = runtime
         self._machine = Detokenizer(
-            runtime.process, decode, self._settings.detokenizer.requests_max
+            runtime.process, decode, self._settings.detokenizer.requests_max, tokens
         )
         runtime.peers.watch(self._on_peer)
         runtime.group.create_task(self._speak(), name="speak")
@@ -169,3 +172,12 @@ class DetokenizerService:
             await asyncio.sleep(TICK_S)
             self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
             self._spans.end(self._machine.requests)
+
+
+def _written(folder: Path) -> Sequence[bytes]:
+    """What each token writes; nothing if the tokenizer does not say so."""
+    try:
+        return read_vocabulary(folder).tokens
+    except Unsupported as error:
+        log.info("bytes of tokens are those of their texts", extra={"reason": error.message})
+        return ()

@@ -7,6 +7,7 @@ process in the worker's place: `python -m antiphon.testing.echo_worker --config 
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import Admit, CommandBatch
+from antiphon.wire.details import TokenDetails, pack_floats
 from antiphon.wire.heartbeat import StreamSeq, WorkerLoad
 from antiphon.wire.routes import COMMAND, TOKENS
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
@@ -48,6 +50,7 @@ class _Echo:
         self.stream = TokenStream(
             owner=self.admit.owner,
             prompt_tokens=id_count(self.admit.prompt_ids),
+            details_from=None if self.admit.sampling.details is None else 0,
             continues=self.admit.continues,
             stop=self.admit.stop,
             deadline_unix_ms=self.admit.deadline_unix_ms,
@@ -69,8 +72,23 @@ class _Echo:
             attempt=self.admit.attempt,
             offset=offset,
             token_ids=pack_ids([self.ids[offset]]),
+            details=self._details(self.ids[offset]),
             stream=stream,
             finish_reason=FinishReason.LENGTH if self.ended else None,
+        )
+
+    def _details(self, token: int) -> TokenDetails | None:
+        """What is told of a token of which no other could have come."""
+        wanted = self.admit.sampling.details
+        if wanted is None:
+            return None
+        others = max(0, wanted.top - 1)
+        return TokenDetails(
+            count=1,
+            token_ids=pack_ids([token]),
+            logprobs=pack_floats([0.0]),
+            top_ids=pack_ids([token, *[-1] * others][: wanted.top]),
+            top_logprobs=pack_floats([0.0, *[-math.inf] * others][: wanted.top]),
         )
 
 

@@ -18,7 +18,7 @@ from antiphon.wire.base import Value
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T", int, float)
 
@@ -120,13 +120,16 @@ class DetailPiece(Value):
     """Details of one choice, beginning at a token offset.
 
     Without tokens it says only that nothing is missing up to there. `texts` has the text of each
-    token by itself, where the request wanted it: one that is only a part of a character shows as
-    U+FFFD.
+    token by itself, where the request wanted it. `written` has the bytes of those tokens that write
+    something else than that: by itself a part of a character shows as U+FFFD, a word may lose its
+    space, and a special token that the text leaves out writes nothing. What the tokens of an answer
+    write, one after the other, is its text.
     """
 
     offset: int
     details: TokenDetails
     texts: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    written: dict[int, bytes] = msgspec.field(default_factory=dict[int, bytes])
 
     @property
     def end(self) -> int:
@@ -136,15 +139,37 @@ class DetailPiece(Value):
     @property
     def size_bytes(self) -> int:
         """About the bytes that it takes."""
-        return self.details.size_bytes + sum(5 + len(text.encode()) for text in self.texts.values())
+        texts = sum(5 + len(text.encode()) for text in self.texts.values())
+        written = sum(5 + len(some) for some in self.written.values())
+        return self.details.size_bytes + texts + written
+
+    def text_of(self, token_id: int) -> str:
+        """What a token looks like: its text by itself, or what it writes."""
+        written = self.written.get(token_id)
+        return written.decode(errors="replace") if written else self.texts.get(token_id, "")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token writes."""
+        written = self.written.get(token_id)
+        return self.texts.get(token_id, "").encode() if written is None else written
 
     def beyond(self, offset: int) -> DetailPiece:
         """What lies from `offset` on; `offset` is not past the end."""
         if offset <= self.offset:
             return self
         details = self.details.cut(offset - self.offset)
-        texts = {token: self.texts[token] for token in details.ids() & self.texts.keys()}
-        return DetailPiece(offset=offset, details=details, texts=texts)
+        piece = DetailPiece(offset=offset, details=details)
+        return piece.telling(self.texts, self.written)
+
+    def telling(self, texts: Mapping[int, str], written: Mapping[int, bytes]) -> DetailPiece:
+        """The same, with what is known of its own tokens."""
+        ids = sorted(self.details.ids())
+        return DetailPiece(
+            offset=self.offset,
+            details=self.details,
+            texts={token: texts[token] for token in ids if token in texts},
+            written={token: written[token] for token in ids if token in written},
+        )
 
 
 class DetailStore:
@@ -210,8 +235,9 @@ def join_pieces(pieces: Iterable[DetailPiece | None]) -> DetailPiece | None:
     if not told:
         return None
     texts = {token: text for piece in told for token, text in piece.texts.items()}
+    written = {token: some for piece in told for token, some in piece.written.items()}
     details = join(piece.details for piece in told)
-    return DetailPiece(offset=told[0].offset, details=details, texts=texts)
+    return DetailPiece(offset=told[0].offset, details=details, texts=texts, written=written)
 
 
 def pack_floats(values: Iterable[float]) -> bytes:

@@ -161,6 +161,7 @@ class _Spoken:
         self.text = bytearray()
         self.details = DetailStore()
         self._texts: dict[int, str] = {}
+        self._written: dict[int, bytes] = {}
 
     def add(self, said: Said) -> None:
         self.text += said.text.encode()
@@ -169,6 +170,7 @@ class _Spoken:
                 self.details = DetailStore(said.details.offset)
             self.details.append(said.details.details)
             self._texts |= said.details.texts
+            self._written |= said.details.written
 
     def beyond(self, place: TextPlace | None) -> Iterator[tuple[int, str, DetailPiece | None]]:
         """What lies beyond a place, as (offset, text, details), text first."""
@@ -190,5 +192,5 @@ class _Spoken:
 
     def piece(self, start: int, stop: int) -> DetailPiece:
         details = self.details.take(start, stop)
-        texts = {i: self._texts[i] for i in sorted(details.ids()) if i in self._texts}
-        return DetailPiece(offset=max(start, self.details.first), details=details, texts=texts)
+        piece = DetailPiece(offset=max(start, self.details.first), details=details)
+        return piece.telling(self._texts, self._written)

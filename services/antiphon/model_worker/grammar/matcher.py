@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.grammar.source import Source
-    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import Vocabulary
 
 TOKEN_S_MAX = 0.1
 """Most processor time that one token may take to follow, thousands of times what it does take. An

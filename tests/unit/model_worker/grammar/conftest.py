@@ -9,7 +9,7 @@ from antiphon import embedded
 from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.grammar.matcher import Compiler
-from antiphon.model_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+from antiphon.service.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable

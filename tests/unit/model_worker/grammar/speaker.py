@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Finish
     from antiphon.model_worker.grammar.matcher import CompiledGrammar
-    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.model_worker.grammar.matcher import Compiler
-    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import Vocabulary
 
 END = 2
 

@@ -13,7 +13,7 @@ from antiphon.config.resolve import resolve
 from antiphon.config.settings import Settings
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
 from antiphon.model_worker.grammar.source import Source
-from antiphon.model_worker.grammar.vocabulary import read_vocabulary
+from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.grammar import GrammarKind
 

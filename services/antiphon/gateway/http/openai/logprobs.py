@@ -19,11 +19,14 @@ NOTHING_BEFORE: tuple[str, ...] = ()
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A token that might have come; `bytes` is its text in UTF-8."""
+    """A token that might have come; `bytes` is what it writes, perhaps a part of a character.
+
+    None of a special token, which the text leaves out.
+    """
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -31,7 +34,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
@@ -57,15 +60,21 @@ def chat_logprobs(piece: DetailPiece | None) -> ChatLogprobs | None:
         return None
     content = [
         TokenLogprob(
-            token=text,
+            token=piece.text_of(detail.token_id),
             logprob=_logprob(detail.logprob),
-            bytes=list(text.encode()),
+            bytes=_bytes(piece, detail.token_id),
             top_logprobs=[
-                TopLogprob(token=other, logprob=_logprob(logprob), bytes=list(other.encode()))
-                for other, logprob in likeliest
+                TopLogprob(
+                    token=piece.text_of(other),
+                    logprob=_logprob(logprob),
+                    bytes=_bytes(piece, other),
+                )
+                for other, logprob in detail.top
+                if other >= 0
             ],
         )
-        for text, detail, likeliest in _tokens(piece)
+        for detail in piece.details.each()
+        if detail.token_id >= 0
     ]
     return ChatLogprobs(content)
 
@@ -102,10 +111,12 @@ def _tokens(piece: DetailPiece) -> Iterator[tuple[str, TokenDetail, list[tuple[s
     for detail in piece.details.each():
         if detail.token_id < 0:  # what would follow a prompt after which nothing is drawn
             continue
-        likeliest = [
-            (piece.texts.get(token, ""), logprob) for token, logprob in detail.top if token >= 0
-        ]
-        yield piece.texts.get(detail.token_id, ""), detail, likeliest
+        likeliest = [(piece.text_of(token), logprob) for token, logprob in detail.top if token >= 0]
+        yield piece.text_of(detail.token_id), detail, likeliest
+
+
+def _bytes(piece: DetailPiece, token_id: int) -> list[int] | None:
+    return list(piece.bytes_of(token_id)) or None
 
 
 def _logprob(value: float | None) -> float:

@@ -27,8 +27,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     tokens: tuple[bytes, ...]
 
 
-def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """Read the tokens of a tokenizer, as many as the model has logits for.
+def read_vocabulary(folder: Path, size: int | None = None) -> Vocabulary:
+    """Read the tokens of a tokenizer: as many as the model has logits for, or all that there are.
 
     Raises:
         Unsupported: There is no tokenizer.json, or its tokens do not say which bytes they write.
@@ -37,10 +37,14 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     try:
         tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.DecodeError) as error:
-        raise Unsupported(f"grammars need a tokenizer.json: {error}") from error
+        raise Unsupported(f"the bytes of tokens need a tokenizer.json: {error}") from error
     spelling = _spelling(tokenizer.decoder)
+    entries = list(_entries(tokenizer.model))
+    if size is None:
+        ids = [token for _, token in entries] + [added.id for added in tokenizer.added_tokens]
+        size = max(ids, default=-1) + 1
     tokens = [b""] * size
-    for text, token in _entries(tokenizer.model):
+    for text, token in entries:
         if token < size:
             tokens[token] = spelling(text)
     for added in tokenizer.added_tokens:
