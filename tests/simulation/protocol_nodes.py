@@ -311,8 +311,17 @@ class SchedulerNode(Node):
 class Running:
     """One choice in the fake batching loop. Details begin with its first token of an answer."""
 
-    def __init__(self, key: ChoiceKey, answer: bytes, said: int, details_from: int | None) -> None:
+    def __init__(
+        self,
+        key: ChoiceKey,
+        request_id: RequestId,
+        answer: bytes,
+        said: int,
+        details_from: int | None,
+    ) -> None:
         self.key = key
+        self.request_id = request_id
+        self.begun = False
         self.answer = answer
         self.said = said
         self.told = details_from if said == 0 else None if details_from is None else said
@@ -332,7 +341,15 @@ def details_at(answer: bytes, start: int, stop: int) -> TokenDetails:
 
 
 class WorkerNode(Node):
-    """Generates the true answers, a few bytes a step, one byte a token."""
+    """Generates the true answers, a few bytes a step, one byte a token.
+
+    What it has not begun it gives back: all of it while it drains, and else as often as it likes.
+
+    Attributes:
+        fickle: How likely it gives back what waits, at each of its ticks.
+        begun: Called with each request that it begins to run.
+        left: Called when it has drained.
+    """
 
     role = Role.WORKER
 
@@ -349,6 +366,9 @@ class WorkerNode(Node):
         self.output = Output(self.process, self.seqs, live_max=2 * RUNNING_MAX)
         self.running: deque[Running] = deque()
         self.step = 0
+        self.fickle = 0.0
+        self.begun: Callable[[RequestId], None] = _nobody
+        self.left: Callable[[], None] | None = None
         self._answer = answer
         self._random = random.Random(self.name)
         self.peers.watch(self._watch)
@@ -377,6 +397,13 @@ class WorkerNode(Node):
         )
         return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
 
+    def drain(self, left: Callable[[], None]) -> None:
+        """Take nothing new, give back what has not begun, and leave when the rest has ended."""
+        self.state = State.DRAINING
+        self.output.draining = True
+        self.left = left
+        self.beat()
+
     def _on_command(self, batch: CommandBatch) -> None:
         self._act(self.output.command(batch, self.clock.unix_ms()))
 
@@ -401,7 +428,8 @@ class WorkerNode(Node):
                 answer = self._answer(action.state.prompt_ids)
                 prompt_tokens = len(action.state.prompt_ids) // 4
                 told = action.state.sampling.details_from(prompt_tokens)
-                self.running.append(Running(action.key, answer, said, told))
+                request_id = action.state.request_id
+                self.running.append(Running(action.key, request_id, answer, said, told))
             else:
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
@@ -414,7 +442,21 @@ class WorkerNode(Node):
             self.output.step(self.step, progress)
         self._publish()
 
+    def _give_back(self) -> None:
+        """What a batching loop does when it is asked for what it has not started."""
+        waiting = {one.key for one in self.running if not one.begun}
+        asked = self.output.unstarted(self.clock.unix_ms())
+        returned = [key for keys in asked for key in keys if waiting.issuperset(keys)]
+        self.running = deque(one for one in self.running if one.key not in returned)
+        if returned:
+            self._act(self.output.returned(returned))
+            self.beat()
+
     def _advance(self, one: Running) -> Progress:
+        if not one.begun:
+            one.begun = True
+            self.output.started([one.key])
+            self.begun(one.request_id)
         ids = one.answer[one.said : one.said + self._random.randint(1, 3)]
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
@@ -426,11 +468,19 @@ class WorkerNode(Node):
 
     def _tick(self) -> None:
         self._act(self.output.tick(self.clock.unix_ms()))
+        if self.left is not None or self._random.random() < self.fickle:
+            self._give_back()
+        if self.left is not None and not self.output.held_count and not self.output.has_unsent:
+            self.left()
 
     def _publish(self) -> None:
         if self.network.up and self.output.has_unsent:
             for detokenizer, batch in self.output.take():
                 self.say(TOKENS, batch, detokenizer=detokenizer)
+
+
+def _nobody(_: RequestId) -> None:
+    """Nobody counts."""
 
 
 class DetokenizerNode(Node):

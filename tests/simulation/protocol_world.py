@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -110,12 +111,16 @@ class Story:
 class World:
     """Two gateways, two schedulers, two workers, two detokenizers, and their clients."""
 
-    def __init__(self, seed: int, weather: Weather, queue_max: int = 256) -> None:
+    def __init__(
+        self, seed: int, weather: Weather, queue_max: int = 256, fickle: float = 0.0
+    ) -> None:
         self.random = random.Random(f"world {seed}")
         self.timeline = Timeline()
         self.network = Network(self.timeline, seed, weather)
         self.stories: dict[RequestId, Story] = {}
         self._asked: dict[bytes, Story] = {}
+        self.begun: Counter[RequestId] = Counter()
+        self.fickle = fickle
         self._queue_max = queue_max
         self._last_deadline = 0.0
         self._lives = itertools.count(1)
@@ -205,6 +210,19 @@ class World:
 
         self.timeline.after(self.random.uniform(0.3, 4), again)
 
+    def drain_worker(self) -> None:
+        """An operator replaces a worker: it leaves when it has ended what it had begun."""
+        node = self.random.choice(self.workers)
+        if not node.alive or node.left is not None:
+            return
+
+        def left() -> None:
+            node.die()
+            self.workers[self.workers.index(node)] = fresh = self._worker(node.process.instance)
+            fresh.start()
+
+        node.run(lambda: node.drain(left))
+
     def crash_worker(self) -> None:
         self.restart(self.workers, self._worker)
 
@@ -250,10 +268,17 @@ class World:
         return SchedulerNode(self.timeline, self.network, instance, life, self._queue_max)
 
     def _worker(self, instance: str) -> WorkerNode:
-        return WorkerNode(self.timeline, self.network, instance, next(self._lives), self._answer)
+        life = next(self._lives)
+        node = WorkerNode(self.timeline, self.network, instance, life, self._answer)
+        node.fickle = self.fickle
+        node.begun = self._begin
+        return node
 
     def _detokenizer(self, instance: str) -> DetokenizerNode:
         return DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
+
+    def _begin(self, request_id: RequestId) -> None:
+        self.begun[request_id] += 1
 
     def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
         self.stories[request_id].tell(event, self.timeline.clock.unix_ms())

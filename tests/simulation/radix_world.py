@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.events import Cleared, EventLog, Removed, Stored
+from antiphon.model_worker.cache.events import Blocks, Cleared, EventLog, Removed, Stored
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.index import CacheKey
@@ -60,7 +60,7 @@ class RadixWorld:
         self.pools = CachePools(groups)
         self.events_max = random.choice([1, 3, 50])
         self.log = EventLog(self.events_max)
-        self.index = RadixIndex(self.pools, STRATEGIES[strategy], self.log)
+        self.index = RadixIndex(self.pools, STRATEGIES[strategy], Blocks())
         self.holders: list[Holder] = []
         self.entries: dict[Position, Entry] = {}
         self.content: dict[tuple[int, int], Position] = {}
@@ -424,6 +424,7 @@ class RadixWorld:
             for end in range(BLOCK_TOKENS * 4, len(ids) + 1, BLOCK_TOKENS * 4)
             if end > len(ids) - self.pools.page_tokens * 4
         }
+        self.log.add(self.index.take_events())
         replay = self.log.replay(self.heard_to)
         self.reached["dumped"] += self.log.seq - self.heard_to > self.events_max
         for event in replay.events:

@@ -18,6 +18,7 @@ Fault = Callable[[World], None]
 
 FAULTS: tuple[Fault, ...] = (
     World.crash_worker,
+    World.drain_worker,
     World.crash_scheduler,
     World.crash_leader,
     World.crash_detokenizer,
@@ -27,7 +28,12 @@ FAULTS: tuple[Fault, ...] = (
     World.deaf,
     World.outage,
 )
-UNNOTICED: tuple[Fault, ...] = (World.crash_scheduler, World.crash_leader, World.short_outage)
+UNNOTICED: tuple[Fault, ...] = (
+    World.drain_worker,
+    World.crash_scheduler,
+    World.crash_leader,
+    World.short_outage,
+)
 RECOVERY_S = 12.0
 
 
@@ -47,6 +53,16 @@ def test_in_fair_weather_every_request_succeeds(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_lost_and_repeated_messages_lose_no_request(seed: int) -> None:
     weather_the_loss(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_given_back_before_it_began_runs_once_and_elsewhere(seed: int) -> None:
+    give_back_at_will(seed)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_given_back_in_bad_weather_is_not_lost(seed: int) -> None:
+    give_back_in_bad_weather(seed)
 
 
 @pytest.mark.parametrize("fault", UNNOTICED, ids=name)
@@ -74,6 +90,8 @@ def test_five_hundred_seeds_of_each_kind(hundred: int) -> None:
         print("seed", seed)
         weather_the_loss(seed)
         weather_a_storm(seed)
+        give_back_at_will(seed)
+        give_back_in_bad_weather(seed)
         weather_one(FAULTS[seed % len(FAULTS)], seed)
         weather_unnoticed(UNNOTICED[seed % len(UNNOTICED)], seed)
 
@@ -82,6 +100,32 @@ def weather_the_loss(seed: int) -> None:
     world = World(seed, Weather(loss=0.05, repeat=0.05, delay_s=0.01))
     world.run(SETTLE_S)
     world.load(30, 10, deadline_s=(40, 50))
+    world.run(30)
+    world.finish()
+    assert_all_succeeded(world)
+
+
+def give_back_at_will(seed: int) -> None:
+    """Workers give back what waits whenever they like, and are drained one after the other."""
+    world = World(seed, Weather(), fickle=0.3)
+    world.run(SETTLE_S)
+    world.load(160, 8, deadline_s=(40, 50))
+    for when in (3.0, 9.0):
+        world.timeline.after(when, world.drain_worker)
+    world.run(8 + 2 * RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    assert_all_succeeded(world)
+    returned = sum(worker.output.returned_count for worker in world.workers)
+    assert returned, "nothing was given back"
+    assert set(world.begun.values()) == {1}, "a request ran twice"
+
+
+def give_back_in_bad_weather(seed: int) -> None:
+    world = World(seed, Weather(loss=0.05, repeat=0.05, delay_s=0.01), fickle=0.3)
+    world.run(SETTLE_S)
+    world.load(30, 10, deadline_s=(40, 50))
+    world.timeline.after(5.0, world.drain_worker)
     world.run(30)
     world.finish()
     assert_all_succeeded(world)

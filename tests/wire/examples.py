@@ -49,6 +49,14 @@ from antiphon.wire.ids import (
     RequestId,
     TenantId,
 )
+from antiphon.wire.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvents,
+    KvReplayed,
+    ReplayKv,
+)
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams, StopStrings
@@ -357,6 +365,17 @@ EVERY: tuple[Message, ...] = (
     SetWeightVersion(version="step-7", abort_all=False),
     DumpPlans(),
     ControlDone(pages_freed=128, requests=2, file="/var/dumps/plans.antiphon"),
+    KvEvents(
+        worker=WORKER,
+        seq=9,
+        events=(
+            BlocksStored(parent=DIGESTS[0], digests=DIGESTS[1]),
+            BlocksRemoved(digests=b"".join(DIGESTS)),
+            BlocksCleared(),
+        ),
+    ),
+    ReplayKv(after=6, snapshot=9, part=1),
+    KvReplayed(worker=WORKER, seq=9, events=(BlocksCleared(),), snapshot=True, part=2),
     TokenBatch(
         worker=WORKER,
         seq=12,
@@ -436,7 +455,16 @@ EVERY: tuple[Message, ...] = (
             pages_free=100,
             pages_total=512,
             page_tokens=16,
-            running=(RunningRequest(request_id=REQUEST, attempt=FIRST, tokens=40, ended=True),),
+            running=(
+                RunningRequest(
+                    request_id=REQUEST,
+                    attempt=FIRST,
+                    tokens=40,
+                    ended=True,
+                    waiting=True,
+                    returned=True,
+                ),
+            ),
             waiting=2,
             running_max=64,
             step=345,
@@ -447,6 +475,9 @@ EVERY: tuple[Message, ...] = (
             paused=True,
             weight_version="step-7",
             bits="isa:avx2",
+            pages_promised=30,
+            pages_returning=12,
+            kv_seq=77,
         ),
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),

@@ -118,6 +118,11 @@ class HeldRequest:
     """A request from its admission until its owner no longer lists it.
 
     Its prompt is not here: the batching loop has it, and nobody is ever sent it.
+
+    Attributes:
+        started: A step has computed something of it.
+        returned: It was given back: the leader is told of it until it takes it, and runs it under
+            another attempt.
     """
 
     def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int) -> None:
@@ -129,6 +134,8 @@ class HeldRequest:
         self.admitted_ms = now_ms
         self.cached_tokens = 0
         self.listed_after_end = False
+        self.started = False
+        self.returned = False
         self._prompt_tokens = len(admit.prompt_ids) // _ID_BYTES
         self._details_from = admit.sampling.details_from(self._prompt_tokens)
         self.choices = [

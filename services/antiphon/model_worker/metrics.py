@@ -44,6 +44,7 @@ class WorkerMetrics:
         self._stalls = counter("stalls", "Times that the batching loop stood still.")
         self._paused = gauge("paused", "1 while no steps are run.")
         self._overrun = gauge("overrun_tokens", "Tokens made beyond a stop string, since start.")
+        self._returned = gauge("returned", "Requests given back unstarted, since start.")
         self._rows = gauge("batch_rows", "Choices in the last step.")
         self._running = gauge("running", "Choices with pages.")
         self._waiting = gauge("waiting", "Choices that wait for pages.")
@@ -89,7 +90,8 @@ class WorkerMetrics:
         """Count a standstill."""
         self._stalls.inc()
 
-    def hold(self, *, held: int, overrun_tokens: int) -> None:
-        """Say what is kept, and what was made in vain since start."""
+    def hold(self, *, held: int, overrun_tokens: int, returned: int) -> None:
+        """Say what is kept, and what was made in vain or given back since start."""
         self._held.set(held)
         self._overrun.set(overrun_tokens)
+        self._returned.set(returned)

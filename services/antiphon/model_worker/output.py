@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.request import (
 from antiphon.model_worker.held import HeldChoice, HeldRequest
 from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, decode_error
+from antiphon.wire.errors import EngineError, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.parts import parts
 from antiphon.wire.tokens import TokenBatch, TokenRow
@@ -78,9 +78,9 @@ class Output:
         live_max: Most choices in the batching loop; one more is refused as overloaded.
         term: The highest term that a command came from; lower ones are not obeyed.
         commands_seq: The last batch of that term.
-        draining: Nothing new is accepted. What comes all the same is not heard: the heartbeat shows
-            that it is not held, and the leader gives it to another, with no error in between.
+        draining: Nothing new is accepted. What comes all the same is given back at once.
         overrun_tokens: Ids that were made beyond a stop string, and thrown away.
+        returned_count: Requests given back, since start.
     """
 
     def __init__(self, process: Process, seqs: SeqSender, *, live_max: int) -> None:
@@ -90,6 +90,7 @@ class Output:
         self.commands_seq = 0
         self.draining = False
         self.overrun_tokens = 0
+        self.returned_count = 0
         self._seqs = seqs
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
@@ -122,6 +123,8 @@ class Output:
                 attempt=held.attempt,
                 tokens=held.tokens,
                 ended=not held.live,
+                waiting=not held.started,
+                returned=held.returned,
             )
             for held in self._held.values()
         )
@@ -206,6 +209,31 @@ class Output:
             if not choice.live:
                 del self._choices[news.key]
 
+    def started(self, keys: Iterable[ChoiceKey]) -> None:
+        """The batching loop runs these now: nobody else ever will, under this attempt."""
+        for key in keys:
+            if key in self._choices:
+                self._choices[key][0].started = True
+
+    def unstarted(self, admitted_ms: int) -> list[tuple[ChoiceKey, ...]]:
+        """The choices of each request that has not begun, and was admitted by then; oldest first.
+
+        The loop, which alone knows what it has started meanwhile, says whether they are given back.
+        """
+        return [
+            tuple(choice.key for choice in held.choices)
+            for held in self._held.values()
+            if held.live and not held.started and held.admitted_ms <= admitted_ms
+        ]
+
+    def returned(self, keys: Iterable[ChoiceKey]) -> list[Action]:
+        """The loop has given up these, all choices of their requests: others shall run them."""
+        drops: list[Action] = []
+        for key in keys:
+            if key in self._choices:
+                drops += self._return(self._choices[key][0])
+        return drops
+
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
         """End a choice that the batching loop could not be given."""
         self.step(self._step, [Progress(key=key, finish=Finish.failed(error))])
@@ -247,7 +275,7 @@ class Output:
         ]
 
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
-        if self.draining or now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
+        if now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
             return []
         if self._tombstones.covers(admit.request_id, admit.attempt):
             return []
@@ -259,17 +287,22 @@ class Output:
         self._held[held.request_id] = held
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
-        if self.live_count > self.live_max:
-            error = self._no_room(len(held.choices))
+        if len(held.choices) > self.live_max:
+            error = InvalidRequest(f"a worker runs at most {self.live_max} answers", param="n")
             for choice in held.choices:
                 self.refuse(choice.key, error)
-            return actions
-        return actions + _runs(admit, held)
+        elif self.draining or self.live_count > self.live_max:
+            self._return(held)
+        else:
+            actions += _runs(admit, held)
+        return actions
 
-    def _no_room(self, choices: int) -> EngineError:
-        if choices > self.live_max:
-            return InvalidRequest(f"a worker runs at most {self.live_max} answers", param="n")
-        return Overloaded("the worker is full", retry_after_s=1.0)
+    def _return(self, held: HeldRequest) -> list[Action]:
+        """Let another attempt run a request. Until the leader aborts this one, it hears of it."""
+        assert not held.started, "what has begun cannot begin again elsewhere"
+        held.returned = True
+        self.returned_count += 1
+        return self._stop(held, held.choices)
 
     def _abort(self, abort: Abort) -> list[Action]:
         held = self._held.get(abort.request_id)

@@ -8,46 +8,53 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from antiphon.model_worker.agreement import Agreement
+from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.recorder import summary
-from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.control import Control
 from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.grammar.grammars import Grammars
 from antiphon.model_worker.grammar.queue import GrammarQueue
+from antiphon.model_worker.handing_back import others, room
 from antiphon.model_worker.journal import Journal
 from antiphon.model_worker.metrics import WorkerMetrics
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
-from antiphon.model_worker.watchdog import Hung, Verdict, Watchdog, stack_of
+from antiphon.model_worker.pulse import Pulse
+from antiphon.model_worker.warming import warm_up
+from antiphon.model_worker.watchdog import Watchdog
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
-from antiphon.service.sockets import CannotStart
 from antiphon.wire.base import Role
-from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ControlDone, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, Overloaded
 from antiphon.wire.heartbeat import WorkerLoad
-from antiphon.wire.ids import RequestId
-from antiphon.wire.routes import COMMAND, OPEN, STOP, TOKENS, WORKER_CONTROL
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.routes import (
+    COMMAND,
+    KV_EVENTS,
+    KV_REPLAY,
+    OPEN,
+    STOP,
+    TOKENS,
+    WORKER_CONTROL,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.guide import Guide
+    from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.control import Message
     from antiphon.wire.command import CommandBatch
     from antiphon.wire.ids import ModelName
+    from antiphon.wire.kv_events import KvReplayed, ReplayKv
     from antiphon.wire.submit import OpenList
 
 log = logging.getLogger(__name__)
@@ -116,13 +123,14 @@ class ModelWorker:
             thread.shutdown(wait=False)
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Commands of leaders, stops of detokenizers, open lists of gateways, and control."""
+        """What leaders, detokenizers, gateways and operators say, and who missed KV events."""
         here = {"worker": self._runtime.process.instance}
         return (
             Follow(route=COMMAND, apply=self._on_command, address=here),
             Follow(route=STOP, apply=self._on_stop, address=here),
             Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),
             Answer(route=WORKER_CONTROL, handler=self._on_control, address=here),
+            Answer(route=KV_REPLAY, handler=self._on_replay, address=here),
         )
 
     def model(self) -> ModelName | None:
@@ -150,6 +158,9 @@ class ModelWorker:
                 paused=last.paused,
                 weight_version=limits.weight_version,
                 bits=self._agreement.bits,
+                pages_promised=last.credit.pages_promised,
+                pages_returning=last.credit.pages_returning,
+                kv_seq=self._announcer.seq,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
@@ -159,6 +170,7 @@ class ModelWorker:
     async def drain(self) -> None:
         """Finish what runs, send the rest, and wait a little for its owners to have it."""
         self._output.draining = True
+        self._give_back(self._runtime.clock.unix_ms())
         while self._output.live_count or self._output.has_unsent:
             await self._change()
         try:
@@ -173,6 +185,7 @@ class ModelWorker:
         live_max = limits.running_max + limits.queue_max
         self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
+        self._announcer = Announcer(self._runtime.process, self._settings.cache.events_max)
         self._mailbox = Mailbox(live_max)
         self._loop = BatchingLoop(
             engine.batching,
@@ -182,7 +195,6 @@ class ModelWorker:
             overlap=engine.resolved is not None and engine.resolved.overlap.value,
         )
         batching = self._settings.batching
-        self._watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
         self._dumps = Dumps(
             batching.dump_folder,
             self._runtime.process.instance,
@@ -201,12 +213,17 @@ class ModelWorker:
         )
         self._control = Control(self._mailbox, self._dumps, self._begin_drain)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
+        watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
+        self._pulse = Pulse(self._loop, watchdog, self._metrics.stalled)
 
     async def _on_command(self, batch: CommandBatch) -> None:
+        returned = self._output.returned_count
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
         self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
+        if self._output.returned_count > returned:
+            self._runtime.health.changed()
 
     async def _on_stop(self, message: StopChoice | ResendTokens) -> None:
         if isinstance(message, StopChoice):
@@ -221,9 +238,13 @@ class ModelWorker:
     async def _on_control(self, message: Message, _: object) -> ControlDone:
         return await self._control.answer(message)
 
+    async def _on_replay(self, message: ReplayKv, _: object) -> KvReplayed:
+        return self._announcer.replay(message)
+
     def _begin_drain(self) -> None:
         self._output.draining = True
         self._runtime.health.draining()
+        self._give_back(self._runtime.clock.unix_ms())
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED and peer.beat.role is Role.GATEWAY:
@@ -285,6 +306,7 @@ class ModelWorker:
                 self._on_report(self._reports.popleft())
                 self._reports_free.release()
             await self._publish()
+            await self._announce()
             self._moved.set()
 
     def _on_report(self, report: StepReport) -> None:
@@ -294,6 +316,11 @@ class ModelWorker:
         self._stepped_at = now = self._runtime.clock.now()
         self._journal.step(report.progress, now)
         self._output.step(report.step, report.progress)
+        self._output.started(report.started)
+        self._announcer.add(report.events)
+        if report.returned:
+            self._act(self._output.returned(report.returned))
+            self._runtime.health.changed()  # the leader shall hear of it now
         self._metrics.observe(report)
         self._control.done(report.done)
 
@@ -309,43 +336,43 @@ class ModelWorker:
                     fields = {"detokenizer": detokenizer, "error": error}
                     log.warning("tokens not sent", extra=fields)
 
+    async def _announce(self) -> None:
+        """Tell of what came into the cache and went; or not, which the numbers will show."""
+        bus, worker = self._runtime.bus, self._runtime.process.instance
+        for batch in self._announcer.take():
+            if not bus.link.up:
+                return
+            try:
+                await bus.publish(KV_EVENTS, batch, model=self._model, worker=worker)
+            except EngineError as error:
+                log.warning("KV events not sent", extra={"seq": batch.seq, "error": error})
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._act(self._output.tick(self._runtime.clock.unix_ms()))
+            now_ms = self._runtime.clock.unix_ms()
+            self._act(self._output.tick(now_ms))
+            self._give_back(now_ms)
             self._metrics.settle()
             self._metrics.hold(
-                held=self._output.held_count, overrun_tokens=self._output.overrun_tokens
+                held=self._output.held_count,
+                overrun_tokens=self._output.overrun_tokens,
+                returned=self._output.returned_count,
             )
-            self._check_pulse(self._runtime.clock.now())
+            self._pulse.check(self._runtime.clock.now())
 
-    def _check_pulse(self, now: float) -> None:
-        """Say what the loop hangs on.
-
-        Raises:
-            Hung: It has for so long that it will not go on.
-        """
-        loop = self._loop
-        verdict = self._watchdog.look(loop.pulse, now)
-        if verdict is None:
+    def _give_back(self, now_ms: int) -> None:
+        """Ask the loop to give up what it has not started, if others would do so sooner."""
+        loads = others(self._runtime.peers.working(Role.WORKER), self._model)
+        after_s = self._settings.queue.hand_back_s
+        if self._output.draining and loads:
+            waiting = self._output.unstarted(now_ms)
+        elif after_s is not None and (places := room(loads)):
+            waiting = self._output.unstarted(now_ms - round(after_s * 1000))[:places]
+        else:
             return
-        stands_s = self._watchdog.stands_s(now)
-        records = loop.recorder.records()
-        log.error(
-            "batching stands still",
-            extra={
-                "seconds": round(stands_s, 1),
-                "stack": "\n" + stack_of(loop.thread),
-                **(summary(records[-1].plan) if records else {}),
-            },
-        )
-        match verdict:
-            case Verdict.STALLED:
-                self._metrics.stalled()
-            case Verdict.HUNG:
-                raise Hung(f"the batching loop stands still since {stands_s:.0f} s")
-            case _:
-                assert_never(verdict)
+        for keys in waiting:
+            self._mailbox.give_back(keys)
 
     async def _guard(self, work: Awaitable[None]) -> None:
         """Leave the last plans behind when something ends the process."""
@@ -359,32 +386,6 @@ class ModelWorker:
         """Wait until something has moved. For `drain` only; each tick counts as a move."""
         self._moved.clear()
         await self._moved.wait()
-
-
-def warm_up(loop: BatchingLoop) -> StepReport:
-    """Run two steps before anybody waits for one: the first of each kind takes its time.
-
-    Raises:
-        CannotStart: The model does not run.
-    """
-    sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
-    state = RequestState(
-        request_id=RequestId("warm-up"),
-        choice=0,
-        prompt_ids=pack_ids([0, 0]),
-        sampling=sampling,
-        deadline_unix_ms=0,
-    )
-    # The output machine counts its keys from 1.
-    mail = Mail(runs=((ChoiceKey(0), state),))
-    while True:
-        report = loop.turn(mail)
-        for news in report.progress:
-            if news.finish is not None and news.finish.error is not None:
-                raise CannotStart(f"the model does not run: {news.finish.error.message}")
-            if news.finish is not None:
-                return replace(report, progress=())
-        mail = Mail()
 
 
 async def _watch(loop: asyncio.Future[None]) -> None:

@@ -28,12 +28,28 @@ class SendNotice:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A request has got its worker; `waited_s` is counted from its submit."""
+    """A request has got its worker.
+
+    Attributes:
+        waited_s: Since its submit.
+        blocks: Of 64 tokens, in its prompt.
+        cached_blocks: Of these, those that the worker is known to have, or to have soon.
+    """
 
     request_id: RequestId
     attempt: Attempt
     worker: Process
     waited_s: float
+    blocks: int = 0
+    cached_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A request has been given back by its worker, and is placed anew."""
+
+    request_id: RequestId
+    worker: Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +59,4 @@ class Gone:
     request_id: RequestId
 
 
-Action = SendCommands | SendNotice | Bound | Gone
+Action = SendCommands | SendNotice | Bound | Returned | Gone

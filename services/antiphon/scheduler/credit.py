@@ -11,7 +11,27 @@ from antiphon.wire.ids import RequestId
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.wire.heartbeat import WorkerLoad
+    from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one bound request takes of its worker.
+
+    Attributes:
+        choices: Answers to it: each takes a place.
+        pages: Of its prompt and the first token after it.
+        blocks: Of its prompt that the worker has to compute.
+        waiting: Its worker has not said yet that it runs: its pages are not among those that the
+            worker counts as taken or promised.
+        computing: Its worker has not said yet that its prompt is computed.
+    """
+
+    choices: int = 1
+    pages: int = 0
+    blocks: int = 0
+    waiting: bool = True
+    computing: bool = True
 
 
 @dataclass(slots=True)
@@ -19,45 +39,80 @@ class Account:
     """What one leader has put on one worker.
 
     Attributes:
-        bound: Requests that are bound to it and not ended.
+        charges: Of the requests that are bound to it, ended ones among them.
         strays: What it still ran in its last report though it should not.
         ended: What is bound to it, and had ended by then.
-        pages_promised: By admits since that report.
+        shut: It has given something back since its last report, and gets nothing before the next.
     """
 
-    bound: set[RequestId] = field(default_factory=set[RequestId])
+    charges: dict[RequestId, Charge] = field(default_factory=dict[RequestId, Charge])
     strays: set[RequestId] = field(default_factory=set[RequestId])
     ended: set[RequestId] = field(default_factory=set[RequestId])
-    pages_promised: int = 0
+    shut: bool = False
 
-    def report(self, held: Iterable[RequestId], ended: set[RequestId]) -> None:
+    def bind(self, request_id: RequestId, charge: Charge) -> None:
+        """Count a request that is its own from here on."""
+        self.charges[request_id] = charge
+        self.strays.discard(request_id)
+
+    def unbind(self, request_id: RequestId) -> None:
+        """Count a request no more, unless its next report holds it."""
+        self.charges.pop(request_id, None)
+        self.ended.discard(request_id)
+
+    def report(self, lines: Iterable[RunningRequest]) -> None:
         """Count anew from what a load report says that the worker holds."""
-        self.strays = set(held) - self.bound - ended
-        self.ended = self.bound & ended
-        self.pages_promised = 0
-
-    def promise(self, load: WorkerLoad, prompt_ids: bytes) -> None:
-        """Count the pages of an admit that the last report cannot know of."""
-        self.pages_promised += pages_needed(prompt_ids, load.page_tokens)
+        self.strays, self.ended, self.shut = set(), set(), False
+        for line in lines:
+            charge = self.charges.get(line.request_id)
+            if charge is not None:
+                charge.waiting = line.waiting
+                charge.computing = line.waiting or not line.tokens
+                if line.ended:
+                    self.ended.add(line.request_id)
+            elif not line.ended:
+                self.strays.add(line.request_id)
 
     @property
     def occupied(self) -> int:
         """Places taken."""
-        return len(self.bound - self.ended) + len(self.strays)
+        return sum(charge.choices for charge in self._live()) + len(self.strays)
+
+    @property
+    def blocks_pending(self) -> int:
+        """Blocks of prompts that it has still to compute, as far as it has said."""
+        return sum(charge.blocks for charge in self._live() if charge.computing)
 
     def places(self, load: WorkerLoad, look_ahead: int) -> int:
-        """Count the requests that may still be bound to it."""
+        """Count the answers that may still be bound to it."""
         return max(0, load.running_max + look_ahead - self.occupied)
 
-    def takes(self, load: WorkerLoad, look_ahead: int, prompt_ids: bytes) -> bool:
-        """Whether it has a place and pages for one more prompt.
+    def pages_available(self, load: WorkerLoad) -> int:
+        """Pages that one more request may count on, by the time that it is there.
+
+        Those that running requests are about to take are none of them, those that surely come back
+        are, and those of whoever was bound and does not run yet are gone.
+        """
+        waiting = sum(charge.pages for charge in self._live() if charge.waiting)
+        return load.pages_free - load.pages_promised + load.pages_returning - waiting
+
+    def takes(self, load: WorkerLoad, look_ahead: int, charge: Charge) -> bool:
+        """Whether it has places and pages for one more request.
 
         An idle worker takes any: what does not fit then never will, and it says so itself.
         """
-        if self.places(load, look_ahead) == 0:
+        if self.shut:
             return False
-        pages = pages_needed(prompt_ids, load.page_tokens)
-        return self.occupied == 0 or pages <= load.pages_free - self.pages_promised
+        occupied = self.occupied
+        if occupied == 0:
+            return True
+        if occupied + charge.choices > load.running_max + look_ahead:
+            return False
+        return charge.pages <= self.pages_available(load)
+
+    def _live(self) -> Iterable[Charge]:
+        ended = self.ended
+        return (charge for name, charge in self.charges.items() if name not in ended)
 
 
 def pages_needed(prompt_ids: bytes, page_tokens: int) -> int:

@@ -37,7 +37,10 @@ class Holdings:
             return False
         self._beats[worker] = beat
         self._heard_at[worker] = now
-        self._held[worker] = {held.request_id: held.attempt for held in load.running}
+        # What it gives back it does not hold: nobody is to be told that it runs there.
+        self._held[worker] = {
+            held.request_id: held.attempt for held in load.running if not held.returned
+        }
         self._ended[worker] = {held.request_id for held in load.running if held.ended}
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from antiphon.scheduler.caches import Caches
 from antiphon.scheduler.holdings import Holdings
 from antiphon.scheduler.leadership import Leadership
 from antiphon.scheduler.open_lists import OpenLists
@@ -37,7 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class Leader:
-    """One scheduler process. Each event may leave actions behind, which `take` returns."""
+    """One scheduler process. Each event may leave actions behind, which `take` returns.
+
+    Attributes:
+        caches: What the workers' prefix caches hold; its events and replays go there directly.
+    """
 
     def __init__(
         self, process: Process, model: ModelName, rules: Rules, clock: Clock, peers: Peers
@@ -47,6 +52,7 @@ class Leader:
         self._clock = clock
         self._peers = peers
         self._leadership = Leadership(process, rules, clock.now())
+        self.caches = Caches(rules.blocks_max)
         self._holdings = Holdings()
         self._lists = OpenLists()
         self._tenure: Tenure | None = None
@@ -133,6 +139,7 @@ class Leader:
             self._unsettle()
         if not link_up:
             return
+        self.caches.expire(now)
         if self._leadership.claim(now):
             self._take_office()
         self._settle()
@@ -170,6 +177,7 @@ class Leader:
         load = peer.beat.worker
         if load is None or not self._holdings.apply(peer.beat, load, self._clock.now()):
             return
+        self.caches.beat(peer.process, load.kv_seq)
         if load.term is not None:
             self._leadership.see(load.term)
             self._check_term()
@@ -187,6 +195,7 @@ class Leader:
             case Role.GATEWAY:
                 self._lists.forget(process)
             case Role.WORKER:
+                self.caches.forget(process)
                 self._holdings.forget(process)
                 self._stalled.discard(process)
                 if reconciliation is not None:
@@ -208,6 +217,7 @@ class Leader:
             clock=self._clock,
             peers=self._peers,
             holdings=self._holdings,
+            caches=self.caches,
         )
         self._reconciliation = Reconciliation(
             self._tenure,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.credit import Account
+from antiphon.scheduler.credit import Account, Charge
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Attempt, Process
@@ -35,6 +35,7 @@ class Entry:
         disputed_at: Since when the owner follows another attempt than the bound one.
         unlisted: Whole lists of the owner in a row that lacked it.
         losses: Attempts of it that have failed.
+        returned_by: Workers that gave it back.
     """
 
     request_id: RequestId
@@ -48,6 +49,7 @@ class Entry:
     disputed_at: float | None = None
     unlisted: int = 0
     losses: int = 0
+    returned_by: set[Process] = field(default_factory=set["Process"])
 
     @property
     def restartable(self) -> bool:
@@ -86,18 +88,21 @@ class Ledger:
         self.unbind(entry)
         del self._entries[entry.request_id]
 
-    def bind(self, entry: Entry, binding: Binding) -> None:
-        """Note where a request runs, in place of where it ran."""
+    def bind(self, entry: Entry, binding: Binding, charge: Charge | None = None) -> None:
+        """Note where a request runs, in place of where it ran.
+
+        Without a charge it runs there already, and its worker's report counts its pages.
+        """
         self.unbind(entry)
         entry.binding = binding
-        account = self._accounts[binding.worker]
-        account.bound.add(entry.request_id)
-        account.strays.discard(entry.request_id)
+        choices = 1 if entry.submit is None else entry.submit.choices
+        running = Charge(choices=choices, waiting=False, computing=False)
+        self._accounts[binding.worker].bind(entry.request_id, charge or running)
 
     def unbind(self, entry: Entry) -> None:
         """Note that a request runs nowhere."""
         if entry.binding is not None:
-            self._accounts[entry.binding.worker].bound.discard(entry.request_id)
+            self._accounts[entry.binding.worker].unbind(entry.request_id)
             entry.binding = None
 
     def entries(self) -> list[Entry]:
@@ -111,7 +116,7 @@ class Ledger:
     def bound_to(self, worker: Process) -> list[Entry]:
         """Return one worker's, in order of their ids, so that a simulation repeats itself."""
         account = self._accounts.get(worker)
-        return [self._entries[name] for name in sorted(account.bound)] if account else []
+        return [self._entries[name] for name in sorted(account.charges)] if account else []
 
     def account(self, worker: Process) -> Account:
         """Return what a worker has got."""
@@ -120,4 +125,4 @@ class Ledger:
     def close(self, worker: Process) -> None:
         """Drop the account of a dead worker. Nothing is bound to it any more."""
         account = self._accounts.pop(worker, None)
-        assert account is None or not account.bound
+        assert account is None or not account.charges

@@ -5,55 +5,105 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.scheduler.credit import Account, Charge, pages_needed
 from antiphon.wire.base import Process, Role
+from antiphon.wire.digests import DIGEST_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from antiphon.scheduler.caches import Caches
     from antiphon.scheduler.ledger import Ledger
     from antiphon.scheduler.rules import Rules
     from antiphon.service.peers import Peer, Peers
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName
+    from antiphon.wire.submit import SubmitRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request goes."""
+    """Where a request goes.
+
+    Attributes:
+        charge: What it takes of the worker.
+        cached_blocks: Blocks of its prompt that the worker has.
+    """
+
+    worker: Process
+    detokenizer: InstanceId
+    charge: Charge
+    cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that takes a request."""
 
     worker: Process
     load: WorkerLoad
-    detokenizer: InstanceId
+    account: Account
 
 
 class Placement:
-    """Chooses the least loaded worker with credit, and keeps one detokenizer for each worker.
+    """Chooses the worker on which a request costs least, of those with credit.
 
-    One detokenizer a worker keeps what a step produces one message.
+    The cost of a worker is counted in blocks of a prompt: those of this one that it lacks, those of
+    others that it has still to compute, and what runs there, at so many blocks a request, weighted
+    by how much the worker runs at all. So a prompt goes where its beginning is, until that worker
+    has so much more to do than another that computing the beginning twice is cheaper.
+
+    Each worker keeps one detokenizer: so what a step produces is one message.
     """
 
-    def __init__(self, model: ModelName, peers: Peers, rules: Rules) -> None:
+    def __init__(self, model: ModelName, peers: Peers, rules: Rules, caches: Caches) -> None:
         self._model = model
         self._peers = peers
         self._rules = rules
+        self._caches = caches
         self._detokenizers: dict[InstanceId, InstanceId] = {}
 
-    def choose(self, prompt_ids: bytes, ledger: Ledger) -> Place | None:
-        """Find a place for a prompt; None while it must wait."""
-        best: tuple[float, Peer, WorkerLoad] | None = None
+    def choose(
+        self, submit: SubmitRequest, ledger: Ledger, avoid: Container[Process] = ()
+    ) -> Place | None:
+        """Find a place for a request; None while it must wait.
+
+        Args:
+            submit: The request.
+            ledger: What is bound where.
+            avoid: Workers that get it only if nobody else takes it.
+        """
+        candidates = self._candidates(submit, ledger)
+        if not candidates:
+            return None
+        candidates = [one for one in candidates if one.worker not in avoid] or candidates
+        cached = self._caches.overlaps(submit.block_digests)
+        blocks = len(submit.block_digests) // DIGEST_BYTES
+        running_most = max(one.load.running_max for one in candidates)
+        # By their names among equals, so that a simulation repeats itself.
+        best = min(
+            candidates,
+            key=lambda one: cost(
+                blocks - cached.get(one.worker, 0), one.account, one.load, running_most, self._rules
+            ),
+        )
+        detokenizer = self._detokenizer_of(best.worker.instance)
+        if detokenizer is None:
+            return None
+        found = cached.get(best.worker, 0)
+        charge = charge_of(submit, best.load, blocks - found)
+        return Place(best.worker, detokenizer, charge, found)
+
+    def _candidates(self, submit: SubmitRequest, ledger: Ledger) -> list[Candidate]:
+        found: list[Candidate] = []
         for peer in self._working(Role.WORKER):
             load = peer.beat.worker
             if load is None or load.paused or stalled(load, self._rules.stall_s):
                 continue
             account = ledger.account(peer.process)
-            if not account.takes(load, self._rules.look_ahead, prompt_ids):
-                continue
-            share = account.occupied / load.running_max
-            if best is None or share < best[0]:
-                best = (share, peer, load)
-        if best is None:
-            return None
-        _, peer, load = best
-        detokenizer = self._detokenizer_of(peer.process.instance)
-        return Place(peer.process, load, detokenizer) if detokenizer is not None else None
+            if account.takes(load, self._rules.look_ahead, charge_of(submit, load)):
+                found.append(Candidate(peer.process, load, account))
+        return found
 
     def _detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
         ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]
@@ -71,6 +121,32 @@ class Placement:
 
     def _working(self, role: Role) -> list[Peer]:
         return [peer for peer in self._peers.working(role) if peer.beat.model == self._model]
+
+
+def cost(
+    blocks_lacking: int, account: Account, load: WorkerLoad, running_most: int, rules: Rules
+) -> float:
+    """What one more request costs on a worker, in blocks of a prompt.
+
+    Args:
+        blocks_lacking: Blocks of its prompt that the worker does not have.
+        account: What is bound to the worker.
+        load: What the worker reports.
+        running_most: How many requests the largest candidate runs at once.
+        rules: How much what weighs.
+    """
+    to_compute = blocks_lacking + account.blocks_pending
+    share = account.occupied * running_most / load.running_max
+    return rules.prefill_weight * to_compute + rules.request_blocks * share
+
+
+def charge_of(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> Charge:
+    """What a request takes of a worker that has to compute so many blocks for it."""
+    return Charge(
+        choices=submit.choices,
+        pages=pages_needed(submit.prompt_ids, load.page_tokens),
+        blocks=blocks,
+    )
 
 
 def stalled(load: WorkerLoad, stall_s: float) -> bool:

@@ -7,6 +7,7 @@
 | running, not open                    | aborted after a grace                                   |
 | accepted, not open                   | dropped after a grace                                   |
 | bound, not running                   | admitted again, as the same attempt                     |
+| bound, given back                    | placed anew, as another attempt                         |
 | running twice                        | the attempt that the owner follows stays, else the last |
 | ended by its owner                   | forgotten, and aborted where it still runs              |
 """
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, Peers
     from antiphon.wire.base import Process
+    from antiphon.wire.heartbeat import RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList, OpenRequest
 
@@ -73,7 +75,12 @@ class Reconciliation:
                     entry.seen_at = self._clock.now()
             elif self._tenure.settled:
                 self._miss(entry, peer)
-        self._ledger.account(worker).report(held, ended)
+        load = peer.beat.worker
+        assert load is not None, "a worker's heartbeat has its load"
+        self._ledger.account(worker).report(load.running)
+        for line in reversed(load.running):  # each goes before all who wait: the oldest last
+            if line.returned:
+                self._take_back(line, worker)
         self._tenure.bind_waiting()
 
     def list_changed(self, change: OpenList) -> None:
@@ -146,6 +153,18 @@ class Reconciliation:
             self._tenure.adopt(entry, held)
         elif held.attempt < entry.binding.attempt:
             self._abort(request_id, held)
+
+    def _take_back(self, line: RunningRequest, worker: Process) -> None:
+        """A worker gives a request back, and says so until it is told to forget the attempt."""
+        entry = self._ledger.find(line.request_id)
+        binding = None if entry is None else entry.binding
+        ended = line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost
+        if entry is None and not ended:
+            return  # of a leader before us: its owner submits it again, or lists it no more
+        if entry is None or binding is None or binding.attempt != line.attempt:
+            self._abort(line.request_id, Held(line.attempt, worker))
+        elif entry.restartable and self._tenure.settled:
+            self._tenure.take_back(entry, worker)
 
     def _place_unknown(
         self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]

@@ -32,6 +32,9 @@ class Rules:
     tombstone_s: float = 10.0
     stall_s: float = 30.0
     payload_bytes_max: int = 1024 * 1024
+    prefill_weight: float = 1.0
+    request_blocks: float = 4.0
+    blocks_max: int = 500_000
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -43,6 +46,9 @@ class Rules:
             tombstone_s=settings.scheduler.tombstone_s,
             stall_s=settings.batching.stall_s,
             payload_bytes_max=settings.bus.payload_bytes_max,
+            prefill_weight=settings.scheduler.prefill_weight,
+            request_blocks=settings.scheduler.request_blocks,
+            blocks_max=settings.scheduler.blocks_max,
         )
 
     def beats(self, count: int) -> float:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.errors import BusDown
-from antiphon.scheduler.actions import Action, Bound, Gone, SendCommands, SendNotice
+from antiphon.scheduler.actions import Action, Bound, Gone, Returned, SendCommands, SendNotice
+from antiphon.scheduler.caches import ASK_AGAIN_S
 from antiphon.scheduler.leader import Leader
 from antiphon.scheduler.metrics import SchedulerMetrics
 from antiphon.scheduler.rules import Rules
@@ -20,7 +21,15 @@ from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
-from antiphon.wire.routes import CANCEL, COMMAND, NOTICE, OPEN, SUBMIT
+from antiphon.wire.routes import (
+    CANCEL,
+    COMMAND,
+    KV_EVENTS,
+    KV_REPLAY,
+    NOTICE,
+    OPEN,
+    SUBMIT,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -29,8 +38,9 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Change, Peer
     from antiphon.telemetry.tracing import Span
-    from antiphon.wire.base import Term
+    from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.kv_events import KvEvents, ReplayKv
     from antiphon.wire.submit import (
         CancelAccepted,
         CancelRequest,
@@ -72,8 +82,12 @@ class SchedulerService:
         yield
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Open lists; the calls are listened to by whoever leads."""
-        return (Follow(route=OPEN, apply=self._on_open, address={"model": self._model}),)
+        """Open lists and KV events; the calls are listened to by whoever leads."""
+        here = {"model": self._model}
+        return (
+            Follow(route=OPEN, apply=self._on_open, address=here),
+            Follow(route=KV_EVENTS, apply=self._on_kv_events, address=here),
+        )
 
     def model(self) -> ModelName | None:
         """The model whose queue this is."""
@@ -117,6 +131,27 @@ class SchedulerService:
         self._leader.list_arrived(change)
         self._news.set()
 
+    async def _on_kv_events(self, message: KvEvents) -> None:
+        self._leader.caches.hear(message)
+        self._ask_for_replays()
+
+    def _ask_for_replays(self) -> None:
+        if self._runtime.bus.link.up:
+            for worker, ask in self._leader.caches.asks(self._runtime.clock.now()):
+                self._runtime.group.create_task(self._replay(worker, ask), name="replay")
+
+    async def _replay(self, worker: Process, ask: ReplayKv) -> None:
+        """Ask a worker for the events that are missing, until none is."""
+        call = self._runtime.bus.call(KV_REPLAY, ask, timeout_s=ASK_AGAIN_S, worker=worker.instance)
+        try:
+            reply = await call
+        except EngineError as error:
+            # Asked again a second later, while the worker lives.
+            log.debug("no KV events", extra={"worker": worker.instance, "code": error.code})
+            return
+        self._leader.caches.replayed(worker, reply)
+        self._ask_for_replays()
+
     def _note_peer(self, _: Change, __: Peer) -> None:
         # The leader watches too, and has seen it before us.
         self._news.set()
@@ -126,6 +161,7 @@ class SchedulerService:
         pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
         while True:
             self._leader.tick(link_up=link.up, joins=link.joins)
+            self._ask_for_replays()
             self._measure()
             self._news.set()
             await asyncio.sleep(pause_s)
@@ -153,6 +189,10 @@ class SchedulerService:
                     await self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
                 case Bound():
                     self._note_bound(action)
+                case Returned(request_id, worker):
+                    self._metrics.returned.labels(worker.instance).inc()
+                    fields = {"request_id": request_id, "worker": worker.instance}
+                    log.info("request given back", extra=fields)
                 case Gone(request_id):
                     self._end_span(request_id)
         except BusDown:
@@ -163,6 +203,7 @@ class SchedulerService:
     def _note_bound(self, bound: Bound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()
         self._metrics.wait_seconds.observe(bound.waited_s)
+        self._metrics.place(bound)
         self._end_span(bound.request_id)
         log.info(
             "request bound",
@@ -171,6 +212,8 @@ class SchedulerService:
                 "worker": bound.worker.instance,
                 "attempt": bound.attempt.n,
                 "waited_s": round(bound.waited_s, 4),
+                "blocks": bound.blocks,
+                "cached_blocks": bound.cached_blocks,
             },
         )
 
@@ -219,6 +262,7 @@ class SchedulerService:
         self._metrics.leads.set(self._leader.term is not None)
         self._metrics.waiting.set(self._leader.waiting)
         self._metrics.kept.set(self._leader.kept)
+        self._metrics.follow(self._leader.caches)
         self._metrics.credit.clear()
         for worker, credit in self._leader.credits().items():
             self._metrics.credit.labels(worker).set(credit)

@@ -9,7 +9,7 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.actions import Action, Bound, Gone
+from antiphon.scheduler.actions import Action, Bound, Gone, Returned
 from antiphon.scheduler.holdings import Held, Holdings
 from antiphon.scheduler.ledger import Binding, Entry, Ledger
 from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes
@@ -34,6 +34,7 @@ from antiphon.wire.errors import (
 from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, SubmitRequest
 
 if TYPE_CHECKING:
+    from antiphon.scheduler.caches import Caches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peers
     from antiphon.wire.ids import ModelName, RequestId
@@ -53,6 +54,7 @@ class Tenure:
         clock: Clock,
         peers: Peers,
         holdings: Holdings,
+        caches: Caches,
     ) -> None:
         self.term = term
         self.queue = Queue(rules.queue_max)
@@ -65,7 +67,8 @@ class Tenure:
         self._clock = clock
         self._peers = peers
         self._holdings = holdings
-        self._placement = Placement(model, peers, rules)
+        self._caches = caches
+        self._placement = Placement(model, peers, rules, caches)
         self._rate = DrainRate()
         self._outbox = Outbox(term, clock, rules)
         self._numbers = itertools.count(1)
@@ -132,7 +135,7 @@ class Tenure:
             if entry.deadline_unix_ms <= self._clock.unix_ms():
                 self.drop(entry)
                 continue
-            place = self._placement.choose(entry.submit.prompt_ids, self.ledger)
+            place = self._placement.choose(entry.submit, self.ledger, entry.returned_by)
             if place is None:
                 return
             self.queue.remove(request_id)
@@ -198,6 +201,13 @@ class Tenure:
         self._leave(entry)
         entry.seen_at = self._clock.now()
         self.queue.put_back(entry.request_id)
+
+    def take_back(self, entry: Entry, worker: Process) -> None:
+        """A worker has not begun a request and gives it back: another one gets it, if any can."""
+        entry.returned_by.add(worker)
+        self.ledger.account(worker).shut = True
+        self._outbox.note(Returned(entry.request_id, worker))
+        self.restart(entry)
 
     def drop(self, entry: Entry) -> None:
         """Free a request that nobody wants any more, and stop it where it runs."""
@@ -287,12 +297,15 @@ class Tenure:
     def _bind(self, entry: Entry, submit: SubmitRequest, place: Place) -> None:
         now = self._clock.now()
         attempt = Attempt(term=self.term, n=next(self._numbers))
-        self.ledger.bind(entry, Binding(attempt, place.worker, place.detokenizer, now))
-        self.ledger.account(place.worker).promise(place.load, submit.prompt_ids)
+        binding = Binding(attempt, place.worker, place.detokenizer, now)
+        self.ledger.bind(entry, binding, place.charge)
+        self._caches.expect(place.worker, submit.block_digests, now)
         entry.seen_at = now
         entry.disputed_at = None
         self._rate.leave(now)
-        self._outbox.note(Bound(entry.request_id, attempt, place.worker, now - entry.since))
+        cached, waited_s = place.cached_blocks, now - entry.since
+        blocks = cached + place.charge.blocks
+        self._outbox.note(Bound(entry.request_id, attempt, place.worker, waited_s, blocks, cached))
         self.admit(entry)
 
     def _leave(self, entry: Entry) -> None:

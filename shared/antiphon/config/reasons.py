@@ -39,7 +39,7 @@ REASONS: Mapping[str, str] = {
     "hooks": "code is never loaded by a setting",
     "http_log": "there is one log level for everything, --log-level",
     "keys": "API keys are not built yet; listen on loopback or behind a proxy",
-    "kv_events": "KV events are not built yet",
+    "kv_events": "what the cache holds is told on NATS, events.kv.<model>.<worker>, not over ZMQ",
     "loader_options": "tensors are always read by several threads; there is nothing more to set",
     "loaders": "weights are read from files, by no other program",
     "lora": "LoRA adapters are not built yet",

@@ -10,6 +10,7 @@ from msgspec import Meta
 from antiphon.config.schema import Bytes, Config, Help, Ratio, Requests, Seconds, Tokens
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
+Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
 Conservativeness = Annotated[float, Meta(ge=0)]
 Threshold = Annotated[int, Meta(ge=0)]
 
@@ -100,6 +101,10 @@ class QueueConfig(Config):
     timeout_s: Annotated[
         Seconds | None, Help("A request that was not started by then is a 503.")
     ] = None
+    hand_back_s: Annotated[
+        Seconds | None,
+        Help("A request not started by then is given back if another worker has room."),
+    ] = 1.0
     max_overtake_s: Annotated[
         Seconds, Help("How long later requests may go first; then this one is next.")
     ] = 10.0
@@ -120,6 +125,12 @@ class CacheConfig(Config):
         bool, Help("Keep what was computed, so that equal beginnings are computed once.")
     ] = True
     eviction: Annotated[Eviction, Help("Which kept pages are given up first.")] = Eviction.LRU
+    events: Annotated[
+        bool, Help("Tell schedulers what is kept, so that prompts go where their beginning is.")
+    ] = True
+    events_max: Annotated[
+        Events, Help("Events kept for a scheduler that missed some; beyond, it is told everything.")
+    ] = 10_000
     tokens_max: Annotated[
         Tokens | None, Help("Tokens that the pool holds; unset: from free memory.")
     ] = None

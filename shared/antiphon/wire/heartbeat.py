@@ -16,19 +16,30 @@ class StreamSeq(Value):
 class RunningRequest(Value):
     """One request that a worker holds, so that a leader can tell what is running but not open.
 
-    `ended`: it holds neither slot nor pages, only its ids, until its owner lists it no more.
+    Attributes:
+        tokens: Of its answers, so far.
+        ended: It holds neither slot nor pages, only its ids, until its owner lists it no more.
+        waiting: No step has computed anything of it yet: what it needs is not among the pages
+            that are promised.
+        returned: The worker gives it back: it has not begun, and never will under this attempt.
+            Said until the leader aborts the attempt. It has `ended` here.
     """
 
     request_id: RequestId
     attempt: Attempt
     tokens: int
     ended: bool = False
+    waiting: bool = False
+    returned: bool = False
 
 
 class WorkerLoad(Value):
     """A worker's load report; what the leader's credit is counted from.
 
     Attributes:
+        pages_free: That nobody holds, or only the prefix cache.
+        pages_promised: Of these, those that running requests are expected to take yet.
+        pages_returning: That surely come back soon, for their requests reach the end asked for.
         step: Forward passes since start.
         step_age_s: Time since the last step ended; with work in flight it shows a stall.
         context_tokens: Most tokens of prompt and answer together.
@@ -37,6 +48,7 @@ class WorkerLoad(Value):
         weight_version: What its weights are called.
         bits: What the bits of its answers depend on, where it has promised that nothing else does;
             workers of one model agree in it, or one of them leaves.
+        kv_seq: Number of the newest event of its prefix cache.
     """
 
     pages_free: int
@@ -53,6 +65,9 @@ class WorkerLoad(Value):
     paused: bool = False
     weight_version: str = ""
     bits: str = ""
+    pages_promised: int = 0
+    pages_returning: int = 0
+    kv_seq: int = 0
 
 
 class Heartbeat(Message):

@@ -38,6 +38,7 @@ from antiphon.wire.generate import (
 )
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
+from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.notice import NoticeBatch
 from antiphon.wire.storage import (
     GetPages,
@@ -249,6 +250,23 @@ WORKER_CONTROL = Call(
     senders=(Role.SCHEDULER, Role.GATEWAY),
     listeners=(Role.WORKER,),
 )
+KV_EVENTS = Feed(
+    name="events.kv",
+    subject="events.kv.{model}.{worker}",
+    carries=(KvEvents,),
+    senders=(Role.WORKER,),
+    listeners=(Role.SCHEDULER,),
+    spread=Spread.ALL,
+    ordered=True,
+)
+KV_REPLAY = Call(
+    name="worker.events",
+    subject="worker.{worker}.events",
+    carries=(ReplayKv,),
+    replies=(KvReplayed,),
+    senders=(Role.SCHEDULER,),
+    listeners=(Role.WORKER,),
+)
 TOKENS = Feed(
     name="detokenizer.tokens",
     subject="detokenizer.{detokenizer}.tokens",
@@ -318,6 +336,8 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     COMMAND,
     STOP,
     WORKER_CONTROL,
+    KV_EVENTS,
+    KV_REPLAY,
     TOKENS,
     DETOKENIZER_CONTROL,
     TEXT,

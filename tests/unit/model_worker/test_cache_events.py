@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.model_worker.cache.events import Cleared, EventLog, Removed, Stored
+from antiphon.model_worker.cache.events import (
+    BLOCKS_MAX,
+    Blocks,
+    Cleared,
+    EventLog,
+    Removed,
+    Stored,
+)
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.cache.hashing import Namespace, announced_root, page_name
 from antiphon.model_worker.cache.index import CacheKey
@@ -22,9 +29,7 @@ def cut(digests: bytes) -> tuple[bytes, ...]:
 
 def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
     log = EventLog()
-    log.stored(ROOT, [A])
-    log.stored(A, [B])
-    log.removed([B])
+    log.add([Stored(ROOT, (A,)), Stored(A, (B,)), Removed((B,))])
     replay = log.replay(after=1)
     assert (replay.events, replay.seq) == ((Stored(A, (B,)), Removed((B,))), 3)
     assert log.replay(after=3).events == ()
@@ -33,10 +38,7 @@ def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
 @pytest.mark.parametrize("after", [0, 1, 9], ids=["never heard", "too long ago", "another life"])
 def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> None:
     log = EventLog(events_max=2)
-    log.stored(ROOT, [A, B])
-    log.stored(ROOT, [C])
-    log.removed([B])
-    log.stored(A, [B])
+    log.add([Stored(ROOT, (A, B)), Stored(ROOT, (C,)), Removed((B,)), Stored(A, (B,))])
     replay = log.replay(after)
     assert replay.seq == 4
     assert replay.events == (Cleared(), Stored(ROOT, (A,)), Stored(ROOT, (C,)), Stored(A, (B,)))
@@ -44,24 +46,48 @@ def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> N
 
 def test_nothing_is_there_after_a_clear() -> None:
     log = EventLog(events_max=1)
-    log.stored(ROOT, [A])
-    log.cleared()
+    log.add([Stored(ROOT, (A,)), Cleared()])
     assert len(log) == 0
     assert log.replay(after=0).events == (Cleared(),)
 
 
 def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last() -> None:
-    log = EventLog()
-    log.stored(ROOT, [A, B])
-    log.stored(ROOT, [A, C])
-    log.removed([A, B])
-    log.stored(ROOT, [A])
-    log.removed([A])
-    log.removed([A, C])
-    stored, branch, first, last = log.replay(after=0).events
+    blocks = Blocks()
+    blocks.stored(ROOT, [A, B])
+    blocks.stored(ROOT, [A, C])
+    blocks.removed([A, B])
+    blocks.stored(ROOT, [A])
+    blocks.removed([A])
+    blocks.removed([A, C])
+    stored, branch, first, last = blocks.take()
     assert (stored, branch) == (Stored(ROOT, (A, B)), Stored(A, (C,)))
     assert (first, last) == (Removed((B,)), Removed((A, C)))
-    assert len(log) == 0
+    assert blocks.take() == ()
+
+
+def test_a_very_long_prompt_is_told_of_in_pieces_that_follow_each_other() -> None:
+    blocks, log = Blocks(), EventLog(events_max=1)
+    names = [number.to_bytes(DIGEST_BYTES) for number in range(2 * BLOCKS_MAX + 1)]
+    blocks.stored(ROOT, names)
+    pieces = blocks.take()
+    assert [len(piece.blocks) for piece in pieces if isinstance(piece, Stored)] == [
+        BLOCKS_MAX,
+        BLOCKS_MAX,
+        1,
+    ]
+    assert [piece.parent for piece in pieces if isinstance(piece, Stored)] == [
+        ROOT,
+        names[BLOCKS_MAX - 1],
+        names[2 * BLOCKS_MAX - 1],
+    ]
+    log.add(pieces)
+    assert log.replay(after=0).events == (Cleared(), *pieces)
+    blocks.removed(names)
+    assert [len(piece.blocks) for piece in blocks.take() if isinstance(piece, Removed)] == [
+        BLOCKS_MAX,
+        BLOCKS_MAX,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("page_tokens", [16, 48, 64, 128])
@@ -72,7 +98,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=page_tokens, pages_total=64
     )
     pools, log = CachePools([group]), EventLog()
-    index = RadixIndex(pools, events=log)
+    index = RadixIndex(pools, told=Blocks())
     name = Namespace(model_digest="m").digest()
     key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
     table = PageTable(pools)
@@ -80,12 +106,14 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
     for end in range(page_tokens, 385, page_tokens):
         table.commit(end)
         index.insert(key, table)
+        log.add(index.take_events())
         assert len(log) == end // BLOCK_TOKENS
     table.release()
     whole = cut(block_digests(announced_root(name), key.token_ids))
     assert log.replay(after=-1).events == (Cleared(), Stored(announced_root(name), whole))
     for end in range(384 - page_tokens, -1, -page_tokens):
         index.evict([1])
+        log.add(index.take_events())
         assert len(log) == end // BLOCK_TOKENS
 
 

@@ -17,7 +17,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.opening import Engine, content_digest, open_engine
-from antiphon.model_worker.service import warm_up
+from antiphon.model_worker.warming import warm_up
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId

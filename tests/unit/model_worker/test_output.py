@@ -438,21 +438,62 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
     assert Bench().command(admit(), now_ms=DEADLINE + FREED_AFTER_MS) == []
 
 
-def test_a_full_worker_refuses_with_a_typed_error() -> None:
+def given_back(bench: Bench) -> list[str]:
+    return [held.request_id for held in bench.output.held() if held.returned]
+
+
+def test_a_full_worker_gives_back_what_it_is_given() -> None:
     bench = Bench(live_max=1)
     bench.command(admit("a"))
-    assert bench.command(admit("b")) == []
-    assert [row.error.code for row in bench.rows() if row.error is not None] == ["overloaded"]
+    bench.command(admit("b"))
+    assert bench.rows() == []
+    assert given_back(bench) == ["b"]
     assert bench.output.live_count == 1
 
 
-def test_a_draining_worker_leaves_an_admit_to_its_leader() -> None:
+def test_a_draining_worker_gives_back_what_it_is_given() -> None:
     bench = Bench()
     bench.command(admit("a"))
     bench.output.draining = True
-    assert bench.command(admit("b")) == []
+    bench.command(admit("b"))
     assert bench.rows() == []
-    assert [held.request_id for held in bench.output.held()] == ["a"]
+    assert given_back(bench) == ["b"]
+    assert [(held.ended, held.waiting) for held in bench.output.held()] == [
+        (False, True),
+        (True, True),
+    ]
+
+
+def test_what_has_begun_is_never_asked_back() -> None:
+    bench = Bench()
+    bench.command(admit("a"), admit("b", choices=2))
+    assert bench.output.unstarted(0) == [(ChoiceKey(1),), (ChoiceKey(2), ChoiceKey(3))]
+    assert bench.output.unstarted(-1) == []
+    bench.output.started([ChoiceKey(3)])
+    assert bench.output.unstarted(0) == [(ChoiceKey(1),)]
+    assert [held.waiting for held in bench.output.held()] == [True, False]
+
+
+def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_aborted() -> None:
+    bench = Bench()
+    bench.command(admit("a", choices=2))
+    bench.output.returned([ChoiceKey(1), ChoiceKey(2)])
+    bench.step(1, [5], LENGTH)
+    assert bench.rows() == []
+    assert given_back(bench) == ["a"]
+    assert bench.output.live_count == 0
+    assert bench.command(admit("a")) == [], "the same attempt ran after all"
+    bench.command(Abort(request_id=RequestId("a"), attempt=attempt()))
+    assert bench.output.held() == ()
+
+
+def test_what_was_given_back_may_come_again_as_another_attempt() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.output.returned([ChoiceKey(1)])
+    runs = bench.command(admit(n=2))
+    assert [type(action) for action in runs] == [Run]
+    assert given_back(bench) == []
 
 
 def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:

@@ -16,7 +16,7 @@ from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.opening import open_engine
 from antiphon.model_worker.recording import read, write
 from antiphon.model_worker.replay import CANNOT_RUN, DIFFERENT, SAME, main
-from antiphon.model_worker.service import warm_up
+from antiphon.model_worker.warming import warm_up
 from antiphon.service.clock import SystemClock
 from antiphon.wire.ids import InstanceId
 

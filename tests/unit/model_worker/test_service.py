@@ -12,7 +12,9 @@ from tests.simulation.hash_runner import HashRunner
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.cache.events import Blocks
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.opening import Engine
 from antiphon.model_worker.service import ModelWorker
@@ -35,13 +37,24 @@ from antiphon.wire.command import (
     ResendTokens,
     StopChoice,
 )
+from antiphon.wire.digests import block_digests, namespace
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
-from antiphon.wire.routes import COMMAND, HEARTBEAT, OPEN, STOP, TOKENS, WORKER_CONTROL
+from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
+from antiphon.wire.routes import (
+    COMMAND,
+    HEARTBEAT,
+    KV_EVENTS,
+    KV_REPLAY,
+    OPEN,
+    STOP,
+    TOKENS,
+    WORKER_CONTROL,
+)
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
@@ -74,7 +87,9 @@ def open_hash_engine(_: Settings) -> Engine:
         end_ids=frozenset(),
         weights_digest="",
     )
-    return Engine(Batching(limits, CachePools([group])), HashRunner([group], VOCAB_SIZE))
+    pools = CachePools([group])
+    batching = Batching(limits, pools, RadixIndex(pools, told=Blocks()))
+    return Engine(batching, HashRunner([group], VOCAB_SIZE))
 
 
 class Stage:
@@ -86,15 +101,20 @@ class Stage:
         self.bus = bus
         self.batches: list[TokenBatch] = []
         self.beats: list[Heartbeat] = []
+        self.told: list[KvEvents] = []
         self.commands = 0
         self.lists = 0
 
     async def listen(self) -> None:
         await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
         await self.bus.listen(HEARTBEAT, self._beat, role="worker")
+        await self.bus.listen(KV_EVENTS, self._tell)
 
     async def _tokens(self, delivery: Delivery) -> None:
         self.batches.append(delivery.read(TOKENS))
+
+    async def _tell(self, delivery: Delivery) -> None:
+        self.told.append(delivery.read(KV_EVENTS))
 
     async def _beat(self, delivery: Delivery) -> None:
         self.beats.append(delivery.read(HEARTBEAT))
@@ -145,13 +165,13 @@ class Stage:
         await until(lambda: bool(self.beats) and self.beats[-1].load == requests)
 
 
-def admit(name: str, max_new_tokens: int = 5) -> Admit:
+def admit(name: str, max_new_tokens: int = 5, prompt: Sequence[int] = (1, 2, 3)) -> Admit:
     return Admit(
         request_id=RequestId(name),
         owner=GATEWAY,
         attempt=Attempt(term=TERM, n=1),
         detokenizer=DETOKENIZER.instance,
-        prompt_ids=pack_ids([1, 2, 3]),
+        prompt_ids=pack_ids(prompt),
         choices=(ChoiceOutput(choice=0),),
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         deadline_unix_ms=SystemClock().unix_ms() + 60_000,
@@ -258,6 +278,48 @@ async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_aft
     await until(lambda: stage.ended("a"))
     assert len(stage.ids("a")) == 400
     assert [row.offset for row in stage.rows] == sorted(row.offset for row in stage.rows)
+
+
+async def test_what_comes_into_the_cache_is_announced_by_the_digests_of_the_prompt(
+    stage: Stage,
+) -> None:
+    prompt = [token % VOCAB_SIZE for token in range(130)]
+    await stage.command(admit("a", prompt=prompt))
+    await until(lambda: stage.ended("a"))
+    await until(lambda: sum(len(message.events) for message in stage.told) == 2)
+    assert [message.worker for message in stage.told] == [stage.worker.process] * len(stage.told)
+    assert stage.told[-1].seq == 2
+    said = [event for message in stage.told for event in message.events]
+    stored = [event for event in said if isinstance(event, BlocksStored)]
+    root = namespace("", "")
+    assert stored[0].parent == root
+    assert b"".join(event.digests for event in stored) == block_digests(root, pack_ids(prompt))
+    await stage.load_is(0)
+    assert stage.load is not None
+    assert stage.load.kv_seq == 2
+
+
+async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage: Stage) -> None:
+    prompt = [token % VOCAB_SIZE for token in range(70)]
+    worker = stage.worker.process.instance
+    transport = stage.worker.around.bus.transport
+    assert isinstance(transport, MemoryTransport)
+    await stage.command(admit("a", 300, prompt=prompt))
+    await until(lambda: bool(stage.ids("a")))
+    stage.broker.cut(transport)
+    registry = stage.worker.metrics.registry
+    await until(lambda: registry.get_sample_value("antiphon_worker_output_tokens_total") == 300)
+    stage.broker.heal(transport)
+    await until(lambda: stage.ended("a"))
+    await stage.load_is(0)
+    assert stage.load is not None
+    seq, heard = stage.load.kv_seq, stage.told[-1].seq
+    assert seq > heard, "nothing was lost"
+    await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
+    reply = await stage.bus.call(KV_REPLAY, ReplayKv(after=heard), timeout_s=5.0, worker=worker)
+    assert isinstance(reply, KvReplayed)
+    assert reply.seq == seq + 1
+    assert [type(event) for event in reply.events] == [BlocksStored, BlocksCleared]
 
 
 async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:

@@ -138,6 +138,15 @@ class Batching:
             self._holdings.share(request, request.prompt_tokens + kept)
         self._free(request)
 
+    def hand_back(self, keys: Sequence[ChoiceKey]) -> bool:
+        """Free the choices of a request, if none of them was ever started; say whether it is so."""
+        requests = [self._requests.get(key) for key in keys]
+        if any(request is None or request.started_s is not None for request in requests):
+            return False
+        for key in keys:
+            self.drop(key)
+        return True
+
     def next_rows(self, now: float) -> list[Row]:
         """Choose the work of the next step.
 

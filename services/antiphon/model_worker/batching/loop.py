@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
     from antiphon.model_worker.batching.plan import Outcome, Plan
     from antiphon.model_worker.batching.recorder import Record
-    from antiphon.model_worker.batching.request import Progress
+    from antiphon.model_worker.batching.request import ChoiceKey, Progress
     from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.cache.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class StepReport:
         failures: Plans that raised, since start.
         paused: Whether steps are run.
         done: Replies to the orders that the turn has obeyed, in their order.
+        events: Blocks that came into the prefix cache and went from it.
+        started: Choices that run for the first time.
+        returned: Choices that were given up, as was asked, because they were never started.
     """
 
     step: int
@@ -77,6 +81,9 @@ class StepReport:
     failures: int = 0
     paused: bool = False
     done: tuple[ControlDone, ...] = ()
+    events: tuple[Event, ...] = ()
+    started: tuple[ChoiceKey, ...] = ()
+    returned: tuple[ChoiceKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,7 @@ class BatchingLoop:
             batching.add(key, state, now, mail.guides.get(key))
         for key, kept in mail.drops.items():
             batching.drop(key, kept)
+        returned = [key for keys in mail.returns if batching.hand_back(keys) for key in keys]
         done = self._obey(mail.orders) if mail.orders else ()
         rows = [] if self.paused else batching.next_rows(now)
         started = time.perf_counter()
@@ -164,6 +172,9 @@ class BatchingLoop:
             failures=self._failures,
             paused=self.paused,
             done=done,
+            events=batching.index.take_events(),
+            started=tuple(row.request.key for row in rows if row.request.started_s == now),
+            returned=tuple(returned),
         )
 
     def _count_credit(self, now: float) -> Credit:

@@ -26,12 +26,14 @@ ORDERS_MAX = 64
 class Mail:
     """Everything that came since the loop last looked; `guides` of the choices with grammars.
 
-    A drop says how many outputs are part of the answer, or None where nobody knows of one.
+    A drop says how many outputs are part of the answer, or None where nobody knows of one. A
+    return names the choices of a request, which others run if none of them was started here.
     """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
     guides: Mapping[ChoiceKey, Guide] = field(default_factory=dict["ChoiceKey", "Guide"])
     drops: Mapping[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
+    returns: tuple[tuple[ChoiceKey, ...], ...] = ()
     orders: tuple[Order, ...] = ()
 
 
@@ -48,6 +50,7 @@ class Mailbox:
         self._runs: dict[ChoiceKey, RequestState] = {}
         self._guides: dict[ChoiceKey, Guide] = {}
         self._drops: dict[ChoiceKey, int | None] = {}
+        self._returns: dict[tuple[ChoiceKey, ...], None] = {}
         self._orders: list[Order] = []
         self._closed = False
 
@@ -73,6 +76,15 @@ class Mailbox:
                 self._drops[key] = kept
                 self._news.notify()
 
+    def give_back(self, keys: tuple[ChoiceKey, ...]) -> None:
+        """Have a request given up, unless it was started; the report of the step tells.
+
+        Asked again before the loop has looked, it is one question.
+        """
+        with self._news:
+            self._returns[keys] = None
+            self._news.notify()
+
     def order(self, order: Order) -> None:
         """Have something done between two steps.
 
@@ -94,23 +106,28 @@ class Mailbox:
     def take(self, *, wait: bool) -> Mail | None:
         """Empty the box; with `wait`, sleep until there is something in it. None: closed."""
         with self._news:
-            while wait and not (self._runs or self._drops or self._orders or self._closed):
+            while wait and not (self._closed or self._filled()):
                 self._news.wait()
             if self._closed:
                 return None
-            if not (self._runs or self._drops or self._orders):
+            if not self._filled():
                 return _NOTHING
             mail = Mail(
                 runs=tuple(self._runs.items()),
                 guides=self._guides,
                 drops=self._drops,
+                returns=tuple(self._returns),
                 orders=tuple(self._orders),
             )
             self._runs.clear()
             self._guides = {}
             self._drops = {}
+            self._returns.clear()
             self._orders.clear()
             return mail
+
+    def _filled(self) -> bool:
+        return bool(self._runs or self._drops or self._returns or self._orders)
 
 
 _NOTHING = Mail()

@@ -8,6 +8,7 @@ from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.cache.events import Blocks
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -36,10 +37,11 @@ def open_batching(
         weights_digest: Names its weights.
     """
     cache = settings.cache
+    told = Blocks() if cache.events else None
     return Batching(
         limits_of(settings, resolved, pools, vocab_size, weights_digest),
         pools,
-        index=RadixIndex(pools, STRATEGIES[cache.eviction]) if cache.prefix else None,
+        index=RadixIndex(pools, STRATEGIES[cache.eviction], told) if cache.prefix else None,
         rules=rules_of(settings.queue),
         namespace=Namespace(
             model_digest=weights_digest,

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+BLOCKS_MAX = 1024
+"""Blocks of one event: 64 Ki tokens, 32 KiB of digests. A longer prompt is told of in several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,52 @@ class Cleared:
 Event = Stored | Removed | Cleared
 
 
+class Blocks:
+    """The blocks that a tree of pages holds: each is told of when it comes and when it goes.
+
+    Where a page is no part of a block but reaches beyond it, two pages that differ after its end
+    hold the same block: it came with the first of them and goes with the last.
+
+    Says how full attention goes: pages of a window group come and go without an event, so what a
+    listener finds here is a hint where to send a request, not a promise.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Counter[bytes] = Counter()
+        self._events: list[Event] = []
+
+    def stored(self, parent: bytes, blocks: list[bytes]) -> None:
+        """Blocks came that follow each other and `parent`."""
+        known = sum(block in self._copies for block in blocks)  # the first ones, for all follow
+        self._copies.update(blocks)
+        chain = [parent, *blocks]
+        for start in range(known, len(blocks), BLOCKS_MAX):
+            self._events.append(
+                Stored(chain[start], tuple(chain[start + 1 : start + 1 + BLOCKS_MAX]))
+            )
+
+    def removed(self, blocks: list[bytes]) -> None:
+        """Blocks went; those that follow them have gone before."""
+        self._copies.subtract(blocks)
+        gone = [block for block in blocks if not self._copies[block]]
+        for block in gone:
+            del self._copies[block]
+        for start in range(0, len(gone), BLOCKS_MAX):
+            self._events.append(Removed(tuple(gone[start : start + BLOCKS_MAX])))
+
+    def cleared(self) -> None:
+        """All blocks went."""
+        self._copies.clear()
+        self._events.append(Cleared())
+
+    def take(self) -> tuple[Event, ...]:
+        """What happened since the last call."""
+        if not self._events:
+            return ()
+        events, self._events = tuple(self._events), []
+        return events
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """Events that bring a listener up to `seq`.
@@ -50,11 +104,8 @@ class Replay:
 class EventLog:
     """Numbers events from 1 and keeps the newest, and the blocks that are there now.
 
-    Where a page is no part of a block but reaches beyond it, two pages that differ after its end
-    hold the same block: it came with the first of them and goes with the last.
-
-    Says how full attention goes: pages of a window group come and go without an event, so what a
-    listener finds here is a hint where to send a request, not a promise.
+    What it is given tells of each block once, as `Blocks` does. It is kept apart from that, beside
+    whoever asks: a replay of a large cache must not keep the batching loop waiting.
     """
 
     def __init__(self, events_max: int = 10_000) -> None:
@@ -62,55 +113,43 @@ class EventLog:
         """Number of the newest event."""
         self._newest: deque[Event] = deque(maxlen=events_max)
         self._parents: dict[bytes, bytes] = {}  # of the blocks that are there, in order of coming
-        self._copies: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         """Blocks that are there now."""
         return len(self._parents)
 
-    def stored(self, parent: bytes, blocks: list[bytes]) -> None:
-        """Blocks came that follow each other and `parent`."""
-        chain = [parent, *blocks]
-        known = sum(block in self._parents for block in blocks)  # the first ones, for all follow
-        self._parents.update(zip(chain[known + 1 :], chain[known:], strict=False))
-        self._copies.update(blocks)
-        if known < len(blocks):
-            self._add(Stored(chain[known], tuple(blocks[known:])))
+    def add(self, events: Iterable[Event]) -> None:
+        """These happened next."""
+        for event in events:
+            self.seq += 1
+            self._newest.append(event)
+            match event:
+                case Stored(parent, blocks):
+                    self._parents.update(zip(blocks, (parent, *blocks), strict=False))
+                case Removed(blocks):
+                    for block in blocks:
+                        del self._parents[block]
+                case Cleared():
+                    self._parents.clear()
 
-    def removed(self, blocks: list[bytes]) -> None:
-        """Blocks went; those that follow them have gone before."""
-        self._copies.subtract(blocks)
-        gone = [block for block in blocks if not self._copies[block]]
-        for block in gone:
-            del self._parents[block], self._copies[block]
-        if gone:
-            self._add(Removed(tuple(gone)))
-
-    def cleared(self) -> None:
-        """All blocks went."""
-        self._add(Cleared())
-        self._parents.clear()
-        self._copies.clear()
+    def reaches(self, after: int) -> bool:
+        """Whether everything after event `after` is still known one by one."""
+        return 0 <= self.seq - after <= len(self._newest)
 
     def replay(self, after: int) -> Replay:
         """What came after event `after`, or all that is there if that is too long ago.
 
         A number from the future is one of an earlier life of this worker: everything is said anew.
         """
-        missed = self.seq - after
-        if not 0 <= missed <= len(self._newest):
+        if not self.reaches(after):
             return self._everything()
-        events = tuple(self._newest)[len(self._newest) - missed :]
-        return Replay(events, self.seq)
-
-    def _add(self, event: Event) -> None:
-        self.seq += 1
-        self._newest.append(event)
+        known = len(self._newest)
+        return Replay(tuple(islice(self._newest, known - (self.seq - after), known)), self.seq)
 
     def _everything(self) -> Replay:
         chains: list[tuple[bytes, list[bytes]]] = []
         for block, parent in self._parents.items():
-            if chains and chains[-1][1][-1] == parent:
+            if chains and chains[-1][1][-1] == parent and len(chains[-1][1]) < BLOCKS_MAX:
                 chains[-1][1].append(block)
             else:
                 chains.append((parent, [block]))

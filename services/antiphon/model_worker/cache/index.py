@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.model_worker.cache.events import Event
     from antiphon.model_worker.cache.table import PageTable
 
 
@@ -93,6 +94,10 @@ class PrefixIndex(Protocol):
         """
         ...
 
+    def take_events(self) -> tuple[Event, ...]:
+        """Blocks that came and went since the last call, if anybody is told of them."""
+        ...
+
     def evictable(self) -> list[int]:
         """Pages a group that `evict` could give up now. Costs nothing."""
         ...
@@ -133,6 +138,10 @@ class NoIndex:
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Keep nothing."""
+
+    def take_events(self) -> tuple[Event, ...]:
+        """Nothing comes and nothing goes."""
+        return ()
 
     def evictable(self) -> list[int]:
         """Nothing, for it holds nothing."""

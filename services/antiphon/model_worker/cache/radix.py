@@ -14,7 +14,7 @@ from antiphon.wire.digests import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.cache.events import EventLog
+    from antiphon.model_worker.cache.events import Blocks, Event
     from antiphon.model_worker.cache.eviction import Strategy
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.index import CacheKey
@@ -38,14 +38,15 @@ class RadixIndex:
         self,
         pools: CachePools,
         strategy: Strategy = STRATEGIES["lru"],
-        events: EventLog | None = None,
+        told: Blocks | None = None,
     ) -> None:
         self._pools = pools
         self._page_tokens = pools.page_tokens
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
         self._only_states = len(pools.states) == len(pools.groups)
         self._strategy = strategy
-        self._tree = RadixTree(pools, events)
+        self._told = told
+        self._tree = RadixTree(pools, told)
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
         self._generation = 0
@@ -100,6 +101,10 @@ class RadixIndex:
         if length < end:
             # Not before it was touched, or its rank would be out of date from the beginning.
             self._evictor.grown(path[-1])
+
+    def take_events(self) -> tuple[Event, ...]:
+        """Blocks that came and went since the last call, if anybody is told of them."""
+        return () if self._told is None else self._told.take()
 
     def evictable(self) -> list[int]:
         """Pages a group that `evict` could give up now. Costs nothing."""

@@ -12,7 +12,7 @@ from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.cache.events import EventLog
+    from antiphon.model_worker.cache.events import Blocks
     from antiphon.model_worker.cache.index import CacheKey
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
@@ -60,9 +60,9 @@ class RadixTree:
     and go. Every node but a root has pages, and every root has a child.
     """
 
-    def __init__(self, pools: CachePools, events: EventLog | None = None) -> None:
+    def __init__(self, pools: CachePools, told: Blocks | None = None) -> None:
         self._pools = pools
-        self._events = events
+        self._told = told
         self._page_tokens = pools.page_tokens
         self._step = pools.page_tokens * TOKEN_BYTES  # bytes of a page's ids
         self._roots: dict[bytes, RadixNode] = {}
@@ -159,8 +159,8 @@ class RadixTree:
             pool.cache(_listed(pages))
             node.pages[group] += pages
         node.tokens += self._ids(key, begin, end)
-        if self._events is not None:
-            self._announce(self._events, node, key, begin)
+        if self._told is not None:
+            self._announce(self._told, node, key, begin)
 
     def trim(self, node: RadixNode, count: int) -> None:
         """Forget the last `count` pages of a node without children; with all, it is cut off."""
@@ -172,8 +172,8 @@ class RadixTree:
             del node.pages[group][keep:]
         node.tokens = node.tokens[: keep * self._step]
         blocks = self._blocks_before(node.end) - self._blocks_before(node.start)
-        if self._events is not None and len(node.blocks) > blocks:
-            self._events.removed(node.blocks[blocks:])
+        if self._told is not None and len(node.blocks) > blocks:
+            self._told.removed(node.blocks[blocks:])
             del node.blocks[blocks:]
         if not keep:
             self._cut_off(node, first_page)
@@ -196,8 +196,8 @@ class RadixTree:
             for pool, pages in zip(self._pools.pools, node.pages, strict=True):
                 pool.forget(_listed(pages))
         self._roots.clear()
-        if self._events is not None:
-            self._events.cleared()
+        if self._told is not None:
+            self._told.cleared()
 
     def _common(self, node: RadixNode, ids: bytes, at: int, pages_max: int) -> int:
         """Pages from `at` on that a node and a key share; the first one is known to be shared."""
@@ -215,7 +215,7 @@ class RadixTree:
                 limit = middle - 1
         return known
 
-    def _announce(self, events: EventLog, node: RadixNode, key: CacheKey, begin: int) -> None:
+    def _announce(self, told: Blocks, node: RadixNode, key: CacheKey, begin: int) -> None:
         first, last = self._blocks_before(begin), self._blocks_before(node.end)
         if first == last:
             return
@@ -224,7 +224,7 @@ class RadixTree:
         chain = block_digests(parent, key.token_ids[first * size : last * size])
         blocks = [chain[i : i + DIGEST_BYTES] for i in range(0, len(chain), DIGEST_BYTES)]
         node.blocks += blocks
-        events.stored(parent, blocks)
+        told.stored(parent, blocks)
 
     def _last_block(self, node: RadixNode) -> bytes:
         """Digest of the last block that ends in a node or above, or of the namespace."""

@@ -1,0 +1,146 @@
+"""Which workers hold which blocks of 64 tokens: where a prompt is cheap."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from antiphon.wire.digests import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from antiphon.wire.base import Process
+
+
+class BlockIndex:
+    """Blocks by digest, with a bit a worker.
+
+    A prompt is looked up once for all workers, in as many steps as it has blocks. At most
+    `blocks_max` are kept, those of each worker counted: what comes beyond that is passed over, and
+    a prompt is then found shorter than it is, never longer.
+
+    Besides what a worker has told, it keeps for a while what a worker is expected to hold soon, so
+    that a burst of prompts with one beginning does not go everywhere before the first is computed.
+    """
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._holders: dict[bytes, int] = {}
+        self._bits: dict[Process, int] = {}
+        self._workers: dict[int, Process] = {}
+        self._blocks: dict[Process, set[bytes]] = {}
+        self._expected: OrderedDict[tuple[Process, bytes], float] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Blocks that are kept, those of each worker counted."""
+        return self._count
+
+    def overlaps(self, digests: bytes) -> dict[Process, int]:
+        """How many of a prompt's first blocks each worker holds; who holds none is left out."""
+        found: dict[Process, int] = {}
+        holding = -1
+        for index, digest in enumerate(cut(digests)):
+            still = holding & self._holders.get(digest, 0)
+            if index and still != holding:
+                found |= dict.fromkeys(self._named(holding & ~still), index)
+            holding = still
+            if not holding:
+                return found
+        if holding > 0:
+            found |= dict.fromkeys(self._named(holding), len(digests) // DIGEST_BYTES)
+        return found
+
+    def held(self, worker: Process) -> int:
+        """How many blocks of a worker are kept."""
+        return len(self._blocks.get(worker, ()))
+
+    def store(self, worker: Process, digests: bytes) -> None:
+        """A worker holds these blocks."""
+        for digest in cut(digests):
+            self._expected.pop((worker, digest), None)
+            self._put(worker, digest)
+
+    def expect(self, worker: Process, digests: bytes, until: float) -> None:
+        """A worker will hold these blocks soon. Those that it has not told of by then are dropped.
+
+        Said with times that never go back.
+        """
+        known = self._blocks.get(worker, set[bytes]())
+        for digest in cut(digests):
+            name = (worker, digest)
+            if name in self._expected:
+                self._expected[name] = until
+                self._expected.move_to_end(name)
+            elif digest not in known and self._put(worker, digest):
+                self._expected[name] = until
+
+    def expire(self, now: float) -> None:
+        """Drop what was expected and has not come."""
+        while self._expected and (name := next(iter(self._expected))):
+            if self._expected[name] > now:
+                return
+            del self._expected[name]
+            self._drop(*name)
+
+    def remove(self, worker: Process, digests: bytes) -> None:
+        """A worker holds these blocks no more."""
+        for digest in cut(digests):
+            self._expected.pop((worker, digest), None)
+            self._drop(worker, digest)
+
+    def clear(self, worker: Process) -> None:
+        """A worker holds nothing any more, or is gone."""
+        for digest in self._blocks.pop(worker, ()):
+            self._expected.pop((worker, digest), None)
+            self._unmark(worker, digest)
+        bit = self._bits.pop(worker, 0)
+        self._workers.pop(bit, None)
+
+    def _put(self, worker: Process, digest: bytes) -> bool:
+        known = self._blocks.setdefault(worker, set())
+        if digest in known:
+            return True
+        if self._count >= self._blocks_max:
+            return False
+        known.add(digest)
+        self._holders[digest] = self._holders.get(digest, 0) | self._bit(worker)
+        self._count += 1
+        return True
+
+    def _drop(self, worker: Process, digest: bytes) -> None:
+        known = self._blocks.get(worker)
+        if known is not None and digest in known:
+            known.remove(digest)
+            self._unmark(worker, digest)
+
+    def _unmark(self, worker: Process, digest: bytes) -> None:
+        left = self._holders[digest] & ~self._bits[worker]
+        if left:
+            self._holders[digest] = left
+        else:
+            del self._holders[digest]
+        self._count -= 1
+
+    def _bit(self, worker: Process) -> int:
+        bit = self._bits.get(worker)
+        if bit is None:
+            bit = 1
+            while bit in self._workers:
+                bit <<= 1
+            self._bits[worker] = bit
+            self._workers[bit] = worker
+        return bit
+
+    def _named(self, bits: int) -> Iterator[Process]:
+        while bits:
+            bit = bits & -bits
+            bits -= bit
+            yield self._workers[bit]
+
+
+def cut(digests: bytes) -> Iterator[bytes]:
+    """The digests that lie behind each other; a part of one at the end is none."""
+    whole = len(digests) - len(digests) % DIGEST_BYTES
+    return (digests[at : at + DIGEST_BYTES] for at in range(0, whole, DIGEST_BYTES))

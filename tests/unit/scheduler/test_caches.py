@@ -1,0 +1,215 @@
+"""Following the events of workers, some of which get lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.unit.scheduler.stage import process
+
+from antiphon.model_worker.announcing import Announcer
+from antiphon.model_worker.cache.events import Cleared, Removed, Stored
+from antiphon.scheduler.caches import ASK_AGAIN_S, Caches
+from antiphon.wire.base import Process
+from antiphon.wire.digests import DIGEST_BYTES
+from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
+
+W = process("worker-0")
+ROOT = b"r" * DIGEST_BYTES
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(DIGEST_BYTES)
+
+
+def said(seq: int, *numbers: int, worker: Process = W) -> KvEvents:
+    """One event, of blocks that follow each other."""
+    digests = b"".join(map(block, numbers))
+    return KvEvents(worker=worker, seq=seq, events=(BlocksStored(parent=ROOT, digests=digests),))
+
+
+def test_events_that_follow_each_other_need_no_replay() -> None:
+    caches = Caches(100)
+    caches.beat(W, 0)
+    caches.hear(said(1, 1, 2))
+    caches.hear(said(2, 3))
+    assert caches.overlaps(block(1) + block(2) + block(3)) == {W: 3}
+    assert caches.asks(0.0) == []
+
+
+def test_events_of_a_life_that_no_heartbeat_has_named_are_passed_over() -> None:
+    caches = Caches(100)
+    caches.hear(said(1, 1))
+    assert caches.blocks == 0
+
+
+def test_a_gap_is_asked_for_once_and_again_when_nobody_answers() -> None:
+    caches = Caches(100)
+    caches.beat(W, 0)
+    caches.hear(said(1, 1))
+    caches.hear(said(3, 3))
+    assert caches.overlaps(block(3)) == {}
+    assert caches.asks(0.0) == [(W, ReplayKv(after=1))]
+    assert caches.asks(0.5 * ASK_AGAIN_S) == []
+    assert caches.asks(ASK_AGAIN_S) == [(W, ReplayKv(after=1))]
+
+
+def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> None:
+    caches = Caches(100)
+    caches.beat(W, 0)
+    caches.beat(W, 1)  # the event may be behind it
+    assert caches.asks(0.0) == []
+    caches.beat(W, 1)
+    assert caches.asks(0.0) == [(W, ReplayKv(after=0))]
+
+
+def test_who_begins_to_follow_late_asks_for_everything() -> None:
+    announcer = Announcer(W, 10)
+    announcer.add([Stored(ROOT, (block(1), block(2)))] * 1)
+    caches = Caches(100)
+    caches.beat(W, announcer.seq)
+    ((worker, ask),) = caches.asks(0.0)
+    caches.replayed(worker, announcer.replay(ask))
+    assert caches.overlaps(block(1) + block(2)) == {W: 2}
+    assert caches.asks(9.0) == []
+
+
+def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing() -> None:
+    caches = Caches(100)
+    caches.beat(W, 0)
+    caches.hear(said(1, 1))
+    caches.forget(W)
+    assert caches.blocks == 0
+    again = process("worker-0", life=2)
+    caches.beat(again, 0)
+    caches.hear(said(2, 2))  # of the life before
+    assert caches.blocks == 0
+    caches.hear(said(1, 5, worker=again))
+    assert caches.overlaps(block(5)) == {again: 1}
+
+
+def test_an_answer_of_another_life_changes_nothing() -> None:
+    caches = Caches(100)
+    again = process("worker-0", life=2)
+    caches.beat(again, 3)
+    ((_, ask),) = caches.asks(0.0)
+    announcer = Announcer(W, 10)
+    announcer.add([Stored(ROOT, (block(1),))])
+    caches.replayed(again, announcer.replay(ask))
+    assert caches.blocks == 0
+
+
+class World:
+    """Workers whose messages get lost, and calls that are not answered; a tick is 0.1 s."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.caches = Caches(1_000_000)
+        self.now = 0.0
+        self.lives = 0
+        self.loss = 0.3
+        self.workers: dict[Process, tuple[Announcer, list[list[bytes]]]] = {}
+        self.replays = 0
+        for _ in range(3):
+            self.start()
+
+    def start(self) -> None:
+        self.lives += 1
+        worker = process(f"worker-{self.lives % 3}", life=self.lives)
+        events_max = self.random.choice([2, 10, 1000])
+        self.workers[worker] = (Announcer(worker, events_max), [])
+
+    def die(self) -> None:
+        worker = self.random.choice(list(self.workers))
+        del self.workers[worker]
+        self.caches.forget(worker)
+        self.start()
+
+    def lost(self) -> bool:
+        return self.random.random() < self.loss
+
+    def act(self) -> None:
+        self.now += 0.1
+        if self.random.random() < 0.01:
+            self.die()
+        for worker, (announcer, chains) in self.workers.items():
+            self.compute(announcer, chains)
+            for message in announcer.take():
+                if not self.lost():
+                    self.caches.hear(message)
+            if round(self.now * 10) % 5 == 0 and not self.lost():
+                self.caches.beat(worker, announcer.seq)
+        self.ask()
+
+    def compute(self, announcer: Announcer, chains: list[list[bytes]]) -> None:
+        draw = self.random.random()
+        if draw < 0.01:
+            chains.clear()
+            announcer.add([Cleared()])
+        elif draw < 0.2 and chains:
+            chain = self.random.choice(chains)
+            gone = chain[self.random.randrange(len(chain)) :]
+            del chain[len(chain) - len(gone) :]
+            chains[:] = [chain for chain in chains if chain]
+            announcer.add([Removed(tuple(gone))])
+        elif draw < 0.5:
+            chain = [self.random.randbytes(DIGEST_BYTES) for _ in range(self.random.randint(1, 5))]
+            chains.append(chain)
+            announcer.add([Stored(ROOT, tuple(chain))])
+
+    def ask(self) -> None:
+        for worker, ask in self.caches.asks(self.now):
+            self.replays += 1
+            if not self.lost():
+                self.caches.replayed(worker, self.workers[worker][0].replay(ask))
+
+    def check(self) -> None:
+        """What is known is what is there."""
+        there = 0
+        for worker, (_, chains) in self.workers.items():
+            for chain in chains:
+                assert self.caches.overlaps(b"".join(chain)) == {worker: len(chain)}
+                there += len(chain)
+        assert self.caches.blocks == there
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_messages_lost_and_workers_replaced_the_index_comes_to_know_what_is_there(
+    seed: int,
+) -> None:
+    world = World(seed)
+    for _ in range(3):
+        world.loss = 0.3
+        for _ in range(300):
+            world.act()
+        assert world.replays
+        world.loss = 0.0
+        for worker, (announcer, _) in world.workers.items():
+            world.caches.beat(worker, announcer.seq)
+            world.caches.beat(worker, announcer.seq)
+        for _ in range(3):  # a snapshot, and what came after it
+            world.now += ASK_AGAIN_S
+            world.ask()
+        world.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) -> None:
+    chance = random.Random(seed)
+    announcer, caches = Announcer(W, 4), Caches(1_000_000)
+    chains = [[chance.randbytes(DIGEST_BYTES) for _ in range(1000)] for _ in range(12)]
+    for chain in chains:
+        announcer.add([Stored(ROOT, tuple(chain))])
+    announcer.take()
+    caches.beat(W, announcer.seq)
+    for turn in range(40):
+        for worker, ask in caches.asks(float(turn)):
+            caches.replayed(worker, announcer.replay(ask))
+        if turn < 20 and turn % 3 == 0:
+            gone = chains.pop(0)
+            announcer.add([Removed(tuple(gone))])
+        for message in announcer.take():
+            caches.hear(message)
+    assert caches.blocks == sum(map(len, chains))
+    for chain in chains:
+        assert caches.overlaps(b"".join(chain)) == {W: len(chain)}

@@ -1,0 +1,197 @@
+"""What a worker gives back before it has begun goes elsewhere, and nobody notices."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
+
+from antiphon.scheduler.actions import Returned
+from antiphon.scheduler.rules import Rules
+from antiphon.wire.base import Role, State
+from antiphon.wire.command import Admit
+from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.submit import OpenRequest
+
+
+def returned(admit: Admit) -> RunningRequest:
+    return RunningRequest(
+        request_id=admit.request_id,
+        attempt=admit.attempt,
+        tokens=0,
+        ended=True,
+        waiting=True,
+        returned=True,
+    )
+
+
+def waiting(admit: Admit) -> RunningRequest:
+    return RunningRequest(
+        request_id=admit.request_id, attempt=admit.attempt, tokens=0, waiting=True
+    )
+
+
+def bound_to_one_of_two(stage: Stage, count: int = 1) -> tuple[Actor, Actor, list[Admit]]:
+    """The first worker has these, and then another one comes."""
+    _, first, _ = stage.usual()
+    for number in range(count):
+        stage.submit(f"r{number}")
+    admits = stage.admits(first)
+    first.runs(*map(waiting, admits))
+    stage.pass_s(0.6)
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.heard.clear()
+    return first, second, admits
+
+
+def test_a_request_that_is_given_back_goes_to_another_worker_and_is_forgotten_at_the_first() -> (
+    None
+):
+    stage = Stage()
+    first, second, (admit,) = bound_to_one_of_two(stage)
+    first.runs(returned(admit))
+    first.beat()
+    stage.listen()
+    (again,) = stage.admits(second)
+    assert again.request_id == admit.request_id
+    assert again.attempt > admit.attempt
+    assert [abort.attempt for abort in stage.aborts(first)] == [admit.attempt]
+    assert [a.worker for a in stage.heard if isinstance(a, Returned)] == [first.process]
+
+
+def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    first, second, admits = bound_to_one_of_two(stage, 3)
+    second.load = msgspec.structs.replace(second.load, running_max=3)
+    second.state = State.DRAINING
+    second.beat()
+    stage.submit("late")
+    first.state = State.DRAINING
+    first.runs(*map(returned, admits))
+    first.beat()
+    assert not stage.admits()
+    second.state = State.READY
+    second.beat()
+    stage.pass_s(0.2)
+    assert [admit.request_id for admit in stage.admits(second)] == ["r0", "r1", "r2", "late"]
+
+
+def test_who_gives_back_gets_nothing_before_it_has_spoken_again() -> None:
+    stage = Stage()
+    first, second, (admit,) = bound_to_one_of_two(stage)
+    second.state = State.DRAINING
+    second.beat()
+    first.runs(returned(admit))
+    first.beat()
+    stage.submit("other")
+    assert stage.admits() == []
+    first.runs()
+    first.beat()
+    stage.listen()
+    assert [one.request_id for one in stage.admits(first)] == ["r0", "other"]
+
+
+def test_what_everybody_gave_back_is_given_out_again() -> None:
+    stage = Stage()
+    first, second, (admit,) = bound_to_one_of_two(stage)
+    first.runs(returned(admit))
+    first.beat()
+    stage.listen()
+    (again,) = stage.admits(second)
+    first.runs()
+    second.runs(returned(again))
+    second.beat()
+    stage.pass_s(0.1)
+    assert [one.request_id for one in stage.admits(first)] == ["r0"]
+
+
+def test_what_was_given_back_is_aborted_until_the_worker_has_forgotten_it() -> None:
+    stage = Stage()
+    first, second, (admit,) = bound_to_one_of_two(stage)
+    first.runs(returned(admit))
+    first.beat()
+    stage.listen()
+    second.runs(*map(running, stage.admits(second)))
+    stage.heard.clear()
+    stage.pass_s(1.0)  # the abort was lost
+    assert {abort.attempt for abort in stage.aborts(first)} == {admit.attempt}
+    assert stage.admits() == []
+
+
+def test_what_was_given_back_and_then_cancelled_is_only_aborted() -> None:
+    stage = Stage()
+    first, _, (admit,) = bound_to_one_of_two(stage)
+    stage.cancel(stage.request("r0"))
+    stage.heard.clear()
+    first.runs(returned(admit))
+    first.beat()
+    stage.listen()
+    assert stage.admits() == []
+    assert [abort.attempt for abort in stage.aborts(first)] == [admit.attempt]
+
+
+def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
+    stage = Stage()
+    gateway = stage.enter(Role.GATEWAY, "gateway-0")
+    stage.enter(Role.DETOKENIZER, "detokenizer-0")
+    worker = stage.enter(Role.WORKER, "worker-0")
+    request = stage.request("r")
+    line = OpenRequest(request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms)
+    gateway.open[request.request_id] = line
+    attempt = other_attempt(1)
+    old = RunningRequest(
+        request_id=request.request_id, attempt=attempt, tokens=0, ended=True, returned=True
+    )
+    worker.runs(old)
+    stage.pass_s(3.0)
+    assert (stage.admits(), stage.leader.kept) == ([], 0)
+    stage.leader.submit(request)
+    stage.listen()
+    (admit,) = stage.admits(worker)
+    assert admit.attempt > attempt
+    worker.beat()
+    stage.listen()
+    assert [abort.attempt for abort in stage.aborts(worker)] == [attempt]
+
+
+def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
+    stage = Stage(Rules(look_ahead=8))
+    _, worker, _ = stage.usual()
+    worker.load = msgspec.structs.replace(worker.load, pages_free=4)
+    stage.pass_s(0.6)
+    for number in range(5):
+        stage.submit(f"r{number}")  # a page each
+    admits = stage.admits(worker)
+    assert len(admits) == 4
+    worker.runs(*map(waiting, admits))
+    stage.pass_s(0.6)
+    assert len(stage.admits(worker)) == 4, "the pages of those who wait were given away again"
+    worker.runs(*map(running, admits))
+    stage.pass_s(0.6)
+    assert len(stage.admits(worker)) == 5
+
+
+def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> None:
+    stage = Stage()
+    _, worker, _ = stage.usual()
+    stage.submit("r0")
+    worker.runs(running(stage.admits()[0]))
+    worker.load = msgspec.structs.replace(worker.load, pages_free=10, pages_promised=10)
+    stage.pass_s(0.6)
+    stage.submit("r1")
+    assert len(stage.admits()) == 1
+    worker.load = msgspec.structs.replace(worker.load, pages_returning=1)
+    stage.pass_s(0.6)
+    assert len(stage.admits()) == 2
+
+
+def test_each_choice_of_a_request_takes_a_place() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    _, worker, _ = stage.usual()
+    stage.submit("r0", choices=2)
+    stage.submit("r1", choices=2)
+    assert [admit.request_id for admit in stage.admits(worker)] == ["r0"]
+    stage.heard.clear()
+    alone = Stage(Rules(look_ahead=1))
+    alone.usual()
+    alone.submit("r0", choices=9)
+    assert len(alone.admits()) == 1, "an idle worker takes any"

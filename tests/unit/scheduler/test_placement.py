@@ -1,0 +1,161 @@
+"""Where a request goes: to its beginning, unless too much waits there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.unit.scheduler.stage import Actor, Stage, running
+
+from antiphon.scheduler.caches import EXPECT_S
+from antiphon.scheduler.rules import Rules
+from antiphon.wire.base import Role
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
+from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.kv_events import BlocksStored, KvEvents
+
+LONG = pack_ids(range(12 * BLOCK_TOKENS))
+BLOCKS = block_digests(b"root", LONG)
+QUESTION = {"prompt_ids": LONG, "block_digests": BLOCKS}
+
+
+def two_workers(rules: Rules | None = None) -> tuple[Stage, Actor, Actor]:
+    """A leader and two workers with room for eight requests each."""
+    stage = Stage(rules)
+    _, first, _ = stage.usual()
+    second = stage.enter(Role.WORKER, "worker-1")
+    for worker in (first, second):
+        worker.load = msgspec.structs.replace(
+            worker.load, running_max=8, pages_free=1000, pages_total=1000
+        )
+    stage.pass_s(1.0)
+    return stage, first, second
+
+
+def holds(stage: Stage, worker: Actor, digests: bytes, seq: int = 1) -> None:
+    """A worker tells that it has blocks."""
+    events = (BlocksStored(parent=b"root", digests=digests),)
+    stage.leader.caches.hear(KvEvents(worker=worker.process, seq=seq, events=events))
+
+
+def busy(stage: Stage, worker: Actor, count: int) -> None:
+    """A worker decodes so many requests, which is all that is known of them."""
+    stage.heard.clear()
+    others = [actor for actor in stage.actors if actor.role is Role.WORKER and actor is not worker]
+    for other in others:
+        other.load = msgspec.structs.replace(other.load, paused=True)
+    stage.pass_s(0.5)
+    for number in range(count):
+        stage.submit(f"busy-{worker.process.instance}-{number}")
+    worker.runs(*(running(admit) for admit in stage.admits(worker)))
+    for other in others:
+        other.load = msgspec.structs.replace(other.load, paused=False)
+    stage.pass_s(0.6)
+    stage.heard.clear()
+
+
+def went_to(stage: Stage) -> str:
+    """Where the only admit since the last clearing went."""
+    (batch,) = stage.batches()
+    stage.heard.clear()
+    return batch.worker.instance
+
+
+def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
+    stage, _, second = two_workers()
+    stage.heard.clear()
+    holds(stage, second, BLOCKS[: 8 * DIGEST_BYTES])
+    stage.submit("r", **QUESTION)
+    (bound,) = stage.bound()
+    assert (bound.blocks, bound.cached_blocks) == (12, 8)
+    assert went_to(stage) == "worker-1"
+
+
+def test_a_prompt_that_nobody_has_goes_to_the_least_loaded() -> None:
+    stage, first, second = two_workers()
+    busy(stage, first, 1)
+    holds(stage, second, BLOCKS[DIGEST_BYTES:])
+    stage.submit("r", **QUESTION)
+    assert went_to(stage) == "worker-1"
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(2, "worker-0"), (4, "worker-1")])
+def test_a_beginning_is_computed_again_where_that_is_cheaper_than_the_load(
+    ahead: int, expected: str
+) -> None:
+    stage, first, _ = two_workers(Rules(request_blocks=4.0))
+    busy(stage, first, ahead)
+    holds(stage, first, BLOCKS)
+    stage.submit("r", **QUESTION)
+    assert went_to(stage) == expected
+
+
+def test_with_no_weight_on_prompts_only_the_load_counts() -> None:
+    stage, first, _ = two_workers(Rules(prefill_weight=0.0))
+    busy(stage, first, 1)
+    holds(stage, first, BLOCKS)
+    stage.submit("r", **QUESTION)
+    assert went_to(stage) == "worker-1"
+
+
+def test_a_worker_that_runs_twice_as_many_is_loaded_half_as_much_by_each() -> None:
+    stage, first, second = two_workers()
+    second.load = msgspec.structs.replace(second.load, running_max=16)
+    stage.pass_s(0.5)
+    busy(stage, first, 2)
+    busy(stage, second, 3)
+    stage.submit("r")
+    assert went_to(stage) == "worker-1"
+
+
+def test_what_a_worker_has_still_to_compute_counts_until_it_has_said_something() -> None:
+    stage, first, second = two_workers(Rules(request_blocks=0.0))
+    stage.heard.clear()
+    holds(stage, second, BLOCKS)
+    other = pack_ids(range(1, 1 + 2 * BLOCK_TOKENS))
+    stage.submit("slow", prompt_ids=other, block_digests=block_digests(b"root", other))
+    (admit,) = stage.admits(first)
+    stage.heard.clear()
+    short = pack_ids(range(9, 9 + BLOCK_TOKENS))
+    stage.submit("r0", prompt_ids=short, block_digests=block_digests(b"root", short))
+    assert went_to(stage) == "worker-1"
+    computing = RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=0)
+    first.runs(computing)
+    stage.pass_s(0.6)
+    stage.heard.clear()
+    again = pack_ids(range(7, 7 + 2 * BLOCK_TOKENS))
+    stage.submit("r1", prompt_ids=again, block_digests=block_digests(b"root", again))
+    assert went_to(stage) == "worker-1"
+    first.runs(running(admit))
+    stage.pass_s(0.6)
+    stage.heard.clear()
+    last = pack_ids(range(5, 5 + 2 * BLOCK_TOKENS))
+    stage.submit("r2", prompt_ids=last, block_digests=block_digests(b"root", last))
+    assert went_to(stage) == "worker-0"
+
+
+def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells_of_it() -> None:
+    stage, _, _ = two_workers(Rules(request_blocks=0.0))
+    stage.heard.clear()
+    tails = [pack_ids([*range(12 * BLOCK_TOKENS), number] * 2) for number in range(3)]
+    for number, prompt in enumerate(tails):
+        digests = block_digests(b"root", prompt)
+        stage.submit(f"r{number}", prompt_ids=prompt, block_digests=digests)
+    blocks = [(bound.worker.instance, bound.cached_blocks) for bound in stage.bound()]
+    assert [cached for worker, cached in blocks if worker == blocks[0][0]][1:] == [12] * (
+        sum(worker == blocks[0][0] for worker, _ in blocks) - 1
+    )
+    assert stage.leader.caches.blocks > 0
+    stage.pass_s(EXPECT_S + 0.5)
+    assert stage.leader.caches.blocks == 0, "no event came, so it is expected no more"
+
+
+def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
+    stage, first, second = two_workers()
+    holds(stage, second, BLOCKS)
+    second.silent = True
+    stage.pass_s(4.0)
+    assert stage.leader.caches.blocks == 0
+    stage.heard.clear()
+    stage.submit("r", **QUESTION)
+    assert [batch.worker for batch in stage.batches()] == [first.process]
