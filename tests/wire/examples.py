@@ -174,7 +174,6 @@ CLAIM = Claim(
 )
 DIGESTS = (bytes([1]) * 32, bytes([2]) * 32)
 CHAT = (
-    ChatMessage(role="system", content="Answer shortly.", name="house"),
     ChatMessage(
         role="tool",
         content="Grüße, 世界 👋",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from antiphon.gateway.together import together
 from antiphon.wire.base import Role
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import WORKER_CONTROL
@@ -70,8 +71,7 @@ class Workers:
         workers = [peer.process.instance for peer, _ in self.loads()]
         if not workers:
             raise Unavailable("no worker is there", retry_after_s=1.0)
-        calls = (
-            self._runtime.bus.call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker)
-            for worker in workers
+        call = self._runtime.bus.call
+        return await together(
+            [call(WORKER_CONTROL, order, timeout_s=_ANSWER_S, worker=worker) for worker in workers]
         )
-        return list(await asyncio.gather(*calls))

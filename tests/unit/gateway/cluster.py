@@ -20,7 +20,7 @@ from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
-from antiphon.wire.errors import EngineError, encode_error
+from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
@@ -120,6 +120,9 @@ class Cluster:
 
     async def _decode(self, delivery: Delivery) -> None:
         request = delivery.read(DECODE)
+        if any(token > 255 for row in request.token_ids for token in unpack_ids(row)):
+            await delivery.refuse(InvalidRequest("there is no such token", param="tokens"))
+            return
         texts = (bytes(list(unpack_ids(row))).decode(errors="replace") for row in request.token_ids)
         await delivery.respond(DecodeReply(request_id=request.request_id, texts=tuple(texts)))
 

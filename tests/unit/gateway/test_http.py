@@ -301,7 +301,7 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"messages": HI, "response_format": {"type": "json"}}, "response_format.type"),
         (
             CHAT,

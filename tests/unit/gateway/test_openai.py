@@ -188,7 +188,8 @@ async def test_a_mistake_in_a_form_is_400_before_the_first_byte_and_names_its_fi
 
 async def test_what_else_a_choice_may_tell_is_the_same_in_a_stream(at: House) -> None:
     asked = {"return_token_ids": True, "return_hidden_states": True}
-    for path, body in ((CHAT, {"messages": HI}), (COMPLETE, {"prompt": "hi"})):
+    bodies: dict[str, Body] = {CHAT: {"messages": HI}, COMPLETE: {"prompt": "hi"}}
+    for path, body in bodies.items():
         whole, joined = await both(at, path, body | asked)
         assert whole[0]["prompt_token_ids"] == list(b"hi")
         assert whole[0]["response_token_ids"] == [10, 11, 12, 13]

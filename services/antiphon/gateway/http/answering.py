@@ -18,6 +18,7 @@ from antiphon.gateway.chorus import Answer, Chorus
 from antiphon.gateway.http import fields
 from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
 from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.together import together
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Answering:
             streams[index] = await self._entrance.enter(ask)
 
         try:
-            await _all(enter, len(asks))
+            await together([enter(index) for index in range(len(asks))])
             chorus = Chorus([streams[index] for index in range(len(asks))])
             request[REQUEST_ID] = chorus.streams[0].submit.request_id
             yield chorus
@@ -176,23 +177,6 @@ class Answering:
         for event in events:
             if isinstance(event, Said):
                 self._driver.read(stream, event)
-
-
-async def _all(work: Callable[[int], Awaitable[None]], count: int) -> None:
-    """Do something for each number, beside each other; the first error ends it all."""
-    if count == 1:
-        await work(0)
-        return
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index in range(count):
-                group.create_task(_awaited(work, index))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-
-
-async def _awaited(work: Callable[[int], Awaitable[None]], index: int) -> None:
-    await work(index)
 
 
 def _heard(taken: Taken) -> bool:

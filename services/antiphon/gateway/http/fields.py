@@ -36,7 +36,18 @@ class Refused(msgspec.Struct, frozen=True):
     neutral: tuple[object, ...] = ()
 
 
-NO_EFFECT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+NO_EFFECT = frozenset(
+    {
+        "conversation_id",
+        "log_metrics",
+        "metadata",
+        "no_logs",
+        "prompt_cache_key",
+        "safety_identifier",
+        "session_id",
+        "user",
+    }
+)
 """Labels and hints: accepted, since leaving them out changes no answer."""
 
 

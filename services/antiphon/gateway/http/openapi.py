@@ -100,7 +100,7 @@ def _reply(one: Operation) -> Object:
 
 def _parameters(one: Operation) -> list[Object]:
     text: Object = {"type": "string"}
-    inside = [
+    inside: list[Object] = [
         {"name": name, "in": "path", "required": True, "schema": {**text, "minLength": 1}}
         for name in _VARIABLE.findall(one.path)
     ]

@@ -130,10 +130,10 @@ def _bounds(schema: Schema) -> str:
         "maxItems": "length ≤",
         "maxProperties": "length ≤",
     }
-    limits = ((words, cast("float", schema.get(name))) for name, words in names.items())
+    limits = ((words, cast("float | None", schema.get(name))) for name, words in names.items())
     # What only keeps a number within its type says nothing.
     said = [
-        f"{words} {limit}" for words, limit in limits if limit is not None and abs(limit) < _WIDE
+        f"{words} {limit:g}" for words, limit in limits if limit is not None and abs(limit) < _WIDE
     ]
     return f" ({', '.join(said)})" if said else ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -117,7 +117,7 @@ def _prompts(body: GenerateBody) -> tuple[list[str | tuple[int, ...]], bool]:
 def _spread(given: T | list[T] | None, default: T, count: int, field: str) -> list[T]:
     """One value for each prompt."""
     if isinstance(given, list):
-        values: list[T] = given
+        values = cast("list[T]", given)
         if len(values) != count:
             text = f"{field} has {len(values)} entries for {count} prompts"
             raise InvalidRequest(text, param=field)
@@ -128,11 +128,11 @@ def _spread(given: T | list[T] | None, default: T, count: int, field: str) -> li
 def _names(rid: str | list[str] | None, count: int) -> list[str | None]:
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{index}" for index in range(count)]
-    names = _spread(rid, None, count, "rid")
-    given = [name for name in names if name is not None]
+    names = _spread(rid, "", count, "rid")
+    given = [name for name in names if name]
     if len(set(given)) < len(given):
         raise InvalidRequest("Duplicate request IDs", param="rid")
-    return names
+    return [name or None for name in names]
 
 
 def _tellings(body: GenerateBody, count: int) -> tuple[Telling, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -14,6 +13,7 @@ from antiphon.gateway.http.openai.reading import model_of
 from antiphon.gateway.http.openai.turns import message
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.together import together
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.answering import Answering
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
-    from antiphon.wire.tokenize import EncodeReply
 
 _TIMEOUT_S = 30.0
 _Rows = Meta(min_length=1, max_length=PROMPTS_MAX)
@@ -134,8 +133,8 @@ class Tokens:
     async def _tokenize(self, request: web.Request) -> web.Response:
         asks = await self._answering.read(request, TokenizeBody, self._asks)
         deadline = deadline_in(_TIMEOUT_S, self._runtime.clock)
-        replies: list[EncodeReply] = await asyncio.gather(
-            *(self._tokenizers.encode(ask, new_request_id(), deadline, None) for ask in asks)
+        replies = await together(
+            [self._tokenizers.encode(ask, new_request_id(), deadline, None) for ask in asks]
         )
         rows = [list(unpack_ids(reply.token_ids)) for reply in replies]
         counts = [len(row) for row in rows]

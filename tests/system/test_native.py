@@ -1,0 +1,203 @@
+"""SGLang's own APIs against a whole stack."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.system.stack import Stack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+PROMPT = "<|bos|><|user|>What is 12 + 30?<|end|><|assistant|>"
+GREEDY = {"temperature": 0, "max_new_tokens": 32}
+Reply = dict[str, "Reply"]  # what a test reads of it, it knows
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(stack.url) as session:
+        yield session
+
+
+async def post(http: aiohttp.ClientSession, path: str, **body: object) -> Reply:
+    async with http.post(path, json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        return cast("Reply", await reply.json())
+
+
+async def test_whole_and_streamed_say_the_same(http: aiohttp.ClientSession) -> None:
+    body = {"text": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
+    whole = await post(http, "/generate", **body)
+    assert whole["text"] == "12 + 30 = 42."
+    assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
+    async with http.post("/generate", json=body | {"stream": True}) as reply:
+        events = [event for event in (await reply.text()).split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    last = json.loads(events[-2].removeprefix("data: "))
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+    logprobs = cast("list[list[float]]", whole["meta_info"]["output_token_logprobs"])
+    assert [each[1] for each in logprobs] == whole["output_ids"]
+    assert [each[0] for each in logprobs] == pytest.approx(
+        [each[0] for each in last["meta_info"]["output_token_logprobs"]], abs=0.05
+    )
+
+
+async def test_a_batch_is_as_its_prompts_alone(http: aiohttp.ClientSession) -> None:
+    prompts = [PROMPT, "Once upon a time"]
+    alone = [await post(http, "/generate", text=text, sampling_params=GREEDY) for text in prompts]
+    batch = await post(http, "/generate", text=prompts, sampling_params=GREEDY | {"n": 2})
+    texts = [one["text"] for one in cast("list[Reply]", batch)]
+    assert texts == [alone[0]["text"]] * 2 + [alone[1]["text"]] * 2
+
+
+async def test_a_session_goes_on_as_if_all_were_said_at_once(http: aiohttp.ClientSession) -> None:
+    name = await post(http, "/open_session", capacity_of_str_len=0)
+    first = await post(
+        http,
+        "/generate",
+        text="<|bos|><|user|>My name is Ada.<|end|><|assistant|>",
+        sampling_params=GREEDY,
+        session_params={"id": name},
+        return_prompt_token_ids=True,
+    )
+    rest = "<|end|><|user|>What is my name?<|end|><|assistant|>"
+    second = await post(
+        http,
+        "/generate",
+        text=rest,
+        sampling_params=GREEDY,
+        session_params={"id": name, "rid": first["meta_info"]["id"]},
+        return_prompt_token_ids=True,
+    )
+    assert "Ada" in str(second["text"])
+    ids = cast("list[int]", first["prompt_token_ids"]) + cast("list[int]", first["output_ids"])
+    asked = cast("list[int]", second["prompt_token_ids"])
+    assert asked[: len(ids)] == ids
+    again = await post(http, "/generate", input_ids=asked, sampling_params=GREEDY)
+    assert again["text"] == second["text"]
+    async with http.post("/close_session", json={"session_id": name}) as reply:
+        assert reply.status == 200
+
+
+async def test_texts_go_to_ids_and_back(http: aiohttp.ClientSession) -> None:
+    text = "Grüße, 世界 👋 12 + 30"
+    told = await post(http, "/v1/tokenize", prompt=text)
+    assert told["count"] == len(told["tokens"])
+    assert await post(http, "/v1/detokenize", tokens=told["tokens"]) == {"text": text}
+    chat = [{"role": "user", "content": "What is 12 + 30?"}]
+    rendered = await post(http, "/tokenize", messages=chat)
+    written = await post(http, "/detokenize", tokens=rendered["tokens"], skip_special_tokens=False)
+    assert written["text"] == PROMPT
+
+
+async def test_a_score_is_the_probability_of_what_the_model_would_say(
+    http: aiohttp.ClientSession,
+) -> None:
+    said = await post(
+        http, "/generate", text=PROMPT, sampling_params=GREEDY, return_prompt_token_ids=True
+    )
+    ids = cast("list[int]", said["output_ids"])
+    told = await post(
+        http,
+        "/v1/score",
+        query=said["prompt_token_ids"],
+        items=[ids[:1], ids[:-1]],
+        label_token_ids=[ids[1], ids[-1]],
+        apply_softmax=True,
+    )
+    second, last = cast("list[list[float]]", told["scores"])
+    assert second[0] > 0.9
+    assert last[1] > 0.9
+    plain = await post(http, "/v1/score", query=PROMPT, items=[""], label_token_ids=[ids[0]])
+    ((first,),) = cast("list[list[float]]", plain["scores"])
+    assert 0.5 < first <= 1
+
+
+async def test_calls_may_be_required_of_any_model(stack: Stack) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"enum": [12, 30]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        asked = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+            "tools": [tool],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "temperature": 0,
+            "max_tokens": 400,
+        }
+        answer = await client.chat.completions.create(**asked)
+        arguments, reason = "", None
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                arguments += call.function.arguments
+            reason = chunk.choices[0].finish_reason or reason
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, answer.choices[0].finish_reason) == ("add", "tool_calls")
+    assert json.loads(call.function.arguments)["a"] in (12, 30)
+    assert (arguments, reason) == (call.function.arguments, "tool_calls")
+
+
+async def test_orders_are_obeyed(http: aiohttp.ClientSession) -> None:
+    async def paused() -> bool:
+        async with http.get("/v1/loads") as reply:
+            return bool((await reply.json())["loads"][0]["paused"])
+
+    assert (await post(http, "/pause_generation", mode="in_place"))["status"] == "ok"
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(post(http, "/generate", text=PROMPT, sampling_params=GREEDY))
+        while not await paused():  # noqa: ASYNC110  # another process says it
+            await asyncio.sleep(0.05)
+        async with http.get("/ready") as reply:
+            assert reply.status == 503
+        assert not waiting.done()
+        assert (await post(http, "/continue_generation"))["status"] == "ok"
+    assert waiting.result()["text"] == "12 + 30 = 42."
+    async with http.post("/flush_cache?timeout=10") as reply:
+        assert reply.status == 200, await reply.text()
+
+
+async def test_an_aborted_request_tells_what_it_had_said(http: aiohttp.ClientSession) -> None:
+    said = {"temperature": 1, "max_new_tokens": 1500, "ignore_eos": True}
+    body = {"text": PROMPT, "rid": "long-one", "sampling_params": said, "stream": True}
+    async with http.post("/generate", json=body) as reply:
+        await reply.content.readuntil(b"\n\n")
+        async with http.post("/abort_request", json={"rid": "long"}) as aborted:
+            assert aborted.status == 200
+        events = [event for event in (await reply.text()).split("\n\n") if event]
+    last = json.loads(events[-2].removeprefix("data: "))
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["text"]
+
+
+async def test_a_server_tells_of_itself(http: aiohttp.ClientSession, stack: Stack) -> None:
+    for path in ("/health_generate", "/ready", "/ping", "/metrics", "/openapi.json"):
+        async with http.get(path) as reply:
+            assert reply.status == 200, path
+    async with http.get("/model_info") as reply:
+        assert (await reply.json())["served_model_name"] == stack.model
+    async with http.get("/server_info") as reply:
+        told = await reply.json()
+    (load,) = told["internal_states"]
+    assert load["max_total_num_tokens"] > 0
+    async with http.get("/metrics") as reply:
+        assert "antiphon_gateway_open_requests 0.0" in await reply.text()
