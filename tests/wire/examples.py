@@ -5,6 +5,7 @@ Some fields exclude each other in use (`messages` and `prompt`); here they are a
 
 from __future__ import annotations
 
+from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Role, State, Term, Usage
 from antiphon.wire.claim import Claim
 from antiphon.wire.codec import pack_ids
@@ -265,6 +266,7 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
+    AbortRequests(prefix="my-", not_after_unix_ms=DEADLINE),
     DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
     EncodeReply(
         request_id=REQUEST,

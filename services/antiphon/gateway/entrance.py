@@ -80,13 +80,12 @@ class Entrance:
         """Whether it holds nothing: no request that enters, and no name."""
         return not (self._entering or self._names)
 
-    def live(self) -> tuple[Stream, ...]:
-        """The requests that have not ended."""
-        return self._driver.streams()
-
-    def abort(self, stream: Stream) -> None:
-        """End a request as aborted: its client hears so, and is told no more."""
-        self._driver.abort(stream)
+    def abort(self, prefix: str, *, exact: bool = False) -> None:
+        """End every request whose name, or else its id, begins so, or is so: as aborted."""
+        for stream in self._driver.streams():
+            name = stream.name[1] if stream.name is not None else stream.submit.request_id
+            if name == prefix or (name.startswith(prefix) and not exact):
+                self._driver.abort(stream)
 
     def leave(self, stream: Stream) -> None:
         """Free the request's name, and cancel it unless it has ended."""

@@ -20,7 +20,7 @@ from antiphon.service.probes import probe_routes
 from antiphon.service.service import Report
 from antiphon.wire.base import Role
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import NOTICE, TEXT
+from antiphon.wire.routes import ABORT, NOTICE, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
+    from antiphon.wire.abort import AbortRequests
     from antiphon.wire.ids import ModelName
 
 
@@ -66,13 +67,18 @@ class GatewayService:
                 await self._generations.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Requests of NATS clients, text from detokenizers, notices from the leader."""
+        """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""
         address = {"gateway": self._runtime.process.instance}
         return (
             Follow(route=TEXT, apply=self._driver.take_text, address=address),
             Follow(route=NOTICE, apply=self._driver.take_notice, address=address),
+            Follow(route=ABORT, apply=self._on_abort, address={"model": self._model}),
             *self._generations.endpoints(),
         )
+
+    async def _on_abort(self, message: AbortRequests) -> None:
+        if message.not_after_unix_ms >= self._runtime.clock.unix_ms():
+            self._entrance.abort(message.prefix)
 
     def model(self) -> ModelName | None:
         """The model that it is the door of."""

@@ -1,4 +1,4 @@
-"""What operators tell the workers of a model through its door."""
+"""What operators tell the workers of a model, and its other doors, through one of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.together import together
+from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import WORKER_CONTROL
+from antiphon.wire.routes import ABORT, WORKER_CONTROL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _ANSWER_S = 15.0
 """Longer than a worker waits for its step to end."""
 _LOOK_S = 0.05
+_ABORT_S = 5.0
+"""How late an abort may come: later, a name may be another request's."""
 
 
 class Workers:
@@ -61,6 +64,16 @@ class Workers:
                 return False
             await asyncio.sleep(_LOOK_S)
         return True
+
+    async def abort_elsewhere(self, prefix: str) -> None:
+        """Tell the other gateways to end the requests whose names begin so.
+
+        Raises:
+            EngineError: The broker is away.
+        """
+        not_after_unix_ms = self._runtime.clock.unix_ms() + round(_ABORT_S * 1000)
+        message = AbortRequests(prefix=prefix, not_after_unix_ms=not_after_unix_ms)
+        await self._runtime.bus.publish(ABORT, message, model=self._model)
 
     async def order(self, order: Order) -> list[ControlDone]:
         """Tell every worker, and wait until all have obeyed.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Message, Role
 from antiphon.wire.command import (
     CommandBatch,
@@ -298,6 +299,14 @@ NOTICE = Feed(
     senders=(Role.SCHEDULER,),
     listeners=(Role.GATEWAY,),
 )
+ABORT = Feed(
+    name="gateways.abort",
+    subject="gateways.{model}.abort",
+    carries=(AbortRequests,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.GATEWAY,),
+    spread=Spread.ALL,
+)
 KV_CONTROL = Call(
     name="kv_storage.control",
     subject="kv_storage.{node}.control",
@@ -342,6 +351,7 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     DETOKENIZER_CONTROL,
     TEXT,
     NOTICE,
+    ABORT,
     KV_CONTROL,
     HEARTBEAT,
     DISCOVER,

@@ -7,11 +7,14 @@ import json
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
+import msgspec
 import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
+from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
+from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
@@ -22,10 +25,13 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.routes import ABORT
 from antiphon.wire.sampling import DetailParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from antiphon.bus.bus import Delivery
 
 TEXT = "".join(SCRIPT)
 GENERATE = "/generate"
@@ -264,6 +270,27 @@ async def test_an_abort_meets_every_name_that_begins_so(at: House) -> None:
     assert ends == ["abort", "abort", "stop"]
 
 
+async def test_an_abort_is_told_to_the_other_gateways(at: House) -> None:
+    heard: list[AbortRequests] = []
+
+    async def hear(delivery: Delivery) -> None:
+        heard.append(delivery.read(ABORT))
+
+    async with client_bus(at.transport(), "gateway-1", party=Role.GATEWAY) as other:
+        await other.listen(ABORT, hear, model=MODEL)
+        await _post_plain(at, "/abort_request", {"abort_all": True})
+        await until(lambda: len(heard) == 1)
+        at.cluster.hold_at = 1
+        async with asyncio.TaskGroup() as group:
+            told = group.create_task(post(at, GENERATE, {"text": "a", "rid": "x"}))
+            await until(lambda: at.service._driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
+            late = AbortRequests(prefix="x", not_after_unix_ms=0)
+            await other.publish(ABORT, late, model=MODEL)
+            await other.publish(ABORT, msgspec.structs.replace(heard[0], prefix="x"), model=MODEL)
+        assert cast("Reply", told.result()[1])["meta_info"]["finish_reason"]["type"] == "abort"
+    assert heard[0].prefix == ""
+
+
 async def test_orders_reach_the_workers(at: House) -> None:
     assert await get(at, "/flush_cache") == (200, "Cache flushed: 3 pages.\n")
     status, reply, _ = await post(at, "/pause_generation", {"mode": "in_place"})
@@ -320,6 +347,7 @@ async def test_loads_are_told_worker_by_worker(at: House) -> None:
 async def test_health_is_asked_in_every_way(at: House) -> None:
     for path in ("/health", "/ping", "/ready", "/health_generate", "/"):
         assert (await get(at, path))[0] == 200, path
+    assert (await get(at, "/", "HEAD"))[0] == 200
     assert at.cluster.submits[0].sampling.max_new_tokens == 1
     at.cluster.roles.discard(Role.WORKER)
     await until(lambda: not at.workers)

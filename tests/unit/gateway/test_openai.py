@@ -12,6 +12,7 @@ from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 
 from antiphon.testing.wait import until
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
 from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.sampling import DetailParams
@@ -243,6 +244,13 @@ async def test_patterns_priorities_and_the_name_default_are_taken(at: House) -> 
     submit = at.cluster.submits[0]
     assert submit.stop.patterns == ("a+b", r"\d")
     assert submit.priority == -3
+
+
+async def test_a_chat_may_bring_its_prompt_as_ids(at: House) -> None:
+    status, _, _ = await post(at, CHAT, {"messages": HI, "input_ids": list(b"abc")})
+    assert status == 200
+    assert at.cluster.submits[0].prompt_ids == pack_ids(list(b"abc"))
+    assert all(asked.messages is None for asked in at.cluster.encodes)
 
 
 async def test_usage_names_cached_tokens_where_the_operator_wants_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.answering import Answering
@@ -49,7 +50,7 @@ def operations(
     answering = Answering(entrance, driver, metrics, gateway.body_bytes_max)
     workers = Workers(runtime, model)
     control = Control(answering, entrance, workers)
-    sessions = Sessions(runtime.clock.now, control.abort)
+    sessions = Sessions(runtime.clock.now, partial(entrance.abort, exact=True))
     served = (
         *Completions(answering, tokenizers, runtime, model, formats(gateway)).operations(),
         *Models(runtime, model, tokenizers).operations(),

@@ -46,4 +46,10 @@ class Operation:
 
 def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:
     """For the router."""
-    return [web.route(one.method, one.path, one.answer) for one in operations]
+    return [
+        # What can be got answers HEAD, too.
+        web.get(one.path, one.answer)
+        if one.method == "GET"
+        else web.route(one.method, one.path, one.answer)
+        for one in operations
+    ]

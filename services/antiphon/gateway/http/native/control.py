@@ -86,7 +86,7 @@ class Control:
                 method="POST",
                 path="/abort_request",
                 answer=self._abort,
-                summary="Ends requests of this gateway as aborted.",
+                summary="Ends requests as aborted, whichever gateway owns them.",
                 body=AbortBody,
                 examples=({"rid": "mine"},),
             ),
@@ -128,15 +128,9 @@ class Control:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await self._answering.read(request, AbortBody, _checked)
-        self.abort(body.rid)
+        self._entrance.abort(body.rid)
+        await self._workers.abort_elsewhere(body.rid)
         return web.Response()
-
-    def abort(self, prefix: str) -> None:
-        """End every request of this gateway whose name, or id, begins so."""
-        for stream in self._entrance.live():
-            name = stream.name[1] if stream.name is not None else stream.submit.request_id
-            if name.startswith(prefix):
-                self._entrance.abort(stream)
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await self._answering.read(request, PauseBody, lambda body: body)

@@ -177,6 +177,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, description="The conversation.")]
+    input_ids: Annotated[
+        Annotated[list[TokenId], Meta(min_length=1)] | None,
+        _is("The prompt as token ids, in place of what the template makes of the messages."),
+    ] = None
     max_completion_tokens: Annotated[
         TokensMax | None, _is("The newer name of max_tokens; it comes first.")
     ] = None

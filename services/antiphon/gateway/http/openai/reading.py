@@ -92,10 +92,12 @@ def chat(body: ChatBody, formats: Formats = Formats()) -> Posted:  # noqa: B008 
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
     plan = _plan(body, formats.tools)
+    messages = tuple(message(turn, index) for index, turn in enumerate(body.messages))
     ask = Ask(
         door="chat",
         model=model_of(body.model),
-        messages=tuple(message(turn, index) for index, turn in enumerate(body.messages)),
+        messages=None if body.input_ids else messages,
+        prompt_ids=tuple(body.input_ids) if body.input_ids else None,
         continue_final_message=bool(body.continue_final_message),
         template=TemplateParams(options=_options(body), tools=_shown(plan)),
         thinking=_thinking(body, formats.reasoning),

@@ -48,7 +48,6 @@ CHAT: Mapping[str, Refused] = {
     **COMMON,
     "functions": Refused("say tools", _NOTHING),
     "function_call": Refused("say tool_choice", ("none", "auto")),
-    "input_ids": Refused("/v1/completions takes token ids as its prompt"),
     "modalities": _MODALITIES,
     "audio": Refused("this model answers in text"),
     "prediction": Refused("predicted outputs are not built"),
