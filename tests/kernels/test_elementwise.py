@@ -84,8 +84,16 @@ def test_keys_and_values_are_stored_at_their_places() -> None:
 class HeadsCase:
     """Heads of some tokens, and a cache to keep them in."""
 
-    def __init__(self, tokens: int, size: int, dtype: torch.dtype, *, normed: bool = False) -> None:
-        waves = Rotary(size, 50.0).frequencies()
+    def __init__(
+        self,
+        tokens: int,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        normed: bool = False,
+        rotated: int | None = None,
+    ) -> None:
+        waves = Rotary(size if rotated is None else rotated, 50.0).frequencies()
         self.heads = random(tokens, 6 + 2 + 2, size).to(dtype)
         self.cos, self.sin = angles(waves, torch.arange(3, 3 + tokens), dtype)
         self.cache = torch.full((2, 40, 4, 2, size), 7.0, dtype=dtype)
@@ -118,6 +126,36 @@ def test_heads_are_normed_rotated_and_kept(
     step = 0.02 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(case.run(row), rotary(q, case.cos, case.sin), atol=step, rtol=step)
     torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
+
+
+@each_row(ready_heads)
+@pytest.mark.parametrize("rotated", [0, 2, 16, 34])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_rotated_stays(
+    row: Row, dtype: torch.dtype, rotated: int, normed: bool
+) -> None:
+    case = HeadsCase(5, 40, dtype, normed=normed, rotated=rotated)
+    q, k, v = case.heads.split((6, 2, 2), dim=1)
+    if case.norms:
+        q = rmsnorm.reference(q, case.norms.query, 1e-3)
+        k = rmsnorm.reference(k, case.norms.key, 1e-3)
+    kept = case.cache.clone()
+    k = torch.cat((rotary(k[..., :rotated], case.cos, case.sin), k[..., rotated:]), dim=-1)
+    kv_store(k, v, kept[0], kept[1], case.places)
+    step = 0.02 if dtype is torch.bfloat16 else 1e-5
+    turned = case.run(row)
+    torch.testing.assert_close(turned[..., rotated:], q[..., rotated:], atol=step, rtol=step)
+    expected = rotary(q[..., :rotated], case.cos, case.sin)
+    torch.testing.assert_close(turned[..., :rotated], expected, atol=step, rtol=step)
+    torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
+
+
+@each_row(ready_heads)
+def test_a_rotation_of_more_than_a_head_is_refused(row: Row) -> None:
+    case = HeadsCase(2, 16, torch.float32, rotated=18)
+    with pytest.raises(RuntimeError, match="16"):
+        case.run(row)
 
 
 @each_row(ready_heads)

@@ -85,7 +85,9 @@ def a_world(
     table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(query), -1)
     shapes = [KvShape(PAGE_TOKENS, HEADS, GROUP, SIZE, dtype, window) for window in (None, 9)]
     positions = np.concatenate([np.arange(b - a, b) for a, b in zip(query, kv, strict=True)])
-    angles = AngleTable(Rotary(SIZE, 50.0).frequencies(), dtype)
+    # Normed heads are rotated in part, the others whole.
+    rotary = Rotary(SIZE // 2 if head_norms else SIZE, 50.0)
+    angles = AngleTable(rotary.frequencies(), dtype)
     cache = (pages, PAGE_TOKENS, HEADS, SIZE)
     return World(
         dtype=dtype,

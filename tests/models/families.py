@@ -6,15 +6,16 @@ that switches it off. A new family joins the test by its row alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import transformers
-from tests.models.specs import fed, mixed, windowed
+from tests.models import mutants as no
 
-from antiphon.model_worker.model.spec import ModelSpec
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-Mutant = Callable[[ModelSpec], ModelSpec]
+    from tests.models.mutants import Mutant
 
 LAYERS = 3
 VOCABULARY = 128
@@ -65,29 +66,54 @@ class Row:
         return self.config.from_dict({**self.sizes, **self.fields})
 
 
-def no_biases(spec: ModelSpec) -> ModelSpec:
-    """No linear with a bias."""
-    return fed(mixed(spec, qkv_bias=False, out_bias=False), bias=False)
-
-
-def no_windows(spec: ModelSpec) -> ModelSpec:
-    """Every layer sees every token."""
-    return windowed(spec, (None,) * len(spec.layers))
-
-
-def no_qk_norm(spec: ModelSpec) -> ModelSpec:
-    """Queries and keys as they are projected."""
-    return mixed(spec, qk_norm=None)
-
-
-def no_rope_scaling(spec: ModelSpec) -> ModelSpec:
-    """The rotation before it was stretched."""
-    rotary = spec.layers[0].mixer.rotary
-    assert rotary is not None
-    return mixed(spec, rotary=replace(rotary, scaling=None))
-
-
+WITHOUT_KV_HEADS = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}
+GPT2_SIZES: Mapping[str, object] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+WINDOWS_IN_TURN = ["sliding_attention", "full_attention", "sliding_attention"]
+PAIRS = 6
+"""That Phi's heads of 16 rotate, at a part of three quarters."""
+
+
+def stretched(kind: str, **fields: object) -> Mapping[str, object]:
+    """A rotation that was stretched."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **fields}}
+
+
+def long_rope(trained: int, partial: float = 0.75) -> Mapping[str, object]:
+    """Phi's rotation of a model trained with so many tokens, of 256."""
+    short = [1.0 + 0.1 * pair for pair in range(PAIRS)]
+    return {
+        "original_max_position_embeddings": trained,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": partial,
+            "original_max_position_embeddings": trained,
+            "short_factor": short,
+            "long_factor": [3 * factor for factor in short],
+        },
+    }
+
+
+GEMMA_MUTANTS: Mapping[str, Mutant] = {
+    "norms of one and a weight": no.one_plus,
+    "tanh gate": no.tanh,
+    "scaled embedding": no.scaled_embedding,
+}
+SANDWICH_MUTANTS: Mapping[str, Mutant] = {
+    **GEMMA_MUTANTS,
+    "sandwich norms": no.norms_after,
+    "scale of scores": no.scale_of_scores,
+    "window": no.windows,
+}
 
 ROWS = (
     Row(
@@ -97,29 +123,247 @@ ROWS = (
         fields={
             "attention_bias": True,
             "mlp_bias": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
+            **stretched(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
         },
-        mutants={"biases": no_biases, "rope scaling": no_rope_scaling},
+        mutants={"biases": no.biases, "rope scaling": no.rope_scaling},
+    ),
+    Row(
+        name="llama with linear rope",
+        architecture=transformers.LlamaForCausalLM,
+        config=transformers.LlamaConfig,
+        fields=stretched("linear", factor=3.0),
+        mutants={"rope scaling": no.rope_scaling},
+    ),
+    Row(
+        name="llama with dynamic rope",
+        architecture=transformers.LlamaForCausalLM,
+        config=transformers.LlamaConfig,
+        fields=stretched("dynamic", factor=3.0),
+    ),
+    Row(
+        name="llama with yarn rope",
+        architecture=transformers.LlamaForCausalLM,
+        config=transformers.LlamaConfig,
+        fields=stretched("yarn", factor=4.0, original_max_position_embeddings=64),
+        mutants={"rope scaling": no.rope_scaling},
+    ),
+    Row(
+        name="llama with yarn rope in full",
+        architecture=transformers.LlamaForCausalLM,
+        config=transformers.LlamaConfig,
+        fields=stretched(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            mscale=1.4,
+            mscale_all_dim=0.7,
+            truncate=False,
+        ),
+        mutants={"rope scaling": no.rope_scaling},
+    ),
+    Row(
+        name="mistral",
+        architecture=transformers.MistralForCausalLM,
+        config=transformers.MistralConfig,
+        fields={"sliding_window": 20, "head_dim": 24},
+        mutants={"window": no.windows},
     ),
     Row(
         name="qwen2",
         architecture=transformers.Qwen2ForCausalLM,
         config=transformers.Qwen2Config,
         fields=UPPER_WINDOWS,
-        mutants={"biases": no_biases, "window": no_windows},
+        mutants={"biases": no.biases, "window": no.windows},
     ),
     Row(
         name="qwen3",
         architecture=transformers.Qwen3ForCausalLM,
         config=transformers.Qwen3Config,
         fields={"attention_bias": True, "head_dim": 32, **UPPER_WINDOWS},
-        mutants={"biases": no_biases, "qk-norm": no_qk_norm, "window": no_windows},
+        mutants={"biases": no.biases, "qk-norm": no.qk_norm, "window": no.windows},
+    ),
+    Row(
+        name="smollm3",
+        architecture=transformers.SmolLM3ForCausalLM,
+        config=transformers.SmolLM3Config,
+        fields={
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        mutants={
+            "unrotated layers": no.unrotated_layers,
+            "biases": no.biases,
+            "window": no.windows,
+        },
+    ),
+    Row(
+        name="gemma",
+        architecture=transformers.GemmaForCausalLM,
+        config=transformers.GemmaConfig,
+        fields={"head_dim": 32},
+        mutants=GEMMA_MUTANTS,
+    ),
+    Row(
+        name="gemma2",
+        architecture=transformers.Gemma2ForCausalLM,
+        config=transformers.Gemma2Config,
+        fields={
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+        mutants={
+            **SANDWICH_MUTANTS,
+            "capped scores": no.capped_scores,
+            "capped logits": no.capped_logits,
+        },
+    ),
+    Row(
+        name="gemma3",
+        architecture=transformers.Gemma3ForCausalLM,
+        config=transformers.Gemma3TextConfig,
+        fields={
+            "head_dim": 32,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 20,
+            "layer_types": WINDOWS_IN_TURN,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        mutants={
+            **SANDWICH_MUTANTS,
+            "qk-norm": no.qk_norm,
+            "local rotation": no.local_rotation,
+        },
+    ),
+    Row(
+        name="phi",
+        architecture=transformers.PhiForCausalLM,
+        config=transformers.PhiConfig,
+        fields={"qk_layernorm": True},
+        mutants={
+            "biases": no.biases,
+            "biased head": no.biased_head,
+            "parallel parts": no.parallel_parts,
+            "partial rotation": no.partial_rotation,
+            "qk-norm": no.qk_norm,
+        },
+    ),
+    Row(
+        name="phi3",
+        architecture=transformers.Phi3ForCausalLM,
+        config=transformers.Phi3Config,
+        fields={**long_rope(trained=8), "sliding_window": 20},
+        mutants={
+            "partial rotation": no.partial_rotation,
+            "rope scaling": no.rope_scaling,
+            "window": no.windows,
+        },
+    ),
+    Row(
+        name="phi3 that was not stretched",
+        architecture=transformers.Phi3ForCausalLM,
+        config=transformers.Phi3Config,
+        fields=long_rope(trained=256),
+        mutants={"rope scaling": no.rope_scaling},
+    ),
+    Row(
+        name="glm4",
+        architecture=transformers.Glm4ForCausalLM,
+        config=transformers.Glm4Config,
+        fields={"head_dim": 32, "rms_norm_eps": 1e-5},
+        mutants={
+            "biases": no.biases,
+            "neighbouring pairs": no.neighbouring_pairs,
+            "partial rotation": no.partial_rotation,
+            "sandwich norms": no.norms_after,
+        },
+    ),
+    Row(
+        name="olmo2",
+        architecture=transformers.Olmo2ForCausalLM,
+        config=transformers.Olmo2Config,
+        fields={"attention_bias": True},
+        mutants={
+            "biases": no.biases,
+            "qk-norm": no.qk_norm,
+            "norms after parts only": no.norms_after,
+        },
+    ),
+    Row(
+        name="granite",
+        architecture=transformers.GraniteForCausalLM,
+        config=transformers.GraniteConfig,
+        fields={
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+        },
+        mutants={
+            "biases": no.biases,
+            "scale of scores": no.scale_of_scores,
+            "scaled parts": no.scaled_parts,
+            "scaled embedding": no.scaled_embedding,
+            "scaled logits": no.scaled_logits,
+        },
+    ),
+    Row(
+        name="starcoder2",
+        architecture=transformers.Starcoder2ForCausalLM,
+        config=transformers.Starcoder2Config,
+        fields={"sliding_window": 20},
+        mutants={
+            "biases": no.biases,
+            "layer norms": no.layer_norms,
+            "window": no.windows,
+        },
+    ),
+    Row(
+        name="gpt neox",
+        architecture=transformers.GPTNeoXForCausalLM,
+        config=transformers.GPTNeoXConfig,
+        sizes=WITHOUT_KV_HEADS,
+        mutants={
+            "biases": no.biases,
+            "layer norms": no.layer_norms,
+            "parallel parts": no.parallel_parts,
+            "partial rotation": no.partial_rotation,
+        },
+    ),
+    Row(
+        name="gpt neox in sequence",
+        architecture=transformers.GPTNeoXForCausalLM,
+        config=transformers.GPTNeoXConfig,
+        sizes=WITHOUT_KV_HEADS,
+        fields={"use_parallel_residual": False},
+    ),
+    Row(
+        name="gpt2",
+        architecture=transformers.GPT2LMHeadModel,
+        config=transformers.GPT2Config,
+        sizes=GPT2_SIZES,
+        mutants={
+            "biases": no.biases,
+            "layer norms": no.layer_norms,
+            "learned positions": no.learned_positions,
+        },
     ),
 )

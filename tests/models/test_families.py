@@ -5,162 +5,71 @@ The rows are in `families`: nothing here knows a family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import math
 
 import pytest
-import torch
-from tests.models.families import LENGTHS, ROWS, Mutant, Row
-from tests.models.stepper import Line, Stepper
-from tests.models.test_llama_parity import prompts, spy_on_logits
-from torch import Tensor
+from tests.models.families import ROWS
+from tests.models.parity import (
+    LINEARS,
+    Saved,
+    check_logits,
+    check_mutants,
+    check_prefix,
+    check_text,
+    save,
+)
 
-from antiphon.kernels.cpu.extension import lacking
-from antiphon.layers.methods import METHODS
+from antiphon.config.card import read_card
+from antiphon.config.loading import LoadFormat
+from antiphon.config.memory import weight_bytes
+from antiphon.config.model import Dtype, Linear
+from antiphon.config.model_files import find_files
 from antiphon.model_worker.model import registry
-from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import Model, load
-from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.memory import cache_groups
-from antiphon.model_worker.runner.open import OpenModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-
-STEPS = 32
-NEAR_TIE = 1e-4
-"""Standard deviations between the two likeliest tokens, below which either may be said."""
-LINEARS = ["plain"] if lacking() else ["plain", "packed"]
-
-
-def draw(model: torch.nn.Module) -> None:
-    """Give every parameter and buffer a value that shows when it is not used."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if parameter.dim() > 1:
-                parameter.copy_(0.12 * noise)
-            elif name.endswith("norm.weight") or "layernorm" in name or "ln_" in name:
-                parameter.copy_(1 + 0.3 * noise)
-            else:
-                parameter.copy_(0.3 * noise)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tiny model as transformers wrote it, and what it says of some texts."""
-
-    row: Row
-    folder: Path
-    model: Callable[..., Any]
-
-    @torch.inference_mode()
-    def logits(self, ids: list[int]) -> Tensor:
-        """Of every token, (T, V), without a cache."""
-        return self.model(torch.tensor([ids])).logits[0]
-
-    @cached_property
-    def of_prompt(self) -> Tensor:
-        """Of every token of the longest prompt."""
-        return self.logits(texts()[-1])
-
-
-def texts() -> list[list[int]]:
-    return prompts(128, LENGTHS)
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=str)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    row: Row = request.param
-    config = row.made()
-    config._attn_implementation = "eager"
-    model = row.architecture(config).eval()
-    draw(model)
-    folder = tmp_path_factory.mktemp(row.name.replace(" ", "-"))
-    model.save_pretrained(folder)
-    return Saved(row, folder, model)
-
-
-def opened(saved: Saved, linear: str = "plain", mutant: Mutant | None = None) -> OpenModel:
-    """The model as we load it; a mutant does without the tensors of what it has not."""
-    model = load(saved.folder, dtype="float32", linear=linear)
-    spec = model.spec
-    if mutant is not None:
-        spec = mutant(spec)
-        decoder = Decoder(spec, model.build, method=METHODS[linear])
-        Checkpoint.open(saved.folder).load(decoder.sources())
-        decoder.pack()
-        model = Model(spec, decoder, model.build)
-    groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
-    return OpenModel(Runner(model, groups), groups, spec)
-
-
-def written(model: OpenModel, chunk: int) -> list[Line]:
-    """Prompts of several lengths in chunks, then decoded side by side."""
-    batch = Stepper(model.runner, model.groups)
-    for ids in texts():
-        batch.add(ids)
-    batch.prefill(chunk)
-    batch.decode(STEPS)
-    return list(batch.lines.values())
-
-
-def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
-    """Of every token, computed in chunks."""
-    seen = spy_on_logits(model.runner)
-    batch = Stepper(model.runner, model.groups)
-    batch.add(ids)
-    for start in range(0, len(ids), chunk):
-        batch.step({0: min(chunk, len(ids) - start)}, all_logits=True)
-    return torch.cat(seen)
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """The greatest difference, in standard deviations."""
-    return float((ours - theirs).abs().max() / theirs.std())
+    return save(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_logits_are_those_of_transformers(saved: Saved, linear: str) -> None:
-    ours = logits_of(opened(saved, linear), texts()[-1], chunk=23)
-    assert error(ours, saved.of_prompt) < saved.row.limit
+    check_logits(saved, linear)
 
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_greedy_text_is_that_of_transformers(saved: Saved, linear: str) -> None:
-    for ids, line in zip(texts(), written(opened(saved, linear), chunk=17), strict=True):
-        said = line.ids[len(ids) :]
-        assert len(said) >= STEPS
-        theirs = saved.logits(line.ids[:-1])[len(ids) - 1 :]
-        for token, scores in zip(said, theirs, strict=True):
-            gap = scores.max() - scores[token]
-            assert gap < NEAR_TIE * scores.std(), f"{token} instead of {scores.argmax()}"
+    check_text(saved, linear)
 
 
 def test_a_cached_prefix_changes_nothing(saved: Saved) -> None:
-    """Two texts with one beginning, whose pages the second takes from the first."""
-    ids, model = texts()[-1], opened(saved)
-    seen = spy_on_logits(model.runner)
-    batch = Stepper(model.runner, model.groups)
-    first, second = batch.add(ids[:40]), batch.add(ids)
-    batch.step({0: 40})
-    for own, theirs in zip(second.pages, first.pages, strict=True):
-        own.extend(theirs[:9])
-    second.computed = 36
-    batch.step({1: len(ids) - 36}, all_logits=True)
-    assert error(seen[-1], saved.of_prompt[36:]) < saved.row.limit
+    check_prefix(saved)
 
 
 def test_every_feature_that_is_switched_off_is_missed(saved: Saved) -> None:
-    for feature, mutant in saved.row.mutants.items():
-        ours = logits_of(opened(saved, mutant=mutant), texts()[-1], chunk=64)
-        missed = error(ours, saved.of_prompt)
-        assert missed > 10 * saved.row.limit, f"nobody misses {feature}: {missed:.1e}"
+    check_mutants(saved)
+
+
+def test_the_plan_counts_the_bytes_that_the_decoder_takes(saved: Saved) -> None:
+    model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
+    taken = {source.name: source.shape for source in model.decoder.sources()}
+    tensors = {name: _numbers(shape) for name, shape in taken.items()}
+    assert weight_bytes(card, Dtype.FLOAT32, Linear.PLAIN) == 4 * sum(tensors.values())
+    groups = cache_groups(model.spec, model.build, page_tokens=16, pages=1)
+    assert 16 * card.kv_bytes(Dtype.FLOAT32) == sum(group.page_bytes for group in groups)
+    assert card.context_tokens == model.spec.context_tokens
+    assert card.vocabulary_size == model.spec.vocabulary
+    assert card.tied is model.spec.head.tied
+
+
+def test_a_model_without_weights_is_counted_nearly(saved: Saved) -> None:
+    """Norms and biases are left out, which are a greater part of a tiny model than of any other."""
+    card = read_card(find_files(saved.folder, LoadFormat.DUMMY))
+    sources = {source.name: source.shape for source in load(saved.folder).decoder.sources()}
+    matrices = sum(_numbers(shape) for shape in sources.values() if len(shape) > 1)
+    assert card.weights.count == matrices
 
 
 @pytest.mark.parametrize("architecture", registry.FAMILIES)
@@ -169,3 +78,7 @@ def test_every_family_has_a_row_and_every_feature_a_mutant(architecture: str) ->
     shown = {feature for row in rows for feature in row.mutants}
     assert rows, "no row"
     assert set(registry.find_family((architecture,)).features) <= shown
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)

@@ -10,6 +10,7 @@ from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference
 from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
+from antiphon.model_worker.model import reference as model_reference
 from antiphon.wire.base import Role
 from antiphon.wire.routes import CLIENT, ROUTES, Spread
 
@@ -53,3 +54,4 @@ def test_generated_pages_are_current():
     assert (ROOT / config_reference.PAGE).read_text() == config_reference.page()
     assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
     assert http_reference.PAGE.read_text() == http_reference.page()
+    assert (ROOT / model_reference.PAGE).read_text() == model_reference.page()

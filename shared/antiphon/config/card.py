@@ -9,6 +9,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
+from antiphon.config.model_fields import PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.weights import Weights, read_weights
 
@@ -113,6 +114,7 @@ class _Config(msgspec.Struct):
     max_position_embeddings: int
     intermediate_size: int | None = None
     architectures: tuple[str, ...] = ("",)
+    model_type: str = ""
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     dtype: str | None = None
@@ -155,8 +157,11 @@ def _parameters(config: _Config) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = config.head_dim or config.hidden_size // heads
     attention = 2 * (heads + (kv_heads or heads)) * head_size
-    mlp = 3 * (config.intermediate_size or 4 * config.hidden_size)
+    linears = 2 if config.model_type in UNGATED else 3
+    mlp = linears * (config.intermediate_size or 4 * config.hidden_size)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
+    if config.model_type in PLACED:
+        tables += config.max_position_embeddings
     return config.hidden_size * (config.num_hidden_layers * (attention + mlp) + tables)
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
+from antiphon.config.model_fields import completed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -54,7 +55,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         return bool(_object(self.overrides, "load.config_overrides"))
 
     def config(self) -> bytes:
-        """Return config.json, with the overrides in it.
+        """Return config.json, with the overrides and what it leaves unsaid in it.
 
         Raises:
             ConfigError: It is missing, or one of the two is no JSON object.
@@ -65,7 +66,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
-        return msgspec.json.encode(_override(_object(config, str(file)), overrides))
+        return msgspec.json.encode(completed(_override(_object(config, str(file)), overrides)))
 
 
 Place = Path | ModelFiles

@@ -1,6 +1,6 @@
 """config.json of a model folder, as Hugging Face writes it: the fields that many families share.
 
-A family reads those that it alone has with `ConfigFile.extra`.
+A family reads those that it alone has with `ConfigFile.own`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Size | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
+    layer_norm_eps: float = 1e-5
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -93,7 +94,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         """
         return activation_of(self.hidden_act, "hidden_act")
 
-    def extra(self, type_: type[T]) -> T:
+    def own(self, type_: type[T]) -> T:
         """Fields that one family has.
 
         Raises:

@@ -84,6 +84,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     sources = list(decoder.sources())
     # A tied model's checkpoint may still carry the head; it is the embedding.
     head = (f"{spec.head.name}.weight",) if spec.head.tied else ()
+    checkpoint.complete(spec.prefix)
     checkpoint.compare(sources, spec.ignored + head)
     checkpoint.load(sources)
     decoder.pack()

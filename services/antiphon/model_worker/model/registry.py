@@ -14,6 +14,19 @@ FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
     "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen2:QWEN2",
     "Qwen3ForCausalLM": "antiphon.model_worker.model.families.qwen3:QWEN3",
+    "MistralForCausalLM": "antiphon.model_worker.model.families.mistral:MISTRAL",
+    "SmolLM3ForCausalLM": "antiphon.model_worker.model.families.smollm3:SMOLLM3",
+    "GemmaForCausalLM": "antiphon.model_worker.model.families.gemma:GEMMA",
+    "Gemma2ForCausalLM": "antiphon.model_worker.model.families.gemma2:GEMMA2",
+    "Gemma3ForCausalLM": "antiphon.model_worker.model.families.gemma3:GEMMA3",
+    "PhiForCausalLM": "antiphon.model_worker.model.families.phi:PHI",
+    "Phi3ForCausalLM": "antiphon.model_worker.model.families.phi3:PHI3",
+    "Glm4ForCausalLM": "antiphon.model_worker.model.families.glm4:GLM4",
+    "Olmo2ForCausalLM": "antiphon.model_worker.model.families.olmo2:OLMO2",
+    "GraniteForCausalLM": "antiphon.model_worker.model.families.granite:GRANITE",
+    "Starcoder2ForCausalLM": "antiphon.model_worker.model.families.starcoder2:STARCODER2",
+    "GPTNeoXForCausalLM": "antiphon.model_worker.model.families.gpt_neox:GPT_NEOX",
+    "GPT2LMHeadModel": "antiphon.model_worker.model.families.gpt2:GPT2",
 }
 
 

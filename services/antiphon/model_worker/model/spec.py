@@ -134,6 +134,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         norm: After the last layer; its name is `norm_name`.
         layer_name: What the checkpoint calls a layer, with `{}` for its index.
         ignored: Endings of tensors that checkpoints carry and nobody takes.
+        prefix: What some checkpoints leave out at the start of every name.
     """
 
     family: str
@@ -147,6 +148,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: HeadSpec
     layer_name: str = "model.layers.{}"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    prefix: str = ""
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers that keep the same, full attention first, then narrow windows, then states.

@@ -49,6 +49,11 @@ class Checkpoint:
             raise ModelLoadError(f"{files.folder}: the {_endings(files)} files hold no tensors")
         return cls(tensors)
 
+    def complete(self, prefix: str) -> None:
+        """Give every name the prefix that none has; of the base of a model alone, none does."""
+        if not any(name.startswith(prefix) for name in self.tensors):
+            self.tensors = {prefix + name: tensor for name, tensor in self.tensors.items()}
+
     def compare(self, sources: Iterable[WeightSource], ignored: tuple[str, ...]) -> None:
         """Hold the checkpoint against what the model takes.
 

@@ -144,7 +144,7 @@ at::Tensor ready_heads(
     TORCH_CHECK(all.dim() == 3 && all.size(2) == shape.head_size, "heads are (T, G * H + 2 H, D)");
     const int64_t tokens = all.size(0), queries = all.size(1) - 2 * shape.heads;
     TORCH_CHECK(queries > 0 && queries % shape.heads == 0, "query heads are shared out evenly");
-    TORCH_CHECK(shape.head_size % 2 == 0, "the head size is even");
+    const int64_t rotated = rotated_of(cos, shape.head_size);
     shape.queries_per_head = queries / shape.heads;
     TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
     TORCH_CHECK(
@@ -161,8 +161,9 @@ at::Tensor ready_heads(
         .cache = cache,
         .places = place,
         .heads = all.const_data_ptr(),
-        .cos = vector_of(cos, all, tokens * shape.head_size),
-        .sin = vector_of(sin, all, tokens * shape.head_size),
+        .cos = vector_of(cos, all, tokens * rotated),
+        .sin = vector_of(sin, all, tokens * rotated),
+        .rotated = rotated,
         .positions = nullptr,
         .query_norm = query_norm ? vector_of(*query_norm, all, shape.head_size) : nullptr,
         .key_norm = key_norm ? vector_of(*key_norm, all, shape.head_size) : nullptr,

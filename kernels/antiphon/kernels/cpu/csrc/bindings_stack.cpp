@@ -66,7 +66,7 @@ class Stack {
             if (norm) kept_.push_back(*norm);
     }
 
-    // residual (T, hidden), overwritten; cos, sin (positions, 1, D); positions (T,); rows of each
+    // residual (T, hidden), overwritten; cos, sin (positions, 1, R); positions (T,); rows of each
     // cache group -> normalised (T, hidden), and whether all numbers of each token are finite
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
@@ -79,6 +79,7 @@ class Stack {
             "the residual stream is (T, hidden) in one piece");
         const int64_t tokens = residual.size(0), turns = cos.size(0);
         TORCH_CHECK(tokens > 0, "a pass has tokens");
+        const int64_t rotated = rotated_of(cos, caches_.front().size(3));
         TORCH_CHECK(positions.size() == tokens, "a position a token");
         for (int64_t i = 0; i < tokens; ++i)
             TORCH_CHECK_INDEX(
@@ -97,8 +98,9 @@ class Stack {
             .scale = scale_,
             .groups = groups.data(),
             .one_each = rows.front()->one_each(),
-            .cos = vector_of(cos, residual, turns * caches_.front().size(3)),
-            .sin = vector_of(sin, residual, turns * caches_.front().size(3)),
+            .cos = vector_of(cos, residual, turns * rotated),
+            .sin = vector_of(sin, residual, turns * rotated),
+            .rotated = rotated,
             .positions = positions.data(),
             .final_norm = final_norm_.const_data_ptr(),
             .residual = residual.mutable_data_ptr(),

@@ -82,7 +82,7 @@ template <class T> INLINE void gate_row(const T *gate_up, int64_t width, T *out)
     });
 }
 
-// Each pair (i, i + D / 2) turned by its angle; `out` may be `x`.
+// Each pair (i, i + size / 2) turned by its angle; `out` may be `x`.
 template <class T>
 INLINE void rotate(const T *x, const T *cos, const T *sin, int64_t size, T *out) {
     const int64_t half = size / 2;
@@ -103,7 +103,8 @@ INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int6
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
     const T *from = static_cast<const T *>(call.heads) + token * (queries + 2 * kv) * size;
-    const int64_t turn = (call.positions ? call.positions[token] : token) * size;
+    const int64_t turned = call.rotated;
+    const int64_t turn = (call.positions ? call.positions[token] : token) * turned;
     const T *cos = static_cast<const T *>(call.cos) + turn;
     const T *sin = static_cast<const T *>(call.sin) + turn;
     const auto ready = [&](const T *x, const void *norm, T *to) {
@@ -111,7 +112,9 @@ INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int6
             normalise(x, static_cast<const T *>(norm), size, call.eps, to);
             x = to;
         }
-        rotate(x, cos, sin, size, to);
+        rotate(x, cos, sin, turned, to);
+        if (x != to && turned < size)
+            std::memcpy(to + turned, x + turned, (size - turned) * sizeof(T));
     };
     T *q = static_cast<T *>(call.q) + token * call.q_stride;
     for (int64_t i = head * group; i < (head + heads) * group; ++i)

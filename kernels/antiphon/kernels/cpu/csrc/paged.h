@@ -55,7 +55,8 @@ struct HeadsCall {
     LayerCache cache;
     const int64_t *places;  // (T,) page * S + offset of each token
     const void *heads;      // (T, G * H + 2 H, D): queries, keys, values
-    const void *cos, *sin;  // (positions, D), sin signed: negative in the first half
+    const void *cos, *sin;  // (positions, R), sin signed: negative in the first half
+    int64_t rotated;        // R, the numbers at the start of each head that are rotated
     const int32_t *positions;  // (T,) the row of each token; null: token t has row t
     const void *query_norm, *key_norm;  // (D,) both, or null both
     float eps;
@@ -100,7 +101,8 @@ struct StackCall {
     float eps, scale;
     const StackGroup *groups;
     bool one_each;  // every row has one token: an attention task readies the heads it reads
-    const void *cos, *sin;   // (positions, D)
+    const void *cos, *sin;   // (positions, R)
+    int64_t rotated;         // R
     const int32_t *positions;  // (T,)
     const void *final_norm;  // (hidden,)
     void *residual;          // (T, hidden), overwritten

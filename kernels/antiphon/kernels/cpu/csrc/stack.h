@@ -105,6 +105,7 @@ class StackRun {
             .heads = call_.heads,
             .cos = call_.cos,
             .sin = call_.sin,
+            .rotated = call_.rotated,
             .positions = call_.positions,
             .query_norm = layer.query_norm,
             .key_norm = layer.key_norm,

@@ -26,6 +26,15 @@ inline const void *vector_of(const at::Tensor &tensor, const at::Tensor &like, i
     return tensor.const_data_ptr();
 }
 
+// How many numbers of each head are rotated: the last dimension of a table of cosines.
+inline int64_t rotated_of(const at::Tensor &cos, int64_t head_size) {
+    const int64_t rotated = cos.size(-1);
+    TORCH_CHECK(
+        rotated % 2 == 0 && rotated <= head_size, "pairs of a head of ", head_size,
+        " are rotated, not ", rotated, " numbers");
+    return rotated;
+}
+
 inline bool all_true(const at::Tensor &flags) {
     const bool *data = flags.const_data_ptr<bool>();
     return std::all_of(data, data + flags.numel(), [](bool flag) { return flag; });

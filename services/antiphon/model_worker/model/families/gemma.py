@@ -1,0 +1,51 @@
+"""Gemma: norms by one and a weight, a tanh gate, a scaled embedding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.declare import attention, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    bias, norm = config.attention_bias, one_plus(config)
+    layer = LayerSpec(
+        mixer=replace(attention(config), qkv_bias=bias, out_bias=bias),
+        feed_forward=tanh_gated(config),
+        norm=norm,
+    )
+    return scaled(model("gemma", config, (layer,) * config.num_hidden_layers, norm))
+
+
+def one_plus(config: ConfigFile) -> NormSpec:
+    """Norms of this family and those after it."""
+    return NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
+
+
+def tanh_gated(config: ConfigFile) -> GatedSpec:
+    """Its feed-forward block; `gelu` in its first configs meant the approximation."""
+    activation = "gelu_tanh" if config.activation == "gelu" else config.activation
+    return GatedSpec(width=config.width, activation=activation)
+
+
+def scaled(spec: ModelSpec) -> ModelSpec:
+    """Scale the embedding by the root of its width."""
+    return msgspec.structs.replace(spec, embedding=EmbeddingSpec(scale=spec.hidden**0.5))
+
+
+GEMMA = Family(
+    name="gemma",
+    declare=declare,
+    features=("norms of one and a weight", "tanh gate", "scaled embedding"),
+)

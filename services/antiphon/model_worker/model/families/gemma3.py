@@ -1,0 +1,66 @@
+"""Gemma 3 (text): Gemma 2 with norms of heads in place of caps, and a rotation for local layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.kernels.rotary import Rotary
+from antiphon.model_worker.model.declare import attention, layers
+from antiphon.model_worker.model.families.gemma import one_plus, tanh_gated
+from antiphon.model_worker.model.families.gemma2 import capped, finished
+from antiphon.model_worker.model.spec import SANDWICH, Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.layers.attention import AttentionSpec
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    sliding_window_pattern: int = 6
+    rope_local_base_freq: float = 10_000.0
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Five local layers for each global one, where the config does not say otherwise."""
+    every = config.own(_Fields).sliding_window_pattern
+    windows = (
+        config.windows()
+        if config.layer_types
+        else tuple(
+            config.sliding_window if (index + 1) % every else None
+            for index in range(config.num_hidden_layers)
+        )
+    )
+    norm = one_plus(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        return LayerSpec(
+            mixer=replace(capped(config, _rotated(config, window)), qk_norm=norm),
+            feed_forward=tanh_gated(config),
+            norm=norm,
+            norms=SANDWICH,
+        )
+
+    return finished("gemma3", config, layers(windows, layer))
+
+
+def _rotated(config: ConfigFile, window: int | None) -> AttentionSpec:
+    mixer = attention(config, window=window)
+    if window is None or (config.rope_parameters and config.rope_parameters.sliding_attention):
+        return mixer
+    local = config.own(_Fields).rope_local_base_freq
+    return replace(mixer, rotary=Rotary(config.head_size, local))
+
+
+GEMMA3 = Family(
+    name="gemma3",
+    declare=declare,
+    features=(
+        *("norms of one and a weight", "tanh gate", "scaled embedding", "sandwich norms"),
+        *("qk-norm", "scale of scores", "window", "local rotation"),
+    ),
+)

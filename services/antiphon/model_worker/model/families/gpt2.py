@@ -1,0 +1,59 @@
+"""GPT-2: learned positions, and weights as (inputs, outputs)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.attention import AttentionNames
+from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.declare import attention, model
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+QKV = "attn.c_attn"
+NAMES = AttentionNames(query=QKV, key=QKV, value=QKV, out="attn.c_proj", transposed=True)
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    fields = config.own(_Fields)
+    if not fields.scale_attn_weights or fields.scale_attn_by_inverse_layer_idx:
+        raise ModelLoadError("config.json: scores of GPT-2 in another scale are not supported")
+    norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
+    layer = LayerSpec(
+        mixer=replace(attention(config), rotary=None, qkv_bias=True, out_bias=True, names=NAMES),
+        feed_forward=PlainSpec(
+            width=config.width,
+            activation=config.activation,
+            bias=True,
+            transposed=True,
+            up="mlp.c_fc",
+            down="mlp.c_proj",
+        ),
+        norm=norm,
+        norms=Norms(before_mixer="ln_1", before_feed_forward="ln_2"),
+    )
+    return msgspec.structs.replace(
+        model("gpt2", config, (layer,) * config.num_hidden_layers, norm),
+        norm_name="transformer.ln_f",
+        embedding=EmbeddingSpec(name="transformer.wte", positions="transformer.wpe"),
+        layer_name="transformer.h.{}",
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        prefix="transformer.",
+    )
+
+
+GPT2 = Family(name="gpt2", declare=declare, features=("biases", "layer norms", "learned positions"))

@@ -1,0 +1,23 @@
+"""Mistral: Llama's shape, in its first versions with a window in every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    norm = rms_norm(config)
+    mixer = attention(config, window=config.sliding_window)
+    layer = LayerSpec(mixer=mixer, feed_forward=gated(config), norm=norm)
+    return model("mistral", config, (layer,) * config.num_hidden_layers, norm)
+
+
+MISTRAL = Family(name="mistral", declare=declare, features=("window",))

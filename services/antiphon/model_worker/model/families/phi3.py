@@ -1,0 +1,34 @@
+"""Phi 3, 3.5 and 4: Llama's shape with fused linears and a rotation stretched pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from antiphon.layers.attention import AttentionNames
+from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+QKV = "self_attn.qkv_proj"
+GATE_UP = "mlp.gate_up_proj"
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    norm = rms_norm(config)
+    layer = LayerSpec(
+        mixer=replace(
+            attention(config, window=config.sliding_window),
+            names=AttentionNames(query=QKV, key=QKV, value=QKV),
+        ),
+        feed_forward=replace(gated(config), gate=GATE_UP, up=GATE_UP),
+        norm=norm,
+    )
+    return model("phi3", config, (layer,) * config.num_hidden_layers, norm)
+
+
+PHI3 = Family(name="phi3", declare=declare, features=("partial rotation", "rope scaling", "window"))

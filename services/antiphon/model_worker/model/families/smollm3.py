@@ -1,0 +1,45 @@
+"""SmolLM3: Llama's shape with every fourth layer unrotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    no_rope_layers: tuple[int, ...] | None = None
+    """In spite of its name: 1 for a layer that is rotated."""
+    no_rope_layer_interval: int = 4
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that are rotated or not."""
+    fields, bias, norm = config.own(_Fields), config.attention_bias, rms_norm(config)
+    rotated = fields.no_rope_layers or tuple(
+        int((index + 1) % fields.no_rope_layer_interval != 0)
+        for index in range(config.num_hidden_layers)
+    )
+
+    def layer(kind: tuple[int | None, int]) -> LayerSpec:
+        window, rotates = kind
+        mixer = replace(attention(config, window=window), qkv_bias=bias, out_bias=bias)
+        return LayerSpec(
+            mixer=mixer if rotates else replace(mixer, rotary=None),
+            feed_forward=replace(gated(config), bias=config.mlp_bias),
+            norm=norm,
+        )
+
+    kinds = tuple(zip(config.windows(), rotated, strict=True))
+    return model("smollm3", config, layers(kinds, layer), norm)
+
+
+SMOLLM3 = Family(name="smollm3", declare=declare, features=("unrotated layers", "biases", "window"))

@@ -1,0 +1,178 @@
+"""A tiny random model of transformers, the same model as we load it, and what both say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.models.families import LENGTHS, VOCABULARY, Row
+from tests.models.stepper import Line, Stepper
+from tests.models.test_llama_parity import prompts, spy_on_logits
+from torch import Tensor
+
+from antiphon.kernels.cpu.extension import lacking
+from antiphon.layers.methods import METHODS
+from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.load import Model, load
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.open import OpenModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.models.mutants import Mutant
+
+STEPS = 32
+NEAR_TIE = 1e-4
+"""Standard deviations between the two likeliest tokens, below which either may be said."""
+MISSED = 10.0
+"""Times the limit of a row by which a mutant must be off at least."""
+LINEARS = ["plain"] if lacking() else ["plain", "packed"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tiny model as transformers wrote it, and what it says of some texts."""
+
+    row: Row
+    folder: Path
+    model: Callable[..., Any]
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> Tensor:
+        """Of every token, (T, V), without a cache."""
+        return self.model(torch.tensor([ids])).logits[0]
+
+    @cached_property
+    def of_prompt(self) -> Tensor:
+        """Of every token of the longest prompt."""
+        return self.logits(texts()[-1])
+
+
+def save(row: Row, folder: Path) -> Saved:
+    """Make a row's model, give it weights that show, and write it down."""
+    config = row.made()
+    config._attn_implementation = "eager"
+    model = row.architecture(config).eval()
+    draw(model)
+    model.save_pretrained(folder)
+    return Saved(row, folder, model)
+
+
+def draw(model: torch.nn.Module) -> None:
+    """Give every parameter and persistent buffer a value that shows when it is not used."""
+    torch.manual_seed(0)
+    norms = (torch.nn.LayerNorm,)
+    with torch.no_grad():
+        for module in model.modules():
+            normalises = isinstance(module, norms) or "Norm" in type(module).__name__
+            for name, tensor in _own(module):
+                noise = torch.randn(tensor.shape)
+                if tensor.dim() > 1:
+                    tensor.copy_(0.12 * noise)
+                elif normalises and name == "weight":
+                    tensor.copy_(1 + 0.3 * noise)
+                else:
+                    tensor.copy_(0.3 * noise)
+
+
+def _own(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """A module's parameters, and those of its buffers that a checkpoint keeps."""
+    kept = module.state_dict()
+    buffers = module.named_buffers(recurse=False)
+    return [
+        *module.named_parameters(recurse=False),
+        *(
+            (name, buffer)
+            for name, buffer in buffers
+            if name in kept and buffer.is_floating_point()
+        ),
+    ]
+
+
+def texts() -> list[list[int]]:
+    """The prompts of every test."""
+    return prompts(VOCABULARY, LENGTHS)
+
+
+def opened(saved: Saved, linear: str = "plain", mutant: Mutant | None = None) -> OpenModel:
+    """The model as we load it; a mutant does without the tensors of what it has not."""
+    model = load(saved.folder, dtype="float32", linear=linear)
+    spec = model.spec
+    if mutant is not None:
+        spec = mutant(spec)
+        decoder = Decoder(spec, model.build, method=METHODS[linear])
+        Checkpoint.open(saved.folder).load(decoder.sources())
+        decoder.pack()
+        model = Model(spec, decoder, model.build)
+    groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
+    return OpenModel(Runner(model, groups), groups, spec)
+
+
+def written(model: OpenModel, chunk: int) -> list[Line]:
+    """Prompts of several lengths in chunks, then decoded side by side."""
+    batch = Stepper(model.runner, model.groups)
+    for ids in texts():
+        batch.add(ids)
+    batch.prefill(chunk)
+    batch.decode(STEPS)
+    return list(batch.lines.values())
+
+
+def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
+    """Of every token, computed in chunks."""
+    seen = spy_on_logits(model.runner)
+    batch = Stepper(model.runner, model.groups)
+    batch.add(ids)
+    for start in range(0, len(ids), chunk):
+        batch.step({0: min(chunk, len(ids) - start)}, all_logits=True)
+    return torch.cat(seen)
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """The greatest difference, in standard deviations."""
+    return float((ours - theirs).abs().max() / theirs.std())
+
+
+def check_logits(saved: Saved, linear: str) -> None:
+    """A prompt in chunks, against transformers."""
+    ours = logits_of(opened(saved, linear), texts()[-1], chunk=23)
+    assert error(ours, saved.of_prompt) < saved.row.limit
+
+
+def check_text(saved: Saved, linear: str) -> None:
+    """Greedy text of several prompts side by side, each token the reference's or a near tie."""
+    for ids, line in zip(texts(), written(opened(saved, linear), chunk=17), strict=True):
+        said = line.ids[len(ids) :]
+        assert len(said) >= STEPS
+        theirs = saved.logits(line.ids[:-1])[len(ids) - 1 :]
+        for token, scores in zip(said, theirs, strict=True):
+            gap = scores.max() - scores[token]
+            assert gap < NEAR_TIE * scores.std(), f"{token} instead of {scores.argmax()}"
+
+
+def check_prefix(saved: Saved) -> None:
+    """Two texts with one beginning, whose pages the second takes from the first."""
+    ids, model = texts()[-1], opened(saved)
+    seen = spy_on_logits(model.runner)
+    batch = Stepper(model.runner, model.groups)
+    first, second = batch.add(ids[:40]), batch.add(ids)
+    batch.step({0: 40})
+    for own, theirs in zip(second.pages, first.pages, strict=True):
+        own.extend(theirs[:9])
+    second.computed = 36
+    batch.step({1: len(ids) - 36}, all_logits=True)
+    assert error(seen[-1], saved.of_prompt[36:]) < saved.row.limit
+
+
+def check_mutants(saved: Saved) -> None:
+    """Each mutant of the row is far from what transformers says."""
+    for feature, mutant in saved.row.mutants.items():
+        ours = logits_of(opened(saved, mutant=mutant), texts()[-1], chunk=64)
+        missed = error(ours, saved.of_prompt)
+        assert missed > MISSED * saved.row.limit, f"nobody misses {feature}: {missed:.1e}"
