@@ -149,7 +149,8 @@ async def test_calls_may_be_required_of_any_model(stack: Stack) -> None:
         arguments, reason = "", None
         async for chunk in await client.chat.completions.create(**asked, stream=True):
             for call in chunk.choices[0].delta.tool_calls or ():
-                arguments += call.function.arguments
+                assert call.function is not None
+                arguments += call.function.arguments or ""
             reason = chunk.choices[0].finish_reason or reason
     (call,) = answer.choices[0].message.tool_calls
     assert (call.function.name, answer.choices[0].finish_reason) == ("add", "tool_calls")

@@ -138,7 +138,7 @@ async def test_prompts_of_every_kind_are_completed(client: AsyncOpenAI, stack: S
         temperature=0,
         extra_body={"return_token_ids": True},
     )
-    ids = told.choices[0].model_extra["prompt_token_ids"]
+    ids = (told.choices[0].model_extra or {})["prompt_token_ids"]
     (by_ids,) = await complete(client, prompt=ids, echo=True)
     assert by_ids.text == echoed.text
 
