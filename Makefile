@@ -85,6 +85,7 @@ docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.bus.reference
 	$(BIN)/python -m antiphon.gateway.http.reference
 	$(BIN)/python -m antiphon.model_worker.model.reference
+	$(BIN)/python -m antiphon.gateway.parsing.reference
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
 
 up:  ## Build and start the compose stack; its passwords are made the first time

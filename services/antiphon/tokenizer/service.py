@@ -122,6 +122,8 @@ class TokenizerService:
             vocabulary_size=card.vocabulary_size,
             context_tokens=context_tokens,
             defaults=_defaults(card),
+            tool_parser=self._vocabulary.habits.tools,
+            reasoning_parser=self._vocabulary.habits.reasoning,
         )
 
     async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:

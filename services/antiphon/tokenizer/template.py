@@ -115,12 +115,38 @@ def _plain(message: ChatMessage) -> dict[str, object]:
     return plain
 
 
-def _arguments(text: str) -> object:
+class Arguments(dict[str, object]):
+    """The arguments of a call: an object to templates that look into it, and text to others.
+
+    Some write `arguments | tojson` or go through the items, others `'...' + arguments`: trained on
+    the same JSON, their authors had it as an object or as text.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(msgspec.json.decode(text, type=dict[str, object]))
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _arguments(text: str) -> Arguments:
+    """Read the arguments of a call.
+
+    Raises:
+        InvalidRequest: They are no JSON object.
+    """
     try:
-        return _read(text)
-    except msgspec.DecodeError as error:
+        return Arguments(text or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(
-            f"the arguments of a tool call are not JSON: {error}", param="messages"
+            f"the arguments of a tool call are no JSON object: {error}", param="messages"
         ) from error
 
 
@@ -142,10 +168,6 @@ def _options(text: str | None) -> dict[str, object]:
         raise InvalidRequest(
             f"chat_template_kwargs: {error}", param="chat_template_kwargs"
         ) from error
-
-
-def _read(text: str) -> object:
-    return msgspec.json.decode(text)
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -11,6 +11,7 @@ from msgspec import Meta
 from tokenizers import Tokenizer
 
 from antiphon.config.errors import ConfigError
+from antiphon.tokenizer.habits import Habits, habits_of
 from antiphon.tokenizer.template import ChatTemplate
 
 
@@ -38,11 +39,12 @@ class TokenizerCard(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Everything that turns a conversation into ids."""
+    """Everything that turns a conversation into ids; `habits` is what the template shows."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     size: int
+    habits: Habits
 
 
 def read(folder: Path, template_file: str = "") -> Vocabulary:
@@ -68,7 +70,8 @@ def read(folder: Path, template_file: str = "") -> Vocabulary:
         template = ChatTemplate(source, special) if source else None
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
-    return Vocabulary(tokenizer, template, tokenizer.get_vocab_size(with_added_tokens=True))
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return Vocabulary(tokenizer, template, size, habits_of(source or ""))
 
 
 def _card(file: Path) -> TokenizerCard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds
 
 
@@ -30,11 +31,16 @@ class GatewayConfig(Config):
         bool, Help("Whether a stream of /generate tells what is new, not all so far.")
     ] = False
     tool_call_parser: Annotated[
-        str, Help("How the model writes calls of tools, as hermes; empty: unknown.")
-    ] = ""
+        ToolParser,
+        Help("How the model writes calls; auto sees it in the chat template where it is certain."),
+    ] = ToolParser.AUTO
     reasoning_parser: Annotated[
-        str, Help("How the model marks its thinking, as qwen3; empty: it does not.")
-    ] = ""
+        ReasoningParser,
+        Help(
+            "How the model marks its thinking; auto sees it in the chat template where it is "
+            "certain, none leaves thinking in the content."
+        ),
+    ] = ReasoningParser.AUTO
     encode_hedge_s: Annotated[
         Seconds, Help("Pause before a second tokenizer is asked the same.")
     ] = 0.1

@@ -9,6 +9,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
+from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -60,6 +61,21 @@ def _plain(text: str) -> Written:
     return Written(text)
 
 
+def _reasoning_parser(text: str) -> Written:
+    return _parser("--reasoning-parser", text, ABSENT_REASONING_PARSERS)
+
+
+def _tool_parser(text: str) -> Written:
+    return _parser("--tool-call-parser", text, ABSENT_TOOL_PARSERS)
+
+
+def _parser(flag: str, text: str, absent: frozenset[str]) -> Written:
+    """A name of SGLang's: refused as such if its format is not built."""
+    if text in absent:
+        raise ConfigError(f"{flag} {text}: refused: this format is not built")
+    return Written(text)
+
+
 def _trace(_: str) -> Written:
     """SGLang's switch has a default collector; ours is the OTLP/HTTP port of the same host."""
     return Written(None, {"telemetry.otlp_endpoint": "http://localhost:4318"})
@@ -92,6 +108,8 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "lower": _lower,
     "off": _off,
     "on": _on,
+    "reasoning_parser": _reasoning_parser,
+    "tool_parser": _tool_parser,
     "trace": _trace,
     "whitespace": _whitespace,
 }

@@ -87,6 +87,8 @@ class EncodeReply(Message):
         text_end: The last characters of what a template has written, to see how the answer begins.
         vocabulary_size: Ids of a request must lie below it.
         context_tokens: Most tokens of prompt and answer together.
+        tool_parser: How the model writes calls, where its chat template shows it for certain.
+        reasoning_parser: How it marks its thinking, likewise.
     """
 
     request_id: RequestId
@@ -96,6 +98,8 @@ class EncodeReply(Message):
     vocabulary_size: int
     context_tokens: int
     defaults: SamplingDefaults = SamplingDefaults()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class DecodeRequest(Message):

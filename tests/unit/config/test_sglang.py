@@ -22,6 +22,8 @@ SETTABLE = {
     "load.format": "dummy",
     "model.dtype": "half",
     "model.device": "cpu",
+    "gateway.reasoning_parser": "qwen3",
+    "gateway.tool_call_parser": "qwen25",
     "queue.policy": "lpm",
     "cache.eviction": "lfu",
     "telemetry.log_level": "DEBUG",
@@ -132,6 +134,18 @@ def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:
         with pytest.raises(ConfigError, match="only a bound can be set"):
             serve([flag, pattern])
     assert serve("--constrained-json-disable-any-whitespace").settings.grammar.compact_json
+
+
+def test_a_parser_that_is_not_built_is_refused_by_name() -> None:
+    assert serve("--tool-call-parser hermes").settings.gateway.tool_call_parser == "hermes"
+    with pytest.raises(ConfigError, match="--tool-call-parser gemma4: refused: this format"):
+        serve("--tool-call-parser gemma4")
+    with pytest.raises(ConfigError, match="--reasoning-parser muse: refused: this format"):
+        serve("--reasoning-parser muse")
+    with pytest.raises(
+        ConfigError, match=r"gateway\.tool_call_parser = 'x': must be one of auto, none"
+    ):
+        serve("--tool-call-parser x")
 
 
 def test_chunks_can_be_switched_off() -> None:

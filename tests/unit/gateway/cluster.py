@@ -11,6 +11,7 @@ import msgspec
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.digest import digest
+from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
@@ -74,6 +75,7 @@ class Cluster:
         self.encode_error: EngineError | None = None
         self.row_error: EngineError | None = None
         self.mute_tokenizers = 0
+        self.shown: tuple[str | None, str | None] = (None, None)
         self.encodes: list[EncodeRequest] = []
         self.submits: list[SubmitRequest] = []
         self.cancelled: list[str] = []
@@ -115,6 +117,8 @@ class Cluster:
                 vocabulary_size=256,
                 context_tokens=CONTEXT_TOKENS,
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
+                tool_parser=self.shown[0],
+                reasoning_parser=self.shown[1],
             )
         )
 
@@ -289,7 +293,14 @@ def settings(*, drain_timeout_s: float = 5.0, **gateway: object) -> Settings:
         service=msgspec.structs.replace(QUICK.service, drain_timeout_s=drain_timeout_s),
         cluster=ClusterConfig(name="test", model=MODEL),
         gateway=msgspec.structs.replace(
-            QUICK.gateway, **{"port": 0, "open_list_s": 0.05} | gateway
+            QUICK.gateway,
+            **{
+                "port": 0,
+                "open_list_s": 0.05,
+                "tool_call_parser": ToolParser.NONE,
+                "reasoning_parser": ReasoningParser.NONE,
+            }
+            | gateway,
         ),
     )
 

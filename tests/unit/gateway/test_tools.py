@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import openai
 import pytest
-from tests.unit.gateway.cluster import MODEL, House, house, settings
+from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.test_http import CHAT, HI, post, stream
 
-from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.gateway.service import GatewayService
-from antiphon.service.sockets import CannotStart
-from antiphon.testing.services import running
+from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
@@ -189,10 +186,12 @@ async def test_answers_are_taken_apart_after_the_fact(at: House) -> None:
         assert (await post(at, path, wrong))[0] == 400
 
 
-async def test_a_parser_that_nobody_knows_keeps_the_gateway_from_starting() -> None:
-    chosen = settings(tool_call_parser="no")
-    service = GatewayService(chosen)
-    with pytest.raises(ExceptionGroup) as failed:
-        async with running(service, MemoryTransport(MemoryBroker()), settings=chosen):
-            pass
-    assert failed.group_contains(CannotStart, match="tool_call_parser", depth=None)
+async def test_what_the_chat_template_shows_is_enough() -> None:
+    left = {"tool_call_parser": ToolParser.AUTO, "reasoning_parser": ReasoningParser.AUTO}
+    async with house(**left) as at:
+        at.cluster.shown = ("hermes", "qwen3")
+        at.cluster.script = ("<think>Where?</think>", CALL)
+        _, reply, _ = await post(at, CHAT, {"messages": HI, "tools": TOOLS})
+        (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+        assert choice["message"]["reasoning_content"] == "Where?"
+        assert _called(choice["message"]["tool_calls"]) == [("look", {"at": "Rome"})]

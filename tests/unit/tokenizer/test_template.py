@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 TURNS = """\
 {% for message in messages %}
@@ -77,3 +77,37 @@ def test_generation_marks_and_loop_controls_are_understood():
 def test_json_keeps_letters_and_angle_brackets():
     text = template("{{ messages | tojson }}").render(say(("user", "<é>")), continue_final=False)
     assert text == '[{"role": "user", "content": "<é>"}]'
+
+
+CALLED = (
+    ChatMessage(
+        role="assistant",
+        content="",
+        tool_calls=(MessageToolCall(id="c", name="f", arguments='{"a":"é"}'),),
+    ),
+)
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (f"{{{{ {ARGUMENTS} | tojson }}}}", '{"a": "é"}'),
+        (f"{{% for k, v in {ARGUMENTS} | items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}", "a=é"),
+        (f"{{{{ {ARGUMENTS}.a }}}}", "é"),
+        (f"{{{{ 'args ' + {ARGUMENTS} + '!' }}}}", 'args {"a":"é"}!'),
+        (f"{{{{ 'args ' ~ {ARGUMENTS} }}}}", 'args {"a":"é"}'),
+        (f"{{{{ {ARGUMENTS} }}}}", '{"a":"é"}'),
+        (f"{{{{ {ARGUMENTS} is mapping and {ARGUMENTS} is not string }}}}", "True"),
+    ],
+)
+def test_arguments_are_an_object_to_some_templates_and_text_to_others(source: str, written: str):
+    assert template(source).render(CALLED, continue_final=False) == written
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "[" * 100_000])
+def test_arguments_that_are_no_object_are_the_callers_error(arguments: str):
+    call = MessageToolCall(id="c", name="f", arguments=arguments)
+    turns = (ChatMessage(role="assistant", content="", tool_calls=(call,)),)
+    with pytest.raises(InvalidRequest, match="no JSON object"):
+        template("{{ messages }}").render(turns, continue_final=False)

@@ -13,21 +13,15 @@ from antiphon.gateway.http.native.info import Info
 from antiphon.gateway.http.native.parsing import Parsing
 from antiphon.gateway.http.openai.completions import Completions
 from antiphon.gateway.http.openai.models import Models
-from antiphon.gateway.http.openai.reading import Formats
 from antiphon.gateway.http.openai.scoring import Scoring
 from antiphon.gateway.http.openai.tokens import Tokens
 from antiphon.gateway.http.openapi import OpenApi
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.sessions import Sessions
 from antiphon.gateway.workers import Workers
-from antiphon.service.sockets import CannotStart
-from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.config.gateway import GatewayConfig
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.entrance import Entrance
@@ -52,7 +46,7 @@ def operations(
     control = Control(answering, entrance, workers)
     sessions = Sessions(runtime.clock.now, partial(entrance.abort, exact=True))
     served = (
-        *Completions(answering, tokenizers, runtime, model, formats(gateway)).operations(),
+        *Completions(answering, tokenizers, runtime, model).operations(),
         *Models(runtime, model, tokenizers).operations(),
         *Tokens(answering, tokenizers, runtime, model).operations(),
         *Scoring(answering, model).operations(),
@@ -63,20 +57,3 @@ def operations(
         *Parsing(answering).operations(),
     )
     return (*served, *OpenApi(served).operations())
-
-
-def formats(config: GatewayConfig) -> Formats:
-    """How the model writes calls and marks its thinking, as the operator says.
-
-    Raises:
-        CannotStart: There is no such parser.
-    """
-    try:
-        return Formats(
-            tools=tool_format(config.tool_call_parser) if config.tool_call_parser else None,
-            reasoning=reasoning_format(config.reasoning_parser)
-            if config.reasoning_parser
-            else None,
-        )
-    except InvalidRequest as error:
-        raise CannotStart(f"gateway.{error.param}: {error.message}") from error

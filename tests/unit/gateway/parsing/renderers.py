@@ -5,22 +5,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
-if TYPE_CHECKING:
-    from antiphon.wire.schemas import Json
-
-Arguments = dict[str, "Json"]
+Arguments = Mapping[str, object]
 CallText = tuple[str, Arguments]
 Render = Callable[[str, Sequence[CallText]], str]
 
 
-def dumped(value: Json) -> str:
+def dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def plain(value: Json) -> str:
+def plain(value: object) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 
@@ -158,7 +154,7 @@ def interns1(content: str, calls: Sequence[CallText]) -> str:
 
 
 def apertus(content: str, calls: Sequence[CallText]) -> str:
-    listed: list[Json] = [{name: arguments} for name, arguments in calls]
+    listed = [{name: arguments} for name, arguments in calls]
     return f"{content}<|tools_prefix|>{dumped(listed)}<|tools_suffix|>" if calls else content
 
 

@@ -16,10 +16,10 @@ from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, C
 from antiphon.gateway.parsing.reader import TRIM_MAX
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.offer import Offer
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
@@ -50,7 +50,7 @@ values = st.recursive(
     ),
     max_leaves=5,
 )
-arguments = st.fixed_dictionaries(
+arguments: st.SearchStrategy[Mapping[str, object]] = st.fixed_dictionaries(
     {},
     optional={
         "city": words,

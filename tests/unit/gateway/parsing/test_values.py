@@ -9,7 +9,7 @@ import pytest
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.tools.offer import Offer
 from antiphon.gateway.parsing.tools.registry import tool_format
-from antiphon.gateway.parsing.tools.schema import types_of
+from antiphon.gateway.parsing.tools.schema import texts_of, types_of
 from antiphon.gateway.parsing.tools.values import converted
 
 
@@ -32,6 +32,8 @@ from antiphon.gateway.parsing.tools.values import converted
         ('{"a": {"b": null}}', {"type": "object"}, {"a": {"b": None}}),
         ("red", {"enum": ["red", "12"]}, "red"),
         ("12", {"enum": ["red", "12"]}, "12"),
+        ("\n red ", {"enum": ["red", "12"]}, "red"),
+        (" r ", {"const": " r "}, " r "),
         ("12", {}, 12),
         ('"12"', {}, "12"),
         ("NaN", {}, "NaN"),
@@ -42,7 +44,7 @@ from antiphon.gateway.parsing.tools.values import converted
 def test_a_text_is_what_its_schema_says_and_else_a_string(
     text: str, schema: dict[str, object], value: object
 ):
-    assert json.loads(converted(text, types_of(schema))) == value  # pyright: ignore[reportArgumentType]
+    assert json.loads(converted(text, types_of(schema), texts_of(schema))) == value  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

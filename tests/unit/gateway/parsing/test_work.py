@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +16,7 @@ from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import FrameType
 
     from antiphon.gateway.parsing.tools.format import ToolFormat
 

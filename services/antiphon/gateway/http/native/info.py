@@ -11,6 +11,7 @@ from antiphon.config.fields import groups, value_at
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -173,12 +174,15 @@ class Info:
             card = await self._tokenizers.card()
         except EngineError:
             card = None  # it is not known until a tokenizer was asked
+        tools, reasoning = parsers_of(settings.gateway, card)
         return ModelInfo(
             model_path=settings.model.path,
             served_model_name=self._model,
             tokenizer_path=settings.model.tokenizer_path or settings.model.path,
             weight_version=weight_version(self._runtime),
             load_format=str(settings.load.format),
+            reasoning_parser=reasoning,
+            tool_call_parser=tools,
             max_model_len=None if card is None else card.context_tokens,
             vocabulary_size=None if card is None else card.vocabulary_size,
         )

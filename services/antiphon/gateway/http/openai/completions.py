@@ -14,6 +14,7 @@ from antiphon.gateway.http.openai.replies import ChatReply, TextReply
 from antiphon.gateway.http.openai.text_voice import CompletionVoice, Echo
 from antiphon.gateway.http.openai.voice import Header
 from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.parsing.formats import formats_of
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.openai.reading import Formats, Posted
+    from antiphon.gateway.http.openai.reading import Posted
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
@@ -42,13 +43,11 @@ class Completions:
         tokenizers: TokenizerCalls,
         runtime: Runtime,
         model: ModelName,
-        formats: Formats,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
-        self._formats = formats
 
     def operations(self) -> list[Operation]:
         """Both kinds of completion."""
@@ -85,8 +84,10 @@ class Completions:
         ]
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        gateway = self._runtime.settings.gateway
+        formats = await formats_of(gateway, self._tokenizers.card)
         posted = await self._answering.read(
-            request, ChatBody, lambda body: reading.chat(body, self._formats), refused.CHAT
+            request, ChatBody, lambda body: reading.chat(body, formats), refused.CHAT
         )
         posted = await self._with_mark(posted)
 

@@ -19,9 +19,8 @@ from antiphon.gateway.http.openai.bodies import (
 )
 from antiphon.gateway.http.openai.speech import Hearing
 from antiphon.gateway.http.openai.turns import message
-from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import Mode, ToolPlan, plan_tools, read_choice
-from antiphon.gateway.parsing.tools.format import ToolFormat
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -32,6 +31,8 @@ from antiphon.wire.tokenize import TemplateParams
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 
 _MODEL = "default"
@@ -74,14 +75,7 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
     telling: Telling
 
 
-class Formats(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model writes calls and marks its thinking, as far as the operator says so."""
-
-    tools: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
-
-
-def chat(body: ChatBody, formats: Formats = Formats()) -> Posted:  # noqa: B008  # frozen
+def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
     """Read the body of a chat completion.
 
     Raises:

@@ -27,7 +27,6 @@ class ReasoningFormat:
         inside: Whether an answer begins as thinking where the prompt does not tell: its template
             has written the first mark, or the model leaves it out.
         switch: The template's setting that turns thinking on and off, if it has one.
-        on: Whether the template thinks where that setting is not given.
         special: Whether the marks are special tokens: see `ToolFormat.special`.
         channels: The format of calls that reads thinking, too, where the two are one.
     """
@@ -37,7 +36,6 @@ class ReasoningFormat:
     end: str
     inside: bool = False
     switch: str | None = None
-    on: bool = True
     special: bool = False
     channels: ToolFormat | None = None
 

@@ -17,7 +17,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     mistral.FORMAT,
     think.ALWAYS,
     think.ASKED,
-    think.KIMI_K2,
+    think.MARKED,
     think.SWITCHED,
 )
 

@@ -19,6 +19,19 @@ SWITCHED = ReasoningFormat(
     switch="enable_thinking",
 )
 ASKED = ReasoningFormat(
-    names=("deepseek-v3", "deepseek-v4"), begin=_BEGIN, end=_END, switch="thinking", on=False
+    names=("deepseek-v3", "deepseek-v4", "kimi_k2"), begin=_BEGIN, end=_END, switch="thinking"
 )
-KIMI_K2 = ReasoningFormat(names=("kimi_k2",), begin=_BEGIN, end=_END, switch="thinking")
+MARKED = ReasoningFormat(
+    names=(
+        "deepseek-v41",
+        "dots",
+        "gigachat35",
+        "granite_thinking_parser",
+        "iquest_q1",
+        "ling3",
+        "nanbeige",
+        "poolside_v1",
+    ),
+    begin=_BEGIN,
+    end=_END,
+)

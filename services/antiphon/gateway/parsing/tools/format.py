@@ -6,13 +6,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.output import Output
 from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
-
-if TYPE_CHECKING:
-    from antiphon.wire.schemas import Json
 
 Read = Callable[[Reader, Output], Steps[None]]
 """Reads an answer to its end."""
@@ -125,12 +121,3 @@ def framed(begin: str, end: str | None, body: Body, around: Sequence[str] = ()) 
             mark = yield from reader.until(following, out.content)
 
     return read
-
-
-def schema_of(schema: Json, name: str) -> Json:
-    """The schema of one of an object's properties; an empty one where it says nothing."""
-    if isinstance(schema, dict):
-        properties = schema.get("properties")
-        if isinstance(properties, dict):
-            return properties.get(name, {})
-    return {}

@@ -76,7 +76,8 @@ def _tag(tool: Tool, form: Form, *, held: bool) -> Json:
         "json_schema": tool.parameters if held else _ANY_OBJECT,
     }
     if form.style != "json":
-        content["style"] = form.style
+        # Nothing else bounds white space in these notations, and it might never end.
+        content |= {"style": form.style, "max_whitespace_cnt": 1}
     return {
         "type": "tag",
         "begin": f"{form.begin}{tool.name}{form.middle}",

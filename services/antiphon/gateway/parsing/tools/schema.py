@@ -23,6 +23,7 @@ _ALIASES = {
     **dict.fromkeys(("list", "tuple"), "array"),
     **dict.fromkeys(("dict", "map"), "object"),
 }
+_REFERENCES_MAX = 8
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE = frozenset(
@@ -89,6 +90,32 @@ def types_of(schema: Json) -> frozenset[str]:
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return TYPES
+
+
+def property_of(schema: Json, name: str) -> Json:
+    """The schema of one of an object's properties; an empty one where it says nothing."""
+    part = _member(_member(schema, "properties"), name)
+    for _ in range(_REFERENCES_MAX):
+        reference = _member(part, "$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        part = schema
+        for word in reference.removeprefix("#/").split("/"):
+            part = _member(part, word)
+    return {} if part is None else part
+
+
+def texts_of(schema: Json) -> frozenset[str]:
+    """The texts that a value is one of; none where it may be any."""
+    values = _member(schema, "enum")
+    if values is None and isinstance(schema, dict) and "const" in schema:
+        values = [schema["const"]]
+    listed = values if isinstance(values, list) else []
+    return frozenset(value for value in listed if isinstance(value, str))
+
+
+def _member(value: Json, name: str) -> Json:
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def _wrong(word: str, value: Json) -> str | None:

@@ -98,7 +98,7 @@ def _parameters(parameters: Json, at: str) -> dict[str, Json]:
     schema = normalised(parameters)
     assert isinstance(schema, dict), "an object stays one"
     if schema.setdefault("type", "object") != "object":
-        message = f'{at}: the schema is of an object: "type" has to be "object"'
+        message = f'{at}.type: the schema is of an object: "type" has to be "object"'
         raise InvalidRequest(message, param=f"{at}.type")
     check(schema, at)
     return schema

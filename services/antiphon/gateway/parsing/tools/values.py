@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.parsing.tools.format import schema_of
-from antiphon.gateway.parsing.tools.schema import TYPES, types_of
+from antiphon.gateway.parsing.tools.schema import TYPES, property_of, texts_of, types_of
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
@@ -46,13 +45,15 @@ class Arguments:
         """
         self._emit(f"{', ' if self._begun else '{'}{quoted(name)}: ")
         self._begun = True
-        types = _types(schema_of(self._schema, name), text=text)
-        if types == _STRING:
+        schema = property_of(self._schema, name)
+        types = _types(schema, text=text)
+        texts = texts_of(schema)
+        if types == _STRING and not texts:
             return (yield from self._string(reader, ends))
         parts: list[str] = []
         if (yield from reader.until(ends, parts.append)) is None:
             return False
-        self._emit(converted("".join(parts), types))
+        self._emit(converted("".join(parts), types, texts))
         return True
 
     def close(self) -> None:
@@ -68,9 +69,14 @@ class Arguments:
         return True
 
 
-def converted(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value of one of these types; of a string where it is nothing else."""
+def converted(text: str, types: frozenset[str], texts: frozenset[str] = frozenset()) -> str:
+    """The JSON of a value of one of these types; of a string where it is nothing else.
+
+    White space around one of the `texts`, if the value has to be one of them, is left out.
+    """
     word = text.strip()
+    if text not in texts and word in texts:
+        return quoted(word)
     lower = word.lower()
     if "boolean" in types and lower in {"true", "false"}:
         return lower

@@ -1,0 +1,67 @@
+"""What a chat template shows of how its model answers."""
+
+# ruff: noqa: RUF001  # these bars are the letters of some marks
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.config.parsing import ReasoningParser, ToolParser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+P = TypeVar("P")
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """The formats of calls and thinking; None where the template does not show one for certain."""
+
+    tools: ToolParser | None = None
+    reasoning: ReasoningParser | None = None
+
+
+def habits_of(template: str) -> Habits:
+    """Read a template's source: marks that one format alone has tell which it is."""
+    return Habits(tools=_only(template, _TOOLS), reasoning=_only(template, _REASONING))
+
+
+def _only(template: str, rows: Sequence[tuple[P, tuple[str, ...], tuple[str, ...]]]) -> P | None:
+    found = [
+        parser
+        for parser, marks, others in rows
+        if all(mark in template for mark in marks) and not any(mark in template for mark in others)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+_ELEMENTS = ("<function=", "<arg_key>", "<invoke ")
+_TOOLS = (
+    (ToolParser.HERMES, ("<tool_call>", '"name"'), _ELEMENTS),
+    (ToolParser.QWEN3_CODER, ("<tool_call>", "<function="), ("<arg_key>",)),
+    (ToolParser.GLM45, ("<tool_call>", "<arg_key>"), ("<function=",)),
+    (ToolParser.LLAMA3, ("<|python_tag|>",), ()),
+    (ToolParser.MISTRAL, ("[TOOL_CALLS]",), ()),
+    (ToolParser.DEEPSEEKV3, ("<｜tool▁call▁begin｜>", "```json"), ()),
+    (ToolParser.DEEPSEEKV31, ("<｜tool▁call▁begin｜>",), ("```json",)),
+    (ToolParser.DEEPSEEKV32, ("｜DSML｜", "function_calls"), ()),
+    (ToolParser.KIMI_K2, ("<|tool_calls_section_begin|>",), ()),
+    (ToolParser.GPT_OSS, ("<|channel|>", "<|constrain|>"), ()),
+    (ToolParser.MINIMAX_M2, ("<minimax:tool_call>",), ()),
+    (ToolParser.LFM2, ("<|tool_call_start|>",), ()),
+    (ToolParser.APERTUS2509, ("<|tools_prefix|>",), ()),
+    (ToolParser.STEP3, ("<steptml:invoke",), ()),
+)
+"""Parser, marks that have to be there, marks that must not."""
+
+_OTHER_THINKING = ("<|channel|>", "[THINK]", "◁think▷", "<|inner_prefix|>")
+_REASONING = (
+    # Where an answer begins as thinking, the end of the prompt shows it: one name does for all.
+    (ReasoningParser.QWEN3, ("<think>", "</think>"), _OTHER_THINKING),
+    (ReasoningParser.KIMI, ("◁think▷",), ()),
+    (ReasoningParser.MISTRAL, ("[THINK]", "[/THINK]"), ()),
+    (ReasoningParser.APERTUS2509, ("<|inner_prefix|>",), ()),
+    (ReasoningParser.GPT_OSS, ("<|channel|>", "analysis"), ()),
+)

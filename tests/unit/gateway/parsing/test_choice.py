@@ -1,0 +1,218 @@
+"""Tools and the choice among them: what is refused, and what a request comes to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
+from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS, tool_format
+from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import GrammarKind
+
+if TYPE_CHECKING:
+    from antiphon.wire.schemas import Json
+
+HERMES = tool_format("hermes")
+
+
+def function(name: Json = "f", **more: Json) -> Json:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+TOOLS = read_tools([function("f"), function("g")])
+
+
+@pytest.mark.parametrize(
+    ("tool", "param", "message"),
+    [
+        ("f", "tools[0]", "a tool is an object"),
+        ({"type": "web_search"}, "tools[0].type", "only tools of type 'function'"),
+        ({"type": "function"}, "tools[0].function", "needs a function"),
+        (function(None), "tools[0].function.name", "a name is 1 to 128"),
+        (function("two words"), "tools[0].function.name", "a name is 1 to 128"),
+        (function("x" * 129), "tools[0].function.name", "a name is 1 to 128"),
+        (function(description=3), "tools[0].function.description", "is text"),
+        (function(parameters=[]), "tools[0].function.parameters", "a JSON schema, an object"),
+        (
+            function(parameters={"type": "array"}),
+            "tools[0].function.parameters.type",
+            '"type" has to be "object"',
+        ),
+        (
+            function(parameters={"properties": []}),
+            "tools[0].function.parameters.properties",
+            "an object is needed",
+        ),
+        (
+            function(parameters={"properties": {"a": {"type": "strnig"}}}),
+            "tools[0].function.parameters.properties.a.type",
+            "'strnig' is no type",
+        ),
+        (
+            function(parameters={"properties": {"a": {"anyOf": [3]}}}),
+            "tools[0].function.parameters.properties.a.anyOf.0",
+            "a schema is an object",
+        ),
+        (
+            function(parameters={"required": ["a", "a"]}),
+            "tools[0].function.parameters.required",
+            "different names",
+        ),
+        (
+            function(parameters={"properties": {"a": {"minLength": -1}}}),
+            "tools[0].function.parameters.properties.a.minLength",
+            "a whole number from 0",
+        ),
+        (
+            function(parameters={"properties": {"a": {"maximum": True}}}),
+            "tools[0].function.parameters.properties.a.maximum",
+            "a number is needed",
+        ),
+        (
+            function(parameters={"properties": {"a": {"pattern": 1}}}),
+            "tools[0].function.parameters.properties.a.pattern",
+            "text is needed",
+        ),
+    ],
+)
+def test_a_tool_that_is_none_is_refused_by_its_place(tool: Json, param: str, message: str):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        read_tools([tool])
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(InvalidRequest, match="two tools named 'f'") as caught:
+        read_tools([function("f"), function("g"), function("f")])
+    assert caught.value.param == "tools[2].function.name"
+
+
+def test_a_schema_nested_too_deep_and_too_many_tools_are_refused():
+    schema: Json = {"type": "object"}
+    for _ in range(200):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidRequest, match="nested too deep"):
+        read_tools([function(parameters=schema)])
+    with pytest.raises(InvalidRequest, match=f"{TOOLS_MAX} are allowed"):
+        read_tools([function(f"f{n}") for n in range(TOOLS_MAX + 1)])
+
+
+def test_types_of_databases_are_understood():
+    parameters: Json = {
+        "type": "dict",
+        "properties": {"a": {"type": "VARCHAR"}, "b": {"type": "int"}},
+    }
+    (tool,) = read_tools([function(parameters=parameters)])
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+    }
+
+
+def test_the_template_sees_what_the_client_wrote_and_not_that_it_is_strict():
+    written = function(description="D", parameters={"type": "object"}, strict=True)
+    (tool,) = read_tools([written])
+    assert tool.strict
+    assert tool.written == function(description="D", parameters={"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("choice", "read"),
+    [
+        (None, ToolChoice(Mode.AUTO)),
+        ("auto", ToolChoice(Mode.AUTO)),
+        ("none", ToolChoice(Mode.NONE)),
+        ("required", ToolChoice(Mode.REQUIRED)),
+        (function("g"), ToolChoice(Mode.REQUIRED, "g")),
+        ({"type": "function", "name": "g"}, ToolChoice(Mode.REQUIRED, "g")),
+    ],
+)
+def test_a_choice_is_read(choice: Json, read: ToolChoice):
+    assert read_choice(choice, TOOLS) == read
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_without_tools_there_is_no_choice(choice: Json):
+    assert read_choice(choice, ()) == ToolChoice(Mode.NONE)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("any", "tool_choice is 'auto', 'none', 'required'"),
+        (3, "tool_choice is 'auto', 'none', 'required'"),
+        ({"type": "function"}, "tool_choice is 'auto', 'none', 'required'"),
+        ({"type": "custom", "name": "f"}, "tool_choice is 'auto', 'none', 'required'"),
+        (function("h"), "there is no tool named 'h'"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        read_choice(choice, TOOLS)
+    assert caught.value.param == "tool_choice"
+
+
+def test_required_without_tools_is_refused():
+    with pytest.raises(InvalidRequest, match="there are no tools"):
+        read_choice("required", ())
+
+
+def test_auto_parses_and_holds_nothing():
+    plan = plan_tools(TOOLS, ToolChoice(Mode.AUTO), HERMES, parallel=True)
+    assert (plan.tools, plan.format, plan.grammar, plan.calls_max) == (TOOLS, HERMES, None, None)
+
+
+def test_auto_without_a_format_leaves_calls_in_the_content():
+    assert plan_tools(TOOLS, ToolChoice(Mode.AUTO), None, parallel=True).format is None
+
+
+def test_a_strict_tool_is_held_in_auto_where_a_grammar_can_write_it():
+    strict = read_tools([function("f", strict=True)])
+    assert plan_tools(strict, ToolChoice(Mode.AUTO), HERMES, parallel=True).grammar is not None
+    kimi = tool_format("kimi_k2")
+    assert plan_tools(strict, ToolChoice(Mode.AUTO), kimi, parallel=True).grammar is None
+
+
+def test_none_shows_no_tools_and_parses_nothing():
+    plan = plan_tools(TOOLS, ToolChoice(Mode.NONE), HERMES, parallel=True)
+    assert (plan.tools, plan.format, plan.grammar) == ((), None, None)
+
+
+@pytest.mark.parametrize("format_", TOOL_FORMATS, ids=lambda f: f.names[0])
+def test_required_is_held_in_the_format_if_a_grammar_can_write_it_and_else_as_json(format_):
+    plan = plan_tools(TOOLS, ToolChoice(Mode.REQUIRED), format_, parallel=True)
+    assert plan.grammar is not None
+    assert plan.format is (format_ if format_.form else JSON_CALLS)
+    kind = GrammarKind.STRUCTURAL_TAG if format_.form else GrammarKind.JSON_SCHEMA
+    assert plan.grammar.kind is kind
+
+
+def test_a_named_tool_is_called_once_and_the_template_sees_all():
+    plan = plan_tools(TOOLS, ToolChoice(Mode.REQUIRED, "g"), None, parallel=True)
+    assert plan.grammar is not None
+    assert '"f"' not in plan.grammar.text
+    assert (plan.tools, plan.calls_max) == (TOOLS, 1)
+
+
+def test_without_parallel_calls_one_counts():
+    assert plan_tools(TOOLS, ToolChoice(Mode.AUTO), HERMES, parallel=False).calls_max == 1
+
+
+def test_definitions_that_differ_are_refused_where_they_meet():
+    tools = read_tools(
+        [
+            function("f", parameters={"type": "object", "$defs": {"x": {"type": "string"}}}),
+            function("g", parameters={"type": "object", "$defs": {"x": {"type": "null"}}}),
+        ]
+    )
+    with pytest.raises(InvalidRequest, match="define 'x' differently"):
+        plan_tools(tools, ToolChoice(Mode.REQUIRED), None, parallel=True)
+
+
+def test_an_unknown_parser_is_refused_with_those_there_are():
+    with pytest.raises(InvalidRequest, match="there is no tool call parser 'x'; there are apertus"):
+        tool_format("x")

@@ -1,0 +1,83 @@
+"""Names, settings and documents agree on which formats there are."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from antiphon.config.gateway import GatewayConfig
+from antiphon.config.parsing import (
+    ABSENT_REASONING_PARSERS,
+    ABSENT_TOOL_PARSERS,
+    ReasoningParser,
+    ToolParser,
+)
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
+from antiphon.gateway.parsing.reference import page
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
+from antiphon.wire.ids import RequestId
+from antiphon.wire.tokenize import EncodeReply
+
+ROOT = Path(__file__).resolve().parents[4]
+CHOICES = {"auto", "none"}
+Card = Callable[[float], Awaitable[EncodeReply]]
+
+
+def card(tools: str | None = None, reasoning: str | None = None) -> Card:
+    async def ask(_: float) -> EncodeReply:
+        return EncodeReply(
+            request_id=RequestId("r"),
+            token_ids=b"",
+            vocabulary_size=8,
+            context_tokens=8,
+            tool_parser=tools,
+            reasoning_parser=reasoning,
+        )
+
+    return ask
+
+
+def test_every_format_can_be_set_and_every_setting_is_a_format():
+    tools = [name for format_ in TOOL_FORMATS for name in format_.names]
+    reasoning = [name for format_ in REASONING_FORMATS for name in format_.names]
+    assert sorted(tools) == sorted({*ToolParser} - CHOICES)
+    assert sorted(reasoning) == sorted({*ReasoningParser} - CHOICES)
+    assert not ABSENT_TOOL_PARSERS & {*tools}
+    assert not ABSENT_REASONING_PARSERS & {*reasoning}
+
+
+def test_the_page_of_formats_is_current():
+    assert (ROOT / "docs/tools.md").read_text() == page()
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "name"),
+    [
+        ("auto", "hermes", "hermes"),
+        ("auto", None, None),
+        ("none", "hermes", None),
+        ("glm", "hermes", "glm45"),
+    ],
+)
+async def test_what_the_operator_says_comes_before_what_the_template_shows(
+    said: str, shown: str | None, name: str | None
+):
+    formats = await formats_of(GatewayConfig(tool_call_parser=ToolParser(said)), card(tools=shown))
+    assert formats.tools == (tool_format(name) if name else None)
+
+
+async def test_thinking_is_chosen_likewise():
+    assert (await formats_of(GatewayConfig(), card(reasoning="qwen3"))).reasoning is not None
+    none = GatewayConfig(reasoning_parser=ReasoningParser.NONE)
+    assert (await formats_of(none, card(reasoning="qwen3"))).reasoning is None
+
+
+async def test_nobody_is_asked_what_the_operator_has_said():
+    async def never(_: float) -> EncodeReply:
+        raise AssertionError("asked")
+
+    config = GatewayConfig(tool_call_parser=ToolParser.JSON, reasoning_parser=ReasoningParser.NONE)
+    assert (await formats_of(config, never)).tools == tool_format("json")

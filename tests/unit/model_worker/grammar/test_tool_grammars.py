@@ -1,0 +1,168 @@
+"""Whatever a grammar of calls lets a model say, the parser of the same plan reads as calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.model_worker.grammar.speaker import guide_of, speak
+
+from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.reasoning.constraint import after_thinking
+from antiphon.gateway.parsing.reasoning.registry import reasoning_format
+from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.model_worker.grammar.matcher import CompiledGrammar
+from antiphon.model_worker.grammar.source import source_of
+from antiphon.wire.base import FinishReason
+from antiphon.wire.grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.events import Parsed
+    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+    from antiphon.wire.schemas import Json
+
+Compile = Callable[[Grammar], CompiledGrammar]
+
+TOOLS = read_tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "strict": True,
+                "parameters": {
+                    "type": "object",
+                    "$defs": {"unit": {"enum": ["C", "F"]}},
+                    "properties": {"days": {"type": "integer"}, "unit": {"$ref": "#/$defs/unit"}},
+                    "required": ["days", "unit"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        {"type": "function", "function": {"name": "now"}},
+    ]
+)
+FORMED = [format_ for format_ in TOOL_FORMATS if format_.form]
+FORMATS = [None, *FORMED]
+NAMED: Json = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+    compiler = compiler_of()
+    return lambda grammar: compiler.compile(source_of(grammar, 4))
+
+
+def check(parsed: Parsed) -> None:
+    for call in parsed.calls:
+        assert call.complete
+        arguments = json.loads(call.arguments)
+        if call.name == "get_weather":
+            assert set(arguments) == {"days", "unit"}
+            assert isinstance(arguments["days"], int)
+            assert arguments["unit"] in ("C", "F")
+        else:
+            assert call.name == "now"
+            assert isinstance(arguments, dict)
+
+
+def answers(plan: ToolPlan, grammar: Grammar, compiled: Compile, vocabulary: Vocabulary):
+    """What is said under the grammar, and ends by itself."""
+    ready = compiled(grammar)
+    for seed in range(12):
+        said = speak(guide_of(ready, vocabulary), vocabulary, seed=seed, closers=b'"]}>')
+        if said.finish is not None:
+            assert said.finish.reason is FinishReason.STOP
+            yield said.text.decode()
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f.names[0] if f else "json")
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_required_calls_are_calls_and_nothing_else(
+    format_, choice: Json, compiled: Compile, vocabulary: Vocabulary
+):
+    plan = plan_tools(TOOLS, read_choice(choice, TOOLS), format_, parallel=True)
+    assert plan.grammar is not None
+    said = 0
+    for text in answers(plan, plan.grammar, compiled, vocabulary):
+        parsed = parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text))
+        assert parsed.content == ""
+        assert parsed.calls
+        check(parsed)
+        if choice == NAMED:
+            assert [call.name for call in parsed.calls] == ["get_weather"]
+        said += 1
+    assert said >= 4
+
+
+@pytest.mark.parametrize("format_", FORMED, ids=lambda f: f.names[0])
+def test_without_parallel_calls_there_is_one(format_, compiled: Compile, vocabulary: Vocabulary):
+    plan = plan_tools(TOOLS, read_choice("required", TOOLS), format_, parallel=False)
+    assert plan.grammar is not None
+    for text in answers(plan, plan.grammar, compiled, vocabulary):
+        parsed = parse(AnswerParser(tools=plan.format, offer=plan.offer()), [text])
+        assert len(parsed.calls) == 1
+
+
+def test_one_call_in_a_list_without_parallel_calls(compiled: Compile, vocabulary: Vocabulary):
+    plan = plan_tools(TOOLS, read_choice("required", TOOLS), None, parallel=False)
+    assert plan.grammar is not None
+    for text in answers(plan, plan.grammar, compiled, vocabulary):
+        assert len(json.loads(text)) == 1
+
+
+@pytest.mark.parametrize("format_", FORMED, ids=lambda f: f.names[0])
+def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
+    format_, compiled: Compile, vocabulary: Vocabulary
+):
+    plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True)
+    assert plan.grammar is not None
+    form = format_.form
+    ready = compiled(plan.grammar)
+    state = ready.begin(())
+    beginning = f"Well.\n{form.begin}get_weather{form.middle}"
+    for character in beginning.encode():
+        assert state.accept(vocabulary.tokens.index(bytes([character])))
+    assert not state.accept(vocabulary.tokens.index(b"x"))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_thinking_comes_before_a_grammar(
+    inside: bool, kind: GrammarKind, compiled: Compile, vocabulary: Vocabulary
+):
+    text = {
+        GrammarKind.JSON_OBJECT: "",
+        GrammarKind.JSON_SCHEMA: '{"type": "object"}',
+        GrammarKind.REGEX: r"\{\}",
+        GrammarKind.EBNF: 'root ::= "{}"',
+        GrammarKind.STRUCTURAL_TAG: json.dumps({"format": {"type": "const_string", "value": "{}"}}),
+    }[kind]
+    format_ = reasoning_format("qwen3")
+    grammar = after_thinking(Grammar(kind=kind, text=text), format_, inside=inside, end_id=None)
+    ready = compiled(grammar)
+    answer = "so it is</think>\n\n{}" if inside else "<think>so it is</think>\n\n{}"
+    for said in [answer] if inside else [answer, "{}"]:
+        state = ready.begin(())
+        for character in said.encode():
+            assert state.accept(vocabulary.tokens.index(bytes([character]))), said
+    state = ready.begin(())
+    assert state.accept(vocabulary.tokens.index(b"x")) is inside
+
+
+def test_a_grammar_begins_after_the_token_that_ends_thinking():
+    grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
+    format_ = reasoning_format("deepseek-r1")
+    made = after_thinking(grammar, format_, inside=True, end_id=7)
+    assert made == Grammar(kind=GrammarKind.JSON_OBJECT, begins_after=(7,))
+
+
+def test_special_tokens_are_in_no_grammar():
+    grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
+    made = after_thinking(grammar, reasoning_format("gpt-oss"), inside=False, end_id=7)
+    assert made == grammar
