@@ -147,6 +147,7 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
             place,
             page_tokens=resolved.page_tokens.value,
             pages=resolved.cache_pages.value,
+            states=resolved.cache_states.value,
             dtype=resolved.dtype.value,
             linear=resolved.linear.value,
             device=resolved.device.value,

@@ -17,6 +17,7 @@ import numpy as np
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.opening import load_resolved
 from antiphon.model_worker.recording import Recording, RecordingBroken, read
 from antiphon.service.model import model_files
@@ -105,7 +106,7 @@ class Ground:
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._groups = groups
-        self._known = [np.zeros(g.pages_total * g.page_tokens, np.bool_) for g in groups]
+        self._known = [np.zeros(_places_total(group), np.bool_) for group in groups]
         self._counted: set[int] = set()
         self._last: dict[int, int] = {}
 
@@ -133,8 +134,11 @@ class Ground:
         plan, outcome = record.plan, record.outcome
         for row in range(len(plan.slot)):
             begin, end = int(plan.kv_len[row] - plan.query_len[row]), int(plan.kv_len[row])
-            for index in range(len(self._groups)):
-                self._known[index][self._places(plan, row, index, begin, end)] = sound[row]
+            for index, group in enumerate(self._groups):
+                places: Longs | int = int(plan.page_tables[index][row, -1])
+                if group.kind is not GroupKind.STATE:
+                    places = self._places(plan, row, index, begin, end)
+                self._known[index][places] = sound[row]
         if plan.penalties is not None:
             self._counted.update(plan.penalties.begun.tolist())
         if outcome is not None:
@@ -150,6 +154,11 @@ class Ground:
             if slot not in self._counted and slot not in plan.penalties.begun:
                 return False
         for index, group in enumerate(self._groups):
+            if group.kind is GroupKind.STATE:
+                read = int(plan.page_tables[index][row, 0])
+                if read >= 0 and not self._known[index][read]:
+                    return False
+                continue
             first = 0 if group.window is None else max(0, begin - group.window + 1)
             if not self._known[index][self._places(plan, row, index, first, begin)].all():
                 return False
@@ -160,6 +169,13 @@ class Ground:
         positions = np.arange(begin, end)
         pages = plan.page_tables[index][row].astype(np.int64)[positions // page_tokens]
         return pages * page_tokens + positions % page_tokens
+
+
+def _places_total(group: CacheGroup) -> int:
+    """Tokens of all pages, or states."""
+    if group.kind is GroupKind.STATE:
+        return group.pages_total
+    return group.pages_total * group.page_tokens
 
 
 def main(argv: Sequence[str]) -> int:

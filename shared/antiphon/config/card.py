@@ -11,6 +11,7 @@ from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.config.model_fields import PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
+from antiphon.config.states import States, read_states
 from antiphon.config.weights import Weights, read_weights
 
 if TYPE_CHECKING:
@@ -51,10 +52,17 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether input and output embeddings are one."""
     sampling: Sampling
     weights: Weights
+    states: States | None = None
+    """Of recurrent layers, where there are any."""
 
     def kv_bytes(self, dtype: Dtype) -> int:
-        """Keys and values of one token, in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size * item_bytes(dtype)
+        """Keys and values of one token, in all layers that keep them."""
+        layers = self.layers if self.states is None else self.states.attending
+        return 2 * layers * self.kv_heads * self.head_size * item_bytes(dtype)
+
+    def state_bytes(self, dtype: Dtype) -> int:
+        """One recurrent state, in all layers; 0 where there are none."""
+        return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype))
 
 
 def item_bytes(dtype: Dtype) -> int:
@@ -97,6 +105,7 @@ def read_card(place: Place) -> ModelCard:
         tied=config.tie_word_embeddings,
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,
+        states=read_states(config.architectures[0], files.config()),
     )
 
 

@@ -66,7 +66,8 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
     """
     attention = (2 * card.heads + 4 * card.kv_heads) * card.head_size
     width = 3 * card.hidden_size + attention + 4 * card.mlp_width
-    return tokens * item_bytes(dtype) * width
+    recurrent = 0 if card.states is None else card.states.activation_bytes(tokens)
+    return tokens * item_bytes(dtype) * width + recurrent
 
 
 def logits_bytes(card: ModelCard, rows: int) -> int:

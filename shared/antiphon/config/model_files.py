@@ -188,9 +188,20 @@ def _of_one(name: str, other: str) -> bool:
 _Fields = dict[str, msgspec.Raw]
 
 
+_BEYOND_JSON = re.compile(r"(?<=[\[:,\s])(-?Infinity|NaN)(?=\s*[,\]}])")
+
+
 def _object(text: bytes | str, what: str) -> _Fields:
     try:
         return msgspec.json.decode(text, type=_Fields)
+    except msgspec.DecodeError:
+        pass
+    # Python's json, with which such files are written, has numbers that JSON has not; newer
+    # versions of transformers spell them as objects, and so do we.
+    written = text if isinstance(text, str) else text.decode(errors="replace")
+    spelled = _BEYOND_JSON.sub(r'{"__float__": "\1"}', written)
+    try:
+        return msgspec.json.decode(spelled, type=_Fields)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{what}: {error}") from error
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.decided import Decided
 from antiphon.config.errors import ConfigError
 from antiphon.config.memory import (
     Memory,
@@ -16,6 +17,7 @@ from antiphon.config.memory import (
     weight_bytes,
 )
 from antiphon.config.model import Dtype, Linear
+from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from antiphon.config.card import ModelCard
     from antiphon.config.device import Device
     from antiphon.config.settings import Settings
-
-T = TypeVar("T")
 
 _VALUE_WIDTH = 16
 """A longer value pushes its own reason aside, and no other."""
@@ -37,13 +37,6 @@ core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of t
 
 CACHED_BYTES_MAX = 64 << 20
 """Weights up to here are read from caches: steps are short, and the other services need a core."""
-
-
-class Decided(msgspec.Struct, Generic[T], frozen=True):
-    """A value and why it is this one."""
-
-    value: T
-    reason: str
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -65,6 +58,8 @@ class Plan(msgspec.Struct, frozen=True):
     scored_bytes: Decided[int]
     cache_pages: Decided[int]
     cache_bytes: Decided[int]
+    cache_states: Decided[int]
+    state_bytes: Decided[int]
     step_tokens: Decided[int]
     whole_prompts: Decided[bool]
     chunk_tokens: Decided[int]
@@ -95,7 +90,11 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
     step = _step(settings, context.value)
     drawing = min(settings.batching.running_max, step.value)
     memory = _memory(settings, card, device, dtype.value, linear.value, step.value)
-    pages = _pages(settings, card, memory, dtype.value, context.value)
+    state_bytes = card.state_bytes(dtype.value)
+    states = state_count(settings, state_bytes, memory, _pool_bytes(settings, memory))
+    held = states.value * state_bytes
+    pages = _pages(settings, card, memory, dtype.value, context.value, held)
+    overlap = _overlap(settings, device)
     return Plan(
         device=_device(settings, device),
         dtype=dtype,
@@ -116,13 +115,15 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
             pages.value * page_tokens * card.kv_bytes(dtype.value),
             f"{card.kv_bytes(dtype.value)} bytes a token",
         ),
+        cache_states=states,
+        state_bytes=Decided(held, f"{state_bytes} bytes a state"),
         step_tokens=step,
         whole_prompts=_whole(settings),
         chunk_tokens=_chunk(settings, device, context.value),
         fill_tokens=_fill(settings, device, step.value),
         mixed=_mixed(settings),
-        running_max=_running(settings, pages.value, step.value),
-        overlap=_overlap(settings, device),
+        running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
+        overlap=overlap,
         grammar=_grammar(settings, card),
     )
 
@@ -242,14 +243,20 @@ def _memory(
 
 
 def _pages(
-    settings: Settings, card: ModelCard, memory: Memory, dtype: Dtype, context_tokens: int
+    settings: Settings,
+    card: ModelCard,
+    memory: Memory,
+    dtype: Dtype,
+    context_tokens: int,
+    held: int,
 ) -> Decided[int]:
+    """How many pages there are; `held` bytes of the pool are states."""
     page_tokens = settings.cluster.page_tokens
     page_bytes = page_tokens * card.kv_bytes(dtype)
     if settings.cache.tokens_max is not None:
-        return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory)
+        return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
     pool = _pool_bytes(settings, memory)
-    pages = pool.value // page_bytes
+    pages = (pool.value - held) // page_bytes
     if pages < 1:
         raise ConfigError(f"no memory for one page of the cache: {pool.reason}")
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)
@@ -258,12 +265,14 @@ def _pages(
     return Decided(pages, pool.reason)
 
 
-def _said_pages(tokens_max: int, page_tokens: int, page_bytes: int, memory: Memory) -> Decided[int]:
+def _said_pages(
+    tokens_max: int, page_tokens: int, page_bytes: int, memory: Memory, held: int
+) -> Decided[int]:
     """The operator's own size, which must fit all the same: found out now, not in mid-service."""
     pages = tokens_max // page_tokens
     if pages < 1:
         raise ConfigError(f"cache.tokens_max = {tokens_max}: one page has {page_tokens} tokens")
-    if pages * page_bytes > memory.rest:
+    if pages * page_bytes > memory.rest - held:
         raise ConfigError(
             f"cache.tokens_max = {tokens_max}: its {gib(pages * page_bytes)} do not fit: {memory}"
         )
@@ -340,8 +349,18 @@ def _overlap(settings: Settings, device: Device) -> Decided[bool]:
     return Decided(value=True, reason="batching.overlap")
 
 
-def _running(settings: Settings, pages: int, step_tokens: int) -> Decided[int]:
-    """A running request holds at least a page, and decodes a token in each step."""
+def _running(
+    settings: Settings,
+    pages: int,
+    step_tokens: int,
+    states: Decided[int],
+    *,
+    overlap: bool,
+) -> Decided[int]:
+    """A running request holds at least a page and its states, and decodes a token in each step."""
+    each = OVERLAPPED if overlap else RUNNING
+    if states.value and settings.batching.running_max > states.value // each:
+        return Decided(min(pages, step_tokens, states.value // each), f"{each} states each")
     if settings.batching.running_max > step_tokens:
         return Decided(min(pages, step_tokens), "all of them fit in a step")
     if settings.batching.running_max > pages:

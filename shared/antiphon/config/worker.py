@@ -13,6 +13,8 @@ ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
 Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
 Conservativeness = Annotated[float, Meta(ge=0)]
 Threshold = Annotated[int, Meta(ge=0)]
+Multiple = Annotated[float, Meta(gt=0)]
+States = Annotated[int, Meta(ge=1, extra={"unit": "states"})]
 
 
 class Policy(StrEnum):
@@ -119,7 +121,7 @@ class QueueConfig(Config):
 
 
 class CacheConfig(Config):
-    """The KV page pool."""
+    """The pool of KV pages, and of recurrent states where a model has any."""
 
     prefix: Annotated[
         bool, Help("Keep what was computed, so that equal beginnings are computed once.")
@@ -143,3 +145,13 @@ class CacheConfig(Config):
     bytes_max: Annotated[
         Bytes, Help("Most memory that the pool takes when its size is chosen for it.")
     ] = 2 * 1024**3
+    checkpoint_tokens: Annotated[
+        Tokens,
+        Help("A recurrent state is kept for others each so many tokens, and at prompt ends."),
+    ] = 256
+    states_max: Annotated[
+        States | None, Help("Recurrent states that the pool holds; unset: from free memory.")
+    ] = None
+    states_ratio: Annotated[
+        Multiple, Help("Memory of recurrent states, as a multiple of that of pages.")
+    ] = 0.9

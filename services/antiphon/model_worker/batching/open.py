@@ -80,6 +80,7 @@ def limits_of(
         hidden_states=batching.hidden_states,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
+        checkpoint_tokens=settings.cache.checkpoint_tokens,
         conservativeness=batching.conservativeness,
     )
 

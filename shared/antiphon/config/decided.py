@@ -1,0 +1,16 @@
+"""A decision with its reason."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Decided(msgspec.Struct, Generic[T], frozen=True):
+    """A value and why it is this one."""
+
+    value: T
+    reason: str

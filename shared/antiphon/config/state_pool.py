@@ -1,0 +1,55 @@
+"""How many recurrent states there is room for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.config.decided import Decided
+from antiphon.config.errors import ConfigError
+from antiphon.config.memory import gib
+
+if TYPE_CHECKING:
+    from antiphon.config.memory import Memory
+    from antiphon.config.settings import Settings
+
+RUNNING = 2
+"""States of a running request: the one that its next row reads, and the one that it writes."""
+OVERLAPPED = 4
+"""The same where a row is launched before the one before it is read: one more, and one that a plan
+may still read when nobody needs it any more."""
+
+
+def state_count(
+    settings: Settings, state_bytes: int, memory: Memory, pool: Decided[int]
+) -> Decided[int]:
+    """Divide the pool between pages and states, those of running requests and checkpoints.
+
+    Args:
+        settings: What the operator said.
+        state_bytes: Of one state, in all layers; 0: no layer keeps any.
+        memory: How it is divided.
+        pool: Bytes that pages and states share.
+
+    Raises:
+        ConfigError: There is too little memory for a single request, or what was asked for does
+            not fit.
+    """
+    if not state_bytes:
+        return Decided(0, "no layer keeps a state")
+    cache = settings.cache
+    if cache.checkpoint_tokens % settings.cluster.page_tokens:
+        raise ConfigError(
+            f"cache.checkpoint_tokens = {cache.checkpoint_tokens}: states are kept at the end of"
+            f" pages, and one has {settings.cluster.page_tokens} tokens"
+        )
+    if cache.states_max is not None:
+        if cache.states_max < RUNNING or cache.states_max * state_bytes > memory.rest:
+            raise ConfigError(
+                f"cache.states_max = {cache.states_max}: a request has {RUNNING} states of"
+                f" {gib(state_bytes)}: {memory}"
+            )
+        return Decided(cache.states_max, f"cache.states_max = {cache.states_max}")
+    count = int(pool.value * cache.states_ratio / (1 + cache.states_ratio)) // state_bytes
+    if count < RUNNING:
+        raise ConfigError(f"no memory for the {RUNNING} states of one request: {pool.reason}")
+    return Decided(count, f"cache.states_ratio = {cache.states_ratio} of {pool.reason}")

@@ -1,0 +1,101 @@
+"""What the recurrent layers of a model keep, read from its config.json."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+
+class States(msgspec.Struct, frozen=True):
+    """The states of one sequence.
+
+    Attributes:
+        layers: That have one.
+        attending: Layers that keep keys and values; the others keep nothing of each token.
+        convolved: Numbers that a layer's convolution keeps, in the model's format.
+        matrices: Numbers that its recurrence keeps, in float32.
+        channels: Inputs of its convolution.
+    """
+
+    layers: int
+    attending: int
+    convolved: int
+    matrices: int
+    channels: int
+
+    def state_bytes(self, item_bytes: int) -> int:
+        """Of one state, in all layers, if the model's numbers take so many bytes."""
+        return self.layers * (self.convolved * item_bytes + self.matrices * 4)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """About what a pass of so many tokens holds of one layer, beside its linears."""
+        return tokens * 16 * self.channels
+
+
+def read_states(architecture: str, config: bytes) -> States | None:
+    """The states of a model of this architecture; None: it has none.
+
+    Raises:
+        ConfigError: A field is missing or of a wrong type.
+    """
+    type_ = _KINDS.get(architecture)
+    if type_ is None:
+        return None
+    try:
+        return msgspec.json.decode(config, type=type_).states()
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"config.json: {error}") from error
+
+
+class _FalconH1(msgspec.Struct):
+    num_hidden_layers: int
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+
+    def states(self) -> States:
+        """Every layer has attention and a state."""
+        width = self.mamba_n_heads * self.mamba_d_head
+        channels = width + 2 * self.mamba_n_groups * self.mamba_d_state
+        return States(
+            layers=self.num_hidden_layers,
+            attending=self.num_hidden_layers,
+            convolved=(self.mamba_d_conv - 1) * channels,
+            matrices=width * self.mamba_d_state,
+            channels=channels,
+        )
+
+
+class _Qwen3Next(msgspec.Struct):
+    num_hidden_layers: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    full_attention_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+
+    def states(self) -> States:
+        """A layer has attention or a state."""
+        attending = self.num_hidden_layers // self.full_attention_interval
+        if self.layer_types is not None:
+            attending = self.layer_types.count("full_attention")
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        channels = 2 * self.linear_num_key_heads * self.linear_key_head_dim + values
+        return States(
+            layers=self.num_hidden_layers - attending,
+            attending=attending,
+            convolved=(self.linear_conv_kernel_dim - 1) * channels,
+            matrices=values * self.linear_key_head_dim,
+            channels=channels,
+        )
+
+
+_KINDS: dict[str, type[_FalconH1 | _Qwen3Next]] = {
+    "FalconH1ForCausalLM": _FalconH1,
+    "Qwen3NextForCausalLM": _Qwen3Next,
+}
