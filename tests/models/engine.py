@@ -39,6 +39,7 @@ class Mode:
     chunk: int | None = None
     cached: bool = False
     pages: int = 64 * CONTEXT_TOKENS // PAGE_TOKENS
+    states: int = 64
     dtype: str = "float32"
     deterministic: bool = False
 
@@ -46,6 +47,7 @@ class Mode:
         parts = [f"batch {self.batch}", "cached" if self.cached else "not cached"]
         parts += [f"chunks of {self.chunk}"] if self.chunk else []
         parts += [f"{self.pages} pages"] if self.pages < Mode.pages else []
+        parts += [f"{self.states} states"] if self.states < Mode.states else []
         return ", ".join(parts)
 
 
@@ -67,6 +69,7 @@ class Engine:
             folder,
             page_tokens=PAGE_TOKENS,
             pages=mode.pages,
+            states=mode.states,
             dtype=mode.dtype,
             linear=LINEAR,
             deterministic=mode.deterministic,
@@ -81,6 +84,7 @@ class Engine:
             vocab_size=model.spec.vocabulary,
             end_ids=frozenset(),
             weights_digest="",
+            checkpoint_tokens=4 * PAGE_TOKENS,
             conservativeness=0.0,  # keeps nothing free for answers, so that few pages show
         )
         index = RadixIndex(pools) if mode.cached else None

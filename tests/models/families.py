@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 from tests.models import mutants as no
+from tests.models import state_rows as states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -365,5 +366,43 @@ ROWS = (
             "layer norms": no.layer_norms,
             "learned positions": no.learned_positions,
         },
+    ),
+    Row(
+        name="falcon-h1",
+        architecture=transformers.FalconH1ForCausalLM,
+        config=transformers.FalconH1Config,
+        fields={
+            **states.FALCON,
+            **states.SCALES,
+            **states.BIASES,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "time_step_limit": [0.4, 0.9],
+        },
+        mutants={**states.FALCON_MUTANTS, "gate before the norm": states.gate_last},
+        limit=states.LIMIT,
+    ),
+    Row(
+        name="falcon-h1 with a gate behind the norm",
+        architecture=transformers.FalconH1ForCausalLM,
+        config=transformers.FalconH1Config,
+        fields={**states.FALCON, "mamba_rms_norm": True},
+        mutants={"gate behind the norm": states.gate_first},
+        limit=states.LIMIT,
+    ),
+    Row(
+        name="falcon-h1 without a norm",
+        architecture=transformers.FalconH1ForCausalLM,
+        config=transformers.FalconH1Config,
+        fields={**states.FALCON, "mamba_n_groups": 1, "mamba_conv_bias": False},
+        limit=states.LIMIT,
+    ),
+    Row(
+        name="qwen3-next",
+        architecture=transformers.Qwen3NextForCausalLM,
+        config=transformers.Qwen3NextConfig,
+        fields=states.QWEN,
+        mutants=states.QWEN_MUTANTS,
+        limit=states.LIMIT,
     ),
 )

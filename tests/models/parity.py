@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from antiphon.kernels.cpu.extension import lacking
 from antiphon.layers.methods import METHODS
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.load import Model, load
 from antiphon.model_worker.model.weights import Checkpoint
@@ -32,6 +34,7 @@ NEAR_TIE = 1e-4
 """Standard deviations between the two likeliest tokens, below which either may be said."""
 MISSED = 10.0
 """Times the limit of a row by which a mutant must be off at least."""
+_NUMBER = re.compile(r"\d+")
 LINEARS = ["plain"] if lacking() else ["plain", "packed"]
 
 
@@ -73,7 +76,11 @@ def draw(model: torch.nn.Module) -> None:
             normalises = isinstance(module, norms) or "Norm" in type(module).__name__
             for name, tensor in _own(module):
                 noise = torch.randn(tensor.shape)
-                if tensor.dim() > 1:
+                if isinstance(module, torch.nn.Conv1d) and name == "weight":
+                    tensor.copy_(0.6 * noise)  # few taps, and what leaves them is multiplied
+                elif name == "A_log":
+                    tensor.copy_(noise - 2)  # remembers more than the last few tokens
+                elif tensor.dim() > 1:
                     tensor.copy_(0.12 * noise)
                 elif normalises and name == "weight":
                     tensor.copy_(1 + 0.3 * noise)
@@ -110,7 +117,7 @@ def opened(saved: Saved, linear: str = "plain", mutant: Mutant | None = None) ->
         Checkpoint.open(saved.folder).load(decoder.sources())
         decoder.pack()
         model = Model(spec, decoder, model.build)
-    groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
+    groups = cache_groups(spec, model.build, page_tokens=4, pages=128, states=512)
     return OpenModel(Runner(model, groups), groups, spec)
 
 
@@ -157,17 +164,33 @@ def check_text(saved: Saved, linear: str) -> None:
 
 
 def check_prefix(saved: Saved) -> None:
-    """Two texts with one beginning, whose pages the second takes from the first."""
+    """Two texts with one beginning, whose pages the second takes from the first.
+
+    And the state that the first one left at the end of the pages, if it left any.
+    """
     ids, model = texts()[-1], opened(saved)
     seen = spy_on_logits(model.runner)
     batch = Stepper(model.runner, model.groups)
     first, second = batch.add(ids[:40]), batch.add(ids)
-    batch.step({0: 40})
-    for own, theirs in zip(second.pages, first.pages, strict=True):
-        own.extend(theirs[:9])
+    batch.step({0: 36})
+    batch.step({0: 4})
+    for group, own, theirs in zip(model.groups, second.pages, first.pages, strict=True):
+        own.extend(theirs[: 1 if group.kind is GroupKind.STATE else 9])
     second.computed = 36
     batch.step({1: len(ids) - 36}, all_logits=True)
     assert error(seen[-1], saved.of_prompt[36:]) < saved.row.limit
+
+
+def check_tensors(saved: Saved) -> None:
+    """A model whose tensors of one name are zero, in all layers, is far from what is said."""
+    names = {source.name for source in opened(saved).runner._model.decoder.sources()}
+    for kind in {_NUMBER.sub("*", name) for name in names}:
+        model = opened(saved)
+        for source in model.runner._model.decoder.sources():
+            if _NUMBER.sub("*", source.name) == kind:
+                source.load(torch.zeros(source.shape))
+        missed = error(logits_of(model, texts()[-1], chunk=64), saved.of_prompt)
+        assert not missed < MISSED * saved.row.limit, f"nobody misses {kind}: {missed:.1e}"
 
 
 def check_mutants(saved: Saved) -> None:

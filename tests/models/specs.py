@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from antiphon.layers.side_by_side import SideBySideSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,22 @@ def mixed(spec: ModelSpec, **changes: object) -> ModelSpec:
     changed = tuple(
         msgspec.structs.replace(layer, mixer=replace(layer.mixer, **changes))
         for layer in spec.layers
+    )
+    return msgspec.structs.replace(spec, layers=changed)
+
+
+def mixed_kind(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
+    """Every mixer of a kind changed, those side by side with others too."""
+
+    def change(mixer: Any) -> Any:
+        if isinstance(mixer, SideBySideSpec):
+            return SideBySideSpec(
+                tuple(replace(branch, mixer=change(branch.mixer)) for branch in mixer.branches)
+            )
+        return replace(mixer, **changes) if isinstance(mixer, kind) else mixer
+
+    changed = tuple(
+        msgspec.structs.replace(layer, mixer=change(layer.mixer)) for layer in spec.layers
     )
     return msgspec.structs.replace(spec, layers=changed)
 

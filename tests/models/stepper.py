@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Outcome, Plan, SamplingColumns, future
+from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -137,6 +138,8 @@ class Stepper:
 
     def _table(self, lines: list[Line], kv_len: Ints, index: int) -> Ints:
         group = self.groups[index]
+        if group.kind is GroupKind.STATE:
+            return self._states(lines, index)
         for line, length in zip(lines, kv_len, strict=True):
             pages = line.pages[index]
             while len(pages) < group.table_len(int(length)):
@@ -148,6 +151,16 @@ class Stepper:
         for row, line in enumerate(lines):
             table[row, : len(line.pages[index])] = line.pages[index]
         return table
+
+    def _states(self, lines: list[Line], index: int) -> Ints:
+        """Each row reads its last state and writes another; a line remembers all that it wrote."""
+        pairs: list[tuple[int, int]] = []
+        for line in lines:
+            states = line.pages[index]
+            read = states[-1] if line.computed else -1
+            states.append(self._free[index].pop())
+            pairs.append((read, states[-1]))
+        return np.array(pairs, np.int32)
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -15,6 +15,7 @@ from tests.models.parity import (
     check_logits,
     check_mutants,
     check_prefix,
+    check_tensors,
     check_text,
     save,
 )
@@ -24,6 +25,7 @@ from antiphon.config.loading import LoadFormat
 from antiphon.config.memory import weight_bytes
 from antiphon.config.model import Dtype, Linear
 from antiphon.config.model_files import find_files
+from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model import registry
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.memory import cache_groups
@@ -52,13 +54,23 @@ def test_every_feature_that_is_switched_off_is_missed(saved: Saved) -> None:
     check_mutants(saved)
 
 
+def test_every_tensor_that_is_zero_is_missed(saved: Saved) -> None:
+    check_tensors(saved)
+
+
 def test_the_plan_counts_the_bytes_that_the_decoder_takes(saved: Saved) -> None:
     model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
     taken = {source.name: source.shape for source in model.decoder.sources()}
     tensors = {name: _numbers(shape) for name, shape in taken.items()}
     assert weight_bytes(card, Dtype.FLOAT32, Linear.PLAIN) == 4 * sum(tensors.values())
-    groups = cache_groups(model.spec, model.build, page_tokens=16, pages=1)
-    assert 16 * card.kv_bytes(Dtype.FLOAT32) == sum(group.page_bytes for group in groups)
+    pages, states = 0, 0
+    for group in cache_groups(model.spec, model.build, page_tokens=16, pages=1):
+        if group.kind is GroupKind.STATE:
+            states += group.page_bytes
+        else:
+            pages += group.page_bytes
+    assert 16 * card.kv_bytes(Dtype.FLOAT32) == pages
+    assert card.state_bytes(Dtype.FLOAT32) == states
     assert card.context_tokens == model.spec.context_tokens
     assert card.vocabulary_size == model.spec.vocabulary
     assert card.tied is model.spec.head.tied

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from antiphon.kernels.kv import KvSpec
 from antiphon.layers.context import Manner
 from antiphon.layers.head_norms import head_norms
@@ -63,6 +65,8 @@ class AttentionSpec:
         qk_norm_over: What is normalised together: each head by itself, or all of a token.
         softcap: Scores become softcap * tanh(score / softcap).
         sinks: Whether each query head has a learned score that adds no value.
+        gated: Whether what each head gives is multiplied by the sigmoid of a gate of its own, which
+            follows the head's query in the checkpoint's tensor.
     """
 
     query_heads: int
@@ -78,6 +82,7 @@ class AttentionSpec:
     qk_norm_over: Literal["head", "token"] = "head"
     softcap: float | None = None
     sinks: bool = False
+    gated: bool = False
     names: AttentionNames = field(default_factory=AttentionNames)
 
     @property
@@ -93,6 +98,7 @@ class Attention:
         name, build, names = f"{site.name}.attention", site.build, spec.names
         self._layer = site.layer
         self._head_size = spec.head_size
+        self._gated = spec.gated
         query_heads = build.share(spec.query_heads, name)
         self._qkv = ColumnLinear(
             f"{name}.qkv",
@@ -135,9 +141,15 @@ class Attention:
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         heads = self._qkv(ctx, x).view(len(x), -1, self._head_size)  # (T, Q + 2 H, D)
+        gate = None
+        if self._gated:
+            own = heads.shape[1] - (self._share.stop - self._share.start)
+            heads, gate = heads[:, :own], heads[:, own:]
         if self._norms is not None:
             heads = self._norms(ctx, heads)
         mixed = ctx.attend(self._layer, heads, self.manner)  # (T, Q, D)
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
         return self._out(ctx, mixed.flatten(1))
 
     @property
@@ -151,7 +163,8 @@ class Attention:
         """Whether all that it does is in its manner, and the scores are neither capped nor sunk."""
         manner = self.manner
         own_norms = self._norms is not None and self._norms.kernel is None
-        return manner.softcap is None and manner.sinks is None and not own_norms
+        shaped = manner.softcap is not None or manner.sinks is not None
+        return not (shaped or own_norms or self._gated)
 
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of the four linears, of norms and sinks."""
@@ -173,14 +186,15 @@ class Attention:
 
 
 def _parts(site: Site, spec: AttentionSpec) -> tuple[Part, ...]:
-    """Queries, keys and values: their names, sizes and places in the checkpoint."""
+    """Queries, keys, values and gates: their names, sizes and places in the checkpoint."""
     names, ranks = spec.names, site.build.tp.ranks
     # Fewer kv heads than ranks: neighbours hold copies of the same head.
     shards = min(ranks, spec.kv_heads)
-    heads = (spec.query_heads, spec.kv_heads, spec.kv_heads)
+    heads = (spec.query_heads, spec.kv_heads, spec.kv_heads, spec.query_heads)
+    tensors = (names.query, names.key, names.value) + ((names.query,) if spec.gated else ())
     turned = spec.rotary.size if spec.neighbours and spec.rotary is not None else 0
     parts: list[Part] = []
-    for place, name in enumerate((names.query, names.key, names.value)):
+    for place, name in enumerate(tensors):
         run, first, runs = _fused_place(spec, place)
         stored = Stored(
             run=run,
@@ -191,13 +205,17 @@ def _parts(site: Site, spec: AttentionSpec) -> tuple[Part, ...]:
             head_size=spec.head_size,
         )
         outputs = heads[place] * spec.head_size
-        parts.append(Part(site.named(name), outputs, ranks if place == 0 else shards, stored))
+        cut = shards if place in (1, 2) else ranks
+        parts.append(Part(site.named(name), outputs, cut, stored))
     return tuple(parts)
 
 
 def _fused_place(spec: AttentionSpec, place: int) -> tuple[int | None, int, int]:
-    """Where queries (0), keys (1) or values (2) lie among the three: run, first and runs."""
+    """Where queries (0), keys (1), values (2) or gates (3) lie in a tensor: run, first and runs."""
     size = spec.head_size
+    if spec.gated and place in (0, 3):
+        assert not spec.names.fused, "a gate lies beside its query alone"
+        return 2 * size, (size if place == 3 else 0), spec.query_heads
     if not spec.names.fused:
         return None, 0, 1
     if spec.names.by_head:

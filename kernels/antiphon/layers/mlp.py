@@ -28,6 +28,8 @@ class GatedSpec:
         bias: Whether the three linears have one.
         gate, up, down: The checkpoint's names, after the layer's; with one name for gate and up
             they lie in one tensor, the gate first.
+        scale_gate: What the gate is multiplied by before its activation.
+        scale_out: What the result is multiplied by.
     """
 
     width: int
@@ -36,6 +38,8 @@ class GatedSpec:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    scale_gate: float = 1.0
+    scale_out: float = 1.0
 
 
 class GatedMlp:
@@ -56,6 +60,7 @@ class GatedMlp:
             for place, name in enumerate(names)
         )
         self._activation: Activation = spec.activation
+        self._scales = spec.scale_gate, spec.scale_out
         self._gate_up = ColumnLinear(
             f"{site.name}.mlp.gate_up",
             site.hidden,
@@ -77,19 +82,27 @@ class GatedMlp:
     @property
     def operations(self) -> frozenset[str]:
         """The gate's."""
-        return frozenset({"activation.silu_mul" if self.plain else "activation.gate"})
+        silu = self._activation == "silu"
+        return frozenset({"activation.silu_mul" if silu else "activation.gate"})
 
     @property
     def plain(self) -> bool:
         """Whether its gate is the one that the CPU's own kernels know."""
-        return self._activation == "silu"
+        return self._activation == "silu" and self._scales == (1.0, 1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         both = self._gate_up(ctx, x)
         if self.plain:
             return self._down(ctx, ctx.ops.silu_mul(both))
-        return self._down(ctx, ctx.ops.gate(both, self._activation))
+        scale_gate, scale_out = self._scales
+        if scale_gate != 1.0:
+            both[:, : both.shape[1] // 2] *= scale_gate
+        if self._activation == "silu":
+            y = self._down(ctx, ctx.ops.silu_mul(both))
+        else:
+            y = self._down(ctx, ctx.ops.gate(both, self._activation))
+        return y if scale_out == 1.0 else y * scale_out
 
     @property
     def packed(self) -> tuple[Linear, Linear] | None:

@@ -85,7 +85,8 @@ def read_card(place: Place) -> ModelCard:
     )
     if not config.architectures:
         raise ConfigError(f"{folder / 'config.json'}: architectures names none")
-    weights = _weights(files, config)
+    states = read_states(config.architectures[0], files.config())
+    weights = _weights(files, config, states)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelCard(
         architecture=config.architectures[0],
@@ -105,7 +106,7 @@ def read_card(place: Place) -> ModelCard:
         tied=config.tie_word_embeddings,
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,
-        states=read_states(config.architectures[0], files.config()),
+        states=states,
     )
 
 
@@ -153,16 +154,16 @@ def _convert(content: bytes, file: Path, type_: type[T]) -> T:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _weights(files: ModelFiles, config: _Config) -> Weights:
+def _weights(files: ModelFiles, config: _Config, states: States | None) -> Weights:
     if files.format is LoadFormat.DUMMY:
-        return Weights(count=_parameters(config), bytes=0, dtype=None)
+        return Weights(count=_parameters(config, states), bytes=0, dtype=None)
     named = config.dtype or config.torch_dtype
     wide = named in (None, Dtype.FLOAT32)
     return read_weights(files, item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16))
 
 
-def _parameters(config: _Config) -> int:
-    """About how many a dense model of this shape has."""
+def _parameters(config: _Config, states: States | None) -> int:
+    """About how many a dense model of this shape has, or a hybrid one."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = config.head_dim or config.hidden_size // heads
     attention = 2 * (heads + (kv_heads or heads)) * head_size
@@ -171,7 +172,12 @@ def _parameters(config: _Config) -> int:
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
     if config.model_type in PLACED:
         tables += config.max_position_embeddings
-    return config.hidden_size * (config.num_hidden_layers * (attention + mlp) + tables)
+    attending, recurrent = config.num_hidden_layers, 0
+    if states is not None:
+        attending, recurrent = states.attending, states.layers * states.parameters
+        attention += heads * head_size if states.gated else 0
+    blocks = config.num_hidden_layers * mlp + attending * attention
+    return config.hidden_size * (blocks + tables) + recurrent
 
 
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:

@@ -16,6 +16,8 @@ class States(msgspec.Struct, frozen=True):
         convolved: Numbers that a layer's convolution keeps, in the model's format.
         matrices: Numbers that its recurrence keeps, in float32.
         channels: Inputs of its convolution.
+        parameters: Of its projections and its convolution.
+        gated: Whether attention in the other layers projects gates beside its queries.
     """
 
     layers: int
@@ -23,6 +25,8 @@ class States(msgspec.Struct, frozen=True):
     convolved: int
     matrices: int
     channels: int
+    parameters: int
+    gated: bool = False
 
     def state_bytes(self, item_bytes: int) -> int:
         """Of one state, in all layers, if the model's numbers take so many bytes."""
@@ -49,6 +53,7 @@ def read_states(architecture: str, config: bytes) -> States | None:
 
 
 class _FalconH1(msgspec.Struct):
+    hidden_size: int
     num_hidden_layers: int
     mamba_n_heads: int
     mamba_d_head: int
@@ -60,16 +65,19 @@ class _FalconH1(msgspec.Struct):
         """Every layer has attention and a state."""
         width = self.mamba_n_heads * self.mamba_d_head
         channels = width + 2 * self.mamba_n_groups * self.mamba_d_state
+        projected = 2 * width + channels + self.mamba_n_heads
         return States(
             layers=self.num_hidden_layers,
             attending=self.num_hidden_layers,
             convolved=(self.mamba_d_conv - 1) * channels,
             matrices=width * self.mamba_d_state,
             channels=channels,
+            parameters=self.hidden_size * projected + channels * self.mamba_d_conv,
         )
 
 
 class _Qwen3Next(msgspec.Struct):
+    hidden_size: int
     num_hidden_layers: int
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -86,12 +94,15 @@ class _Qwen3Next(msgspec.Struct):
             attending = self.layer_types.count("full_attention")
         values = self.linear_num_value_heads * self.linear_value_head_dim
         channels = 2 * self.linear_num_key_heads * self.linear_key_head_dim + values
+        projected = channels + 2 * values + 2 * self.linear_num_value_heads
         return States(
             layers=self.num_hidden_layers - attending,
             attending=attending,
             convolved=(self.linear_conv_kernel_dim - 1) * channels,
             matrices=values * self.linear_key_head_dim,
             channels=channels,
+            parameters=self.hidden_size * projected + channels * self.linear_conv_kernel_dim,
+            gated=True,
         )
 
 

@@ -27,7 +27,6 @@ MIXERS: Mapping[type, Callable[..., Block]] = {
     AttentionSpec: Attention,
     Mamba2Spec: Mamba2,
     GatedDeltaSpec: GatedDelta,
-    SideBySideSpec: lambda site, spec: SideBySide(site, spec, mixer_of),
 }
 FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
     GatedSpec: GatedMlp,
@@ -37,6 +36,8 @@ FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
 
 def mixer_of(site: Site, spec: MixerSpec) -> Block:
     """Build a mixer."""
+    if isinstance(spec, SideBySideSpec):
+        return SideBySide(site, spec, mixer_of)
     return MIXERS[type(spec)](site, spec)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import Family
 
 FAMILIES: dict[str, str] = {
+    "FalconH1ForCausalLM": "antiphon.model_worker.model.families.falcon_h1:FALCON_H1",
     "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
     "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen2:QWEN2",
     "Qwen3ForCausalLM": "antiphon.model_worker.model.families.qwen3:QWEN3",
@@ -27,6 +28,7 @@ FAMILIES: dict[str, str] = {
     "Starcoder2ForCausalLM": "antiphon.model_worker.model.families.starcoder2:STARCODER2",
     "GPTNeoXForCausalLM": "antiphon.model_worker.model.families.gpt_neox:GPT_NEOX",
     "GPT2LMHeadModel": "antiphon.model_worker.model.families.gpt2:GPT2",
+    "Qwen3NextForCausalLM": "antiphon.model_worker.model.families.qwen3_next:QWEN3_NEXT",
 }
 
 

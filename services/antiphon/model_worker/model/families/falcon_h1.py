@@ -1,0 +1,124 @@
+"""Falcon-H1: attention and Mamba 2 side by side in every layer, and a multiplier at every turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.mamba2 import Mamba2Spec, Scales
+from antiphon.layers.side_by_side import Branch, SideBySideSpec
+from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import EmbeddingSpec, Family, HeadSpec, LayerSpec, Norms
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class Spelled(msgspec.Struct, frozen=True):
+    """A number that JSON has not, as transformers writes it."""
+
+    value: str = msgspec.field(name="__float__")
+
+    def __float__(self) -> float:
+        """The number."""
+        return float(self.value)
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What its config.json has beside the common fields."""
+
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    time_step_limit: tuple[float | Spelled, float | Spelled] = (0.0, Spelled("Infinity"))
+    ssm_multipliers: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Equal layers."""
+    fields, norm = config.own(Fields), rms_norm(config)
+    scale_gate, scale_out = fields.mlp_multipliers
+    layer = LayerSpec(
+        mixer=SideBySideSpec((_mamba(config, fields), _attention(config, fields))),
+        feed_forward=replace(
+            gated(config),
+            bias=config.mlp_bias,
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            scale_gate=scale_gate,
+            scale_out=scale_out,
+        ),
+        norm=norm,
+        norms=Norms(before_mixer="input_layernorm", before_feed_forward="pre_ff_layernorm"),
+    )
+    return msgspec.structs.replace(
+        model("falcon-h1", config, (layer,) * config.num_hidden_layers, norm),
+        norm_name="model.final_layernorm",
+        embedding=EmbeddingSpec(scale=fields.embedding_multiplier),
+        head=HeadSpec(tied=config.tie_word_embeddings, scale=fields.lm_head_multiplier),
+    )
+
+
+def _attention(config: ConfigFile, fields: Fields) -> Branch:
+    bias = config.attention_bias
+    plain = attention(config)
+    return Branch(
+        # What multiplies keys multiplies scores, and nothing else is made of keys.
+        mixer=replace(
+            plain, scale=plain.scale * fields.key_multiplier, qkv_bias=bias, out_bias=bias
+        ),
+        scale_in=fields.attention_in_multiplier,
+        scale_out=fields.attention_out_multiplier,
+    )
+
+
+def _mamba(config: ConfigFile, fields: Fields) -> Branch:
+    shortest, longest = fields.time_step_limit
+    return Branch(
+        mixer=Mamba2Spec(
+            heads=fields.mamba_n_heads,
+            head_size=fields.mamba_d_head,
+            groups=fields.mamba_n_groups,
+            state_size=fields.mamba_d_state,
+            taps=fields.mamba_d_conv,
+            conv_bias=fields.mamba_conv_bias,
+            input_bias=fields.mamba_proj_bias,
+            out_bias=fields.projectors_bias,
+            norm_eps=config.rms_norm_eps if fields.mamba_rms_norm else None,
+            gate_first=not fields.mamba_norm_before_gate,
+            step_limits=(float(shortest), float(longest)),
+            scales=fields.ssm_multipliers,
+        ),
+        scale_in=fields.ssm_in_multiplier,
+        scale_out=fields.ssm_out_multiplier,
+    )
+
+
+FALCON_H1 = Family(
+    name="falcon-h1",
+    declare=declare,
+    features=(
+        *("state", "biases", "step limits", "gated norm", "gate before the norm"),
+        *("gate behind the norm", "scaled inputs", "scaled branches", "scaled scores"),
+        *("scaled feed-forward", "scaled embedding", "scaled logits"),
+    ),
+)

@@ -1,0 +1,98 @@
+"""Qwen3-Next: three layers of gated delta net to one of gated attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.gated_delta import GatedDeltaSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.declare import attention, gated, layers, model
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What its config.json has beside the common fields."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    full_attention_interval: int = 4
+    num_experts: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in their mixer."""
+    fields = config.own(Fields)
+    norm = NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
+    _refuse_experts(config, fields)
+
+    def layer(kind: str) -> LayerSpec:
+        return LayerSpec(mixer=_mixer(kind, config, fields), feed_forward=gated(config), norm=norm)
+
+    return model("qwen3-next", config, layers(_kinds(config, fields), layer), norm)
+
+
+def _kinds(config: ConfigFile, fields: Fields) -> tuple[str, ...]:
+    if config.layer_types is not None:
+        return config.layer_types
+    every = fields.full_attention_interval
+    return tuple(
+        "linear_attention" if (index + 1) % every else "full_attention"
+        for index in range(config.num_hidden_layers)
+    )
+
+
+def _mixer(kind: str, config: ConfigFile, fields: Fields) -> MixerSpec:
+    match kind:
+        case "linear_attention":
+            return GatedDeltaSpec(
+                key_heads=fields.linear_num_key_heads,
+                value_heads=fields.linear_num_value_heads,
+                key_size=fields.linear_key_head_dim,
+                value_size=fields.linear_value_head_dim,
+                taps=fields.linear_conv_kernel_dim,
+                norm_eps=config.rms_norm_eps,
+            )
+        case "full_attention":
+            return replace(
+                attention(config),
+                gated=True,
+                qk_norm=NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps),
+                qkv_bias=config.attention_bias,
+                out_bias=config.attention_bias,
+            )
+        case _:
+            raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
+
+
+def _refuse_experts(config: ConfigFile, fields: Fields) -> None:
+    if fields.num_experts == 0:
+        return
+    for index in range(config.num_hidden_layers):
+        if index not in fields.mlp_only_layers and (index + 1) % fields.decoder_sparse_step == 0:
+            raise ModelLoadError(
+                f"config.json: layer {index} has {fields.num_experts} experts: this build serves"
+                " qwen3-next with dense layers only (mlp_only_layers)"
+            )
+
+
+QWEN3_NEXT = Family(
+    name="qwen3-next",
+    declare=declare,
+    features=(
+        *("state", "gated attention", "partial rotation", "qk-norm", "biases"),
+        "norms of one and a weight",
+    ),
+)

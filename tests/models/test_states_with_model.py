@@ -1,0 +1,179 @@
+"""Models with recurrent states behind the batching loop: checkpoints, chunks, ranks and sizes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.models.engine import Engine, Mode
+from tests.models.families import ROWS, Row
+from tests.models.parity import draw, error
+from tests.models.stepper import Stepper
+from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
+from tests.models.test_llama_parity import spy_on_logits
+from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
+from tests.models.tiny import VOCABULARY
+
+from antiphon.config.card import read_card
+from antiphon.config.model import Dtype
+from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.open import open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FAMILIES = {row.name: row for row in ROWS if row.name in ("falcon-h1", "qwen3-next")}
+
+
+def write_row(folder: Path, row: Row, **fields: object) -> Path:
+    """The row's model with the vocabulary of the other tests."""
+    made = row.config.from_dict({**row.sizes, **row.fields, "vocab_size": VOCABULARY, **fields})
+    model = row.architecture(made).eval()
+    draw(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_row(tmp_path_factory.mktemp("states"), FAMILIES[request.param])
+
+
+def prompts() -> list[list[int]]:
+    """60 prompts of 1 to 100 tokens; half begin with one of three long prefixes."""
+    random = np.random.default_rng(5)
+    prefixes = [random.integers(0, VOCABULARY, n).tolist() for n in (31, 48, 70)]
+    made = [random.integers(0, VOCABULARY, random.integers(1, 101)).tolist() for _ in range(30)]
+    made += [
+        prefixes[n % 3] + random.integers(0, VOCABULARY, random.integers(1, 31)).tolist()
+        for n in range(30)
+    ]
+    return [made[place] for place in random.permutation(60)]
+
+
+PROMPTS = prompts()
+MODES = (
+    Mode(batch=1, chunk=13),
+    Mode(batch=1, chunk=64, cached=True),
+    Mode(batch=16, chunk=24, cached=True),
+    Mode(batch=16, chunk=40, cached=True, pages=170, states=34),
+    Mode(batch=16),
+    Mode(batch=16, chunk=24, pages=150, states=20),
+)
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path, reference: Callable[[Path], object]) -> Judge:
+    return Judge(reference(folder))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_greedy_answers_are_those_of_transformers(folder: Path, judge: Judge, mode: Mode) -> None:
+    ran = Engine(folder, mode).run(PROMPTS, GREEDY)
+    differing = [
+        judge.near_ties(prompt, answer) for prompt, answer in zip(PROMPTS, ran.answers, strict=True)
+    ]
+    assert sum(map(bool, differing)) <= 1
+    assert (ran.cached_tokens > 500) == mode.cached
+    assert (ran.retractions > 0) == (mode.pages < Mode.pages)
+
+
+def test_a_second_turn_goes_on_from_a_checkpoint_of_the_first(folder: Path, judge: Judge) -> None:
+    engine = Engine(folder, Mode(batch=4, chunk=64, cached=True))
+    first = np.random.default_rng(2).integers(0, VOCABULARY, 100).tolist()
+    (answer,) = engine.run([first], GREEDY).answers
+    second = [*first, *answer, 7, 8, 9]
+    ran = engine.run([second], GREEDY)
+    # The prompt's last page border is at 100, the answer's checkpoint at 112.
+    assert len(answer) == NEW_TOKENS
+    assert ran.cached_tokens == 112
+    assert judge.near_ties(second, ran.answers[0]) == 0
+
+
+def test_chunks_may_be_cut_anywhere(folder: Path) -> None:
+    """However a prompt is cut, the numbers differ by rounding alone."""
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 200).tolist()
+    whole: torch.Tensor | None = None
+    for chunk in (200, 64, 128, 50, 7, 1):
+        model = open_model(folder, page_tokens=4, pages=64, states=256, dtype="float32")
+        seen = spy_on_logits(model.runner)
+        batch = Stepper(model.runner, model.groups)
+        batch.add(ids)
+        for start in range(0, len(ids), chunk):
+            batch.step({0: min(chunk, len(ids) - start)}, all_logits=True)
+        logits = torch.cat(seen)
+        whole = logits if whole is None else whole
+        assert error(logits, whole) < 1e-4, f"chunks of {chunk}"
+
+
+def test_the_card_knows_the_size_of_states_and_pages(folder: Path) -> None:
+    card = read_card(folder)
+    for dtype, numbers in ((Dtype.FLOAT32, torch.float32), (Dtype.BFLOAT16, torch.bfloat16)):
+        model = load(folder, dtype=str(dtype))
+        assert model.build.dtype == numbers
+        pages, states = cache_groups(model.spec, model.build, page_tokens=4, pages=3, states=5)
+        assert (states.kind, states.pages_total) == (GroupKind.STATE, 5)
+        assert states.page_bytes == card.state_bytes(dtype)
+        assert pages.page_bytes == 4 * card.kv_bytes(dtype)
+
+
+@pytest.mark.timeout(90)
+def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
+    script = load_script()
+    shapes = [
+        (FAMILIES["qwen3-next"], {}),
+        (FAMILIES["falcon-h1"], {}),
+        # B and C of the one group are on both ranks; its norm could not be.
+        (FAMILIES["falcon-h1"], {"mamba_n_groups": 1, "mamba_rms_norm": False}),
+    ]
+    expected: dict[Path, list[list[int]]] = {}
+    for index, (row, fields) in enumerate(shapes):
+        case = tmp_path / f"case-{index}"
+        batch, expected[case] = run_on_one_rank(write_row(case / "model", row, **fields))
+        recorded = [script.record(plan) for plan in batch.plans]
+        (case / "plans.json").write_bytes(msgspec.json.encode(recorded))
+    run_on(2, tmp_path)
+    for case, tokens in expected.items():
+        for rank in range(2):
+            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
+            assert sampled == tokens, f"rank {rank} of {case.name}"
+
+
+class SecondOfTwo:
+    rank, ranks = 1, 2
+
+    def all_reduce(self, x):
+        raise AssertionError("nothing runs before the weights fit")
+
+    all_gather = all_reduce
+
+
+def test_a_norm_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    folder = write_row(tmp_path, FAMILIES["falcon-h1"], mamba_n_groups=1)
+    with pytest.raises(ModelLoadError, match="groups that are normalised: 1 cannot be cut"):
+        load(folder, tp=SecondOfTwo())
+
+
+def test_deterministic_inference_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(KernelUnavailable, match=r"packed|recurrent"):
+        open_model(folder, page_tokens=4, pages=8, dtype="float32", deterministic=True)
+
+
+def test_infinity_in_a_config_file_is_read(tmp_path: Path) -> None:
+    folder = write_row(tmp_path, FAMILIES["falcon-h1"])
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["time_step_limit"] = [0.0, float("inf")]
+    file.write_text(json.dumps(config))
+    assert "Infinity" in file.read_text()
+    (mixer, _) = load(folder).spec.layers[0].mixers
+    assert getattr(mixer, "step_limits") == (0.0, float("inf"))  # noqa: B009
