@@ -91,10 +91,12 @@ class Told:
     ids: list[int] = field(default_factory=list[int])
     finish: Finish | None = None
     dropped: bool = False
+    started: bool = False
+    returned: bool = False
 
     @property
     def live(self) -> bool:
-        return self.finish is None and not self.dropped
+        return self.finish is None and not self.dropped and not self.returned
 
 
 class World:
@@ -102,6 +104,8 @@ class World:
 
     def __init__(self, seed: int, *, overlap: bool = False, **said: Any) -> None:
         self.random = random.Random(seed)
+        self.moods = random.Random(f"moods {seed}")
+        self.returned = said.get("returned", 0.02)
         self.said = said
         page_tokens = self.pick("page_tokens", 1, 4, 16)
         groups = [self._group(GroupKind.FULL, page_tokens, None)]
@@ -214,12 +218,18 @@ class World:
         }
         for key in drops:
             self.told[key].dropped = True
+        asked = [
+            tuple(key for key in live if self.told[key].state.request_id == request_id)
+            for request_id in dict.fromkeys(self.told[key].state.request_id for key in live)
+            if self.moods.random() < self.returned
+        ]
         self.poison = 0.2 if self.random.random() < 0.01 else 0.0
         self.runner.fail = self.random.random() < 0.003
         orders = (FlushCache(),) if self.random.random() < 0.01 else ()
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
-        self.turn(Mail(runs=tuple(runs), drops=drops, orders=orders))
+        returns = tuple(keys for keys in asked if drops.keys().isdisjoint(keys))
+        self.turn(Mail(runs=tuple(runs), drops=drops, returns=returns, orders=orders))
 
     def turn(self, mail: Mail | None = None) -> StepReport:
         """One turn of the loop, and all that must hold after it."""
@@ -264,6 +274,14 @@ class World:
 
     def hear(self, report: StepReport) -> None:
         """Take in what the loop says."""
+        for key in report.started:
+            self.told[key].started = True
+        for key in report.returned:
+            told = self.told[key]
+            assert not told.started, "what has begun was given back"
+            assert not told.ids
+            told.returned = True
+            self.seen["returned"] += 1
         for progress in report.progress:
             told = self.told[progress.key]
             if told.dropped and progress.finish and progress.finish.error:
@@ -271,6 +289,7 @@ class World:
                 assert progress.finish.error.code == "overloaded"
                 continue
             assert not told.dropped, "a dropped choice was heard of"
+            assert not told.returned, "what was given back was heard of"
             assert told.finish is None, "a choice ended twice, or went on after its end"
             told.ids += unpack_ids(progress.token_ids)
             told.finish = progress.finish
@@ -410,6 +429,8 @@ class World:
 
     def verify(self, told: Told) -> None:
         """What was said is what the choice says alone, or a beginning of it where a fault hit."""
+        if told.returned:
+            return
         prompt_tokens = len(told.state.prompt_ids) // 4
         least = min(told.state.sampling.max_new_tokens, 1)
         if not prompt_tokens or prompt_tokens + least > self.limits.context_tokens:

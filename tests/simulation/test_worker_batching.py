@@ -92,7 +92,7 @@ def test_no_policy_starves_anybody_in_a_crowd(policy: Policy) -> None:
 def test_who_is_retracted_again_and_again_still_says_the_same(seed: int, overlap: bool) -> None:
     hopeful = {"conservativeness": 0.0, "exact_share": 0.0, "running_max": 16, "prompt_max": 12}
     busy = {"arrivals": [0, 1, 3], "step_tokens_max": 256, "chunk_tokens": 64, "fill_tokens": None}
-    world = World(seed, overlap=overlap, state="no", **hopeful, **busy)
+    world = World(seed, overlap=overlap, state="no", returned=0.0, **hopeful, **busy)
     live(world, 150)
     assert world.batching.retractions > 1
     check_empty(world)
@@ -109,7 +109,7 @@ def test_the_worlds_reach_every_corner() -> None:
         seen["preempted"] += world.batching.preemptions
     ends = {"stop", "length", "internal", "invalid_request", "prompt_too_long"}
     ends |= {"overloaded", "deadline"}
-    orders = {"retracted", "preempted", "cached", "forked", "overtaken", "urgent"}
+    orders = {"retracted", "preempted", "cached", "forked", "overtaken", "urgent", "returned"}
     assert set(seen) >= ends | orders, seen
 
 

@@ -1,4 +1,4 @@
-"""Two real workers over a real broker: prompts go where their beginning is, and away when it dies."""
+"""Two real workers over a real broker: prompts go where their beginning is, if that lives."""
 
 from __future__ import annotations
 
@@ -120,15 +120,16 @@ async def test_what_a_leaving_worker_has_not_begun_is_answered_by_the_other(
     with two_workers(tmp_path, *flags) as pair:
         async with aiohttp.ClientSession() as session:
             await asyncio.sleep(HEARTBEATS_S)
-            answers = [
-                asyncio.create_task(pair.ask(session, f"Count from {number}.", 1000))
-                for number in range(6)
-            ]
-            await asyncio.to_thread(
-                wait_until, lambda: len(pair.bindings()) == 6, 10, "all have a worker"
-            )
-            pair.second.send_signal(signal.SIGTERM)
-            assert await asyncio.gather(*answers) == [200] * 6
+            async with asyncio.TaskGroup() as group:
+                answers = [
+                    group.create_task(pair.ask(session, f"Count from {number}.", 1000))
+                    for number in range(6)
+                ]
+                await asyncio.to_thread(
+                    wait_until, lambda: len(pair.bindings()) == 6, 10, "all have a worker"
+                )
+                pair.second.send_signal(signal.SIGTERM)
+            assert [answer.result() for answer in answers] == [200] * 6
         returned = pair.given_back()
         assert returned, "nothing was given back"
         assert {line["worker"] for line in returned} == {"worker-1"}

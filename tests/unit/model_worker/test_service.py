@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.simulation.hash_runner import HashRunner
 
@@ -74,14 +76,14 @@ DETOKENIZER, GATEWAY = process("detokenizer-0"), process("gateway-0")
 TERM = Term(number=1, scheduler=process("scheduler-0"))
 
 
-def open_hash_engine(_: Settings) -> Engine:
+def open_hash_engine(settings: Settings) -> Engine:
     group = CacheGroup(
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=16, pages_total=64
     )
     limits = Limits(
         step_tokens_max=64,
         chunk_tokens=32,
-        running_max=8,
+        running_max=min(8, settings.batching.running_max),
         context_tokens=1024,
         vocab_size=VOCAB_SIZE,
         end_ids=frozenset(),
@@ -405,6 +407,70 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
         await stage.close("a")
 
 
+@asynccontextmanager
+async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
+    """A worker that runs one request at a time, and maybe another one with room beside it."""
+    settings = msgspec.structs.replace(
+        QUICK,
+        batching=msgspec.structs.replace(QUICK.batching, running_max=1),
+        queue=msgspec.structs.replace(QUICK.queue, hand_back_s=hand_back_s),
+    )
+    broker = MemoryBroker()
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(client_bus(MemoryTransport(broker), party="client"))
+        service = ModelWorker(settings, open_slow_engine)
+        worker = await stack.enter_async_context(running(service, MemoryTransport(broker)))
+        if other:
+            idle = ModelWorker(settings, open_hash_engine)
+            await stack.enter_async_context(
+                running(idle, MemoryTransport(broker), instance="worker-1")
+            )
+        stage = Stage(broker, worker, bus)
+        await stage.listen()
+        await until(lambda: len({beat.process for beat in stage.beats if beat.worker}) == 1 + other)
+        yield stage
+        await stage.close("a", "b")
+
+
+def open_slow_engine(settings: Settings) -> Engine:
+    engine = open_hash_engine(settings)
+    return Engine(engine.batching, SlowRunner(engine.runner))
+
+
+def given_back(stage: Stage) -> list[str]:
+    here = [beat for beat in stage.beats if beat.process == stage.worker.process]
+    load = here[-1].worker if here else None
+    return [line.request_id for line in load.running if line.returned] if load else []
+
+
+@pytest.mark.parametrize("drains", [True, False], ids=["leaving", "too slow"])
+async def test_what_has_not_begun_is_given_back_if_another_worker_is_there(drains: bool) -> None:
+    async with narrow(other=True, hand_back_s=60.0 if drains else 0.01) as stage:
+        await stage.command(admit("a", 900))
+        await until(lambda: bool(stage.ids("a")))
+        await stage.command(admit("b"))
+        if drains:
+            worker = stage.worker.process.instance
+            await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+        await until(lambda: given_back(stage) == ["b"])
+        await until(lambda: stage.ended("a"))
+        assert len(stage.ids("a")) == 900
+        await stage.command(Abort(request_id=RequestId("b"), attempt=Attempt(term=TERM, n=1)))
+        await until(lambda: given_back(stage) == [])
+        assert {row.request_id for row in stage.rows} == {"a"}
+
+
+async def test_a_lone_worker_keeps_what_waits() -> None:
+    async with narrow(other=False, hand_back_s=0.01) as stage:
+        await stage.command(admit("a", 900))
+        await until(lambda: bool(stage.ids("a")))
+        await stage.command(admit("b"))
+        worker = stage.worker.process.instance
+        await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+        await until(lambda: stage.ended("b"))
+        assert len(stage.ids("b")) == 5
+
+
 class ShiftedClock(SystemClock):
     """The system's clock, moved on while nobody looked."""
 
@@ -412,6 +478,18 @@ class ShiftedClock(SystemClock):
 
     def now(self) -> float:
         return super().now() + self.shift_s
+
+
+class SlowRunner:
+    """A model whose steps take a while: there is time to speak of what waits."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._never = threading.Event()
+
+    def run(self, plan: Plan) -> Outcome:
+        self._never.wait(0.002)
+        return self._runner.run(plan)
 
 
 class HeldRunner:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.scheduler.stage import process
 
 from antiphon.scheduler.blocks import BlockIndex
-from antiphon.wire.base import Process
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Process
 
 WORKERS = tuple(process(f"worker-{n}") for n in range(4))
 PROMPTS = tuple(

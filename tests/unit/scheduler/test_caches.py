@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.scheduler.stage import process
@@ -10,9 +11,11 @@ from tests.unit.scheduler.stage import process
 from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.cache.events import Cleared, Removed, Stored
 from antiphon.scheduler.caches import ASK_AGAIN_S, Caches
-from antiphon.wire.base import Process
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Process
 
 W = process("worker-0")
 ROOT = b"r" * DIGEST_BYTES
@@ -65,7 +68,7 @@ def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> N
 
 def test_who_begins_to_follow_late_asks_for_everything() -> None:
     announcer = Announcer(W, 10)
-    announcer.add([Stored(ROOT, (block(1), block(2)))] * 1)
+    announcer.add([Stored(ROOT, (block(1), block(2)))])
     caches = Caches(100)
     caches.beat(W, announcer.seq)
     ((worker, ask),) = caches.asks(0.0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
 from antiphon.scheduler.actions import Returned
 from antiphon.scheduler.rules import Rules
 from antiphon.wire.base import Role, State
-from antiphon.wire.command import Admit
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.submit import OpenRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.command import Admit
 
 
 def returned(admit: Admit) -> RunningRequest:
@@ -98,9 +102,10 @@ def test_what_everybody_gave_back_is_given_out_again() -> None:
     stage.listen()
     (again,) = stage.admits(second)
     first.runs()
+    first.beat()
     second.runs(returned(again))
     second.beat()
-    stage.pass_s(0.1)
+    stage.listen()
     assert [one.request_id for one in stage.admits(first)] == ["r0"]
 
 
@@ -141,7 +146,7 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
     old = RunningRequest(
         request_id=request.request_id, attempt=attempt, tokens=0, ended=True, returned=True
     )
-    worker.runs(old)
+    worker.load = msgspec.structs.replace(worker.load, running=(old,), term=attempt.term)
     stage.pass_s(3.0)
     assert (stage.admits(), stage.leader.kept) == ([], 0)
     stage.leader.submit(request)

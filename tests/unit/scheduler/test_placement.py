@@ -16,7 +16,6 @@ from antiphon.wire.kv_events import BlocksStored, KvEvents
 
 LONG = pack_ids(range(12 * BLOCK_TOKENS))
 BLOCKS = block_digests(b"root", LONG)
-QUESTION = {"prompt_ids": LONG, "block_digests": BLOCKS}
 
 
 def two_workers(rules: Rules | None = None) -> tuple[Stage, Actor, Actor]:
@@ -54,6 +53,11 @@ def busy(stage: Stage, worker: Actor, count: int) -> None:
     stage.heard.clear()
 
 
+def ask(stage: Stage, name: str = "r", prompt: bytes = LONG) -> None:
+    digests = block_digests(b"root", prompt)
+    stage.submit(name, prompt_ids=prompt, block_digests=digests)
+
+
 def went_to(stage: Stage) -> str:
     """Where the only admit since the last clearing went."""
     (batch,) = stage.batches()
@@ -65,7 +69,7 @@ def test_a_prompt_goes_to_the_worker_that_has_its_beginning() -> None:
     stage, _, second = two_workers()
     stage.heard.clear()
     holds(stage, second, BLOCKS[: 8 * DIGEST_BYTES])
-    stage.submit("r", **QUESTION)
+    ask(stage)
     (bound,) = stage.bound()
     assert (bound.blocks, bound.cached_blocks) == (12, 8)
     assert went_to(stage) == "worker-1"
@@ -75,7 +79,7 @@ def test_a_prompt_that_nobody_has_goes_to_the_least_loaded() -> None:
     stage, first, second = two_workers()
     busy(stage, first, 1)
     holds(stage, second, BLOCKS[DIGEST_BYTES:])
-    stage.submit("r", **QUESTION)
+    ask(stage)
     assert went_to(stage) == "worker-1"
 
 
@@ -86,7 +90,7 @@ def test_a_beginning_is_computed_again_where_that_is_cheaper_than_the_load(
     stage, first, _ = two_workers(Rules(request_blocks=4.0))
     busy(stage, first, ahead)
     holds(stage, first, BLOCKS)
-    stage.submit("r", **QUESTION)
+    ask(stage)
     assert went_to(stage) == expected
 
 
@@ -94,7 +98,7 @@ def test_with_no_weight_on_prompts_only_the_load_counts() -> None:
     stage, first, _ = two_workers(Rules(prefill_weight=0.0))
     busy(stage, first, 1)
     holds(stage, first, BLOCKS)
-    stage.submit("r", **QUESTION)
+    ask(stage)
     assert went_to(stage) == "worker-1"
 
 
@@ -112,39 +116,33 @@ def test_what_a_worker_has_still_to_compute_counts_until_it_has_said_something()
     stage, first, second = two_workers(Rules(request_blocks=0.0))
     stage.heard.clear()
     holds(stage, second, BLOCKS)
-    other = pack_ids(range(1, 1 + 2 * BLOCK_TOKENS))
-    stage.submit("slow", prompt_ids=other, block_digests=block_digests(b"root", other))
+    ask(stage, "slow", pack_ids(range(1, 1 + 2 * BLOCK_TOKENS)))
     (admit,) = stage.admits(first)
     stage.heard.clear()
-    short = pack_ids(range(9, 9 + BLOCK_TOKENS))
-    stage.submit("r0", prompt_ids=short, block_digests=block_digests(b"root", short))
+    ask(stage, "r0", pack_ids(range(9, 9 + BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     computing = RunningRequest(request_id=admit.request_id, attempt=admit.attempt, tokens=0)
     first.runs(computing)
     stage.pass_s(0.6)
     stage.heard.clear()
-    again = pack_ids(range(7, 7 + 2 * BLOCK_TOKENS))
-    stage.submit("r1", prompt_ids=again, block_digests=block_digests(b"root", again))
+    ask(stage, "r1", pack_ids(range(7, 7 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-1"
     first.runs(running(admit))
     stage.pass_s(0.6)
     stage.heard.clear()
-    last = pack_ids(range(5, 5 + 2 * BLOCK_TOKENS))
-    stage.submit("r2", prompt_ids=last, block_digests=block_digests(b"root", last))
+    ask(stage, "r2", pack_ids(range(5, 5 + 2 * BLOCK_TOKENS)))
     assert went_to(stage) == "worker-0"
 
 
 def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells_of_it() -> None:
     stage, _, _ = two_workers(Rules(request_blocks=0.0))
     stage.heard.clear()
-    tails = [pack_ids([*range(12 * BLOCK_TOKENS), number] * 2) for number in range(3)]
-    for number, prompt in enumerate(tails):
-        digests = block_digests(b"root", prompt)
-        stage.submit(f"r{number}", prompt_ids=prompt, block_digests=digests)
-    blocks = [(bound.worker.instance, bound.cached_blocks) for bound in stage.bound()]
-    assert [cached for worker, cached in blocks if worker == blocks[0][0]][1:] == [12] * (
-        sum(worker == blocks[0][0] for worker, _ in blocks) - 1
-    )
+    for number in range(4):
+        ask(stage, f"r{number}", pack_ids([*range(12 * BLOCK_TOKENS), number, number]))
+    firsts = {bound.worker.instance: bound.cached_blocks for bound in reversed(stage.bound())}
+    assert set(firsts.values()) == {0}
+    later = [bound.cached_blocks for bound in stage.bound()][len(firsts) :]
+    assert later == [12] * (4 - len(firsts))
     assert stage.leader.caches.blocks > 0
     stage.pass_s(EXPECT_S + 0.5)
     assert stage.leader.caches.blocks == 0, "no event came, so it is expected no more"
@@ -157,5 +155,5 @@ def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
     stage.pass_s(4.0)
     assert stage.leader.caches.blocks == 0
     stage.heard.clear()
-    stage.submit("r", **QUESTION)
+    ask(stage)
     assert [batch.worker for batch in stage.batches()] == [first.process]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.model_worker.announcing import Announcer
+from antiphon.model_worker.cache.events import Stored
 from antiphon.scheduler.service import SchedulerService
-from antiphon.service.endpoint import Endpoint, Follow
+from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.service import Report, Runtime
 from antiphon.testing.services import QUICK, Running, running
 from antiphon.testing.wait import until
@@ -20,7 +22,7 @@ from antiphon.wire.command import Abort, Admit, Command, CommandBatch
 from antiphon.wire.errors import Cancelled, Unavailable
 from antiphon.wire.heartbeat import WorkerLoad
 from antiphon.wire.ids import ModelName, RequestId, TenantId
-from antiphon.wire.routes import CANCEL, COMMAND, OPEN, SUBMIT
+from antiphon.wire.routes import CANCEL, COMMAND, KV_EVENTS, KV_REPLAY, OPEN, SUBMIT
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import (
     CancelAccepted,
@@ -33,6 +35,8 @@ from antiphon.wire.submit import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+
+    from antiphon.wire.kv_events import KvReplayed, ReplayKv
 
 MODEL = ModelName("antiphon-small")
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
@@ -68,10 +72,24 @@ class FakeWorker(Peer):
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
+        self.cache: Announcer | None = None
 
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"worker": self.runtime.process.instance}
-        return [Follow(route=COMMAND, apply=self._obey, address=here)]
+        return [
+            Follow(route=COMMAND, apply=self._obey, address=here),
+            Answer(route=KV_REPLAY, handler=self._replay, address=here),
+        ]
+
+    async def announce(self, *blocks: bytes, lost: bool = False) -> None:
+        """Blocks come into the cache; schedulers are told of it, unless that is lost."""
+        if self.cache is None:
+            self.cache = Announcer(self.runtime.process, 2)
+        self.cache.add([Stored(b"root", blocks)])
+        worker = self.runtime.process.instance
+        for message in self.cache.take():
+            if not lost:
+                await self.runtime.bus.publish(KV_EVENTS, message, model=MODEL, worker=worker)
 
     def report(self) -> Report:
         load = WorkerLoad(
@@ -82,8 +100,13 @@ class FakeWorker(Peer):
             step=0,
             step_age_s=0.0,
             context_tokens=128,
+            kv_seq=0 if self.cache is None else self.cache.seq,
         )
         return Report(load=0, worker=load)
+
+    async def _replay(self, message: ReplayKv, _: object) -> KvReplayed:
+        assert self.cache is not None
+        return self.cache.replay(message)
 
     async def _obey(self, batch: CommandBatch) -> None:
         self.commands += batch.commands
@@ -268,3 +291,25 @@ async def test_a_lone_scheduler_that_stops_first_binds_what_waits(cluster: Clust
         assert not ended.done()
         cluster.gateway.open.pop(RequestId("r0"))
         await until(lambda: any(admit.request_id == "r3" for admit in cluster.admits))
+
+
+async def test_leader_and_standby_know_what_a_worker_told_and_what_they_missed(
+    cluster: Cluster,
+) -> None:
+    blocks = [bytes([number]) * 32 for number in range(6)]
+    leader = await cluster.scheduler()
+    await until(lambda: leads(leader))
+    await cluster.worker.announce(blocks[0], lost=True)
+    await cluster.worker.announce(blocks[1])
+    await until(lambda: known(cluster, 0) == 2)
+    await cluster.scheduler()
+    await until(lambda: known(cluster, 1) == 2)
+    for block in blocks[2:]:
+        await cluster.worker.announce(block, lost=True)
+    # More than the worker keeps, and only its heartbeats tell that anything happened.
+    await until(lambda: known(cluster, 0) == known(cluster, 1) == len(blocks))
+
+
+def known(cluster: Cluster, scheduler: int) -> float | None:
+    registry = cluster.schedulers[scheduler].metrics.registry
+    return registry.get_sample_value("antiphon_scheduler_known_blocks")
