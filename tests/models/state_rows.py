@@ -16,8 +16,8 @@ from antiphon.layers.side_by_side import Branch, SideBySideSpec
 from antiphon.model_worker.model.spec import EmbeddingSpec, ModelSpec
 
 Mutant = Callable[[ModelSpec], ModelSpec]
-LIMIT = 5e-4
-"""Chunks sum in another order than transformers' do."""
+LIMIT = 5e-5
+"""Chunks sum in another order than those of transformers; measured, 1.4e-5."""
 
 FALCON = {
     "mamba_d_ssm": 64,
@@ -177,7 +177,7 @@ def other_epsilon(spec: ModelSpec) -> ModelSpec:
 
 QWEN_MUTANTS: dict[str, Mutant] = {
     "biases": no_biases,
-    "state": other_epsilon,
+    "gated norm": other_epsilon,
     "gated attention": no_attention_gate,
     "partial rotation": whole_rotation,
     "qk-norm": no_qk_norm,

@@ -99,7 +99,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         device=_device(settings, device),
         dtype=dtype,
         linear=linear,
-        deterministic=_deterministic(settings, linear),
+        deterministic=_deterministic(settings, linear, card),
         bits=_bits(device, dtype.value, linear.value),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
@@ -171,9 +171,14 @@ def _linear(settings: Settings, device: Device, dtype: Dtype) -> Decided[Linear]
     return Decided(said, "model.linear")
 
 
-def _deterministic(settings: Settings, linear: Decided[Linear]) -> Decided[bool]:
+def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard) -> Decided[bool]:
     if not settings.model.deterministic:
         return Decided(value=False, reason="model.deterministic")
+    if card.states is not None:
+        raise ConfigError(
+            "model.deterministic: the recurrences of this model run in torch, which gives a row "
+            "other bits in another batch"
+        )
     if linear.value is Linear.PLAIN:
         raise ConfigError(
             "model.deterministic: torch multiplies a row with other bits in another batch, and "

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from antiphon.config.card import ModelCard, Sampling, Weights
+from antiphon.config.decided import Decided
 from antiphon.config.device import Device
 from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
@@ -13,6 +14,7 @@ from antiphon.config.load import load
 from antiphon.config.memory import SCORED_BYTES_MAX
 from antiphon.config.model import Dtype, Linear
 from antiphon.config.resolve import Plan, resolve, table
+from antiphon.config.states import States
 
 GIB = 1024**3
 CARD = ModelCard(
@@ -241,3 +243,49 @@ def test_the_table_gives_each_value_a_line_and_a_reason() -> None:
     by_name = {line.split()[0]: line for line in lines}
     assert by_name["eos_ids"].endswith("2 7  config.json, generation_config.json and the tokenizer")
     assert by_name["dtype"].endswith("bfloat16  the checkpoint's")
+
+
+STATES = States(layers=3, attending=1, convolved=96, matrices=1000, channels=32, parameters=5000)
+HYBRID = msgspec.structs.replace(CARD, layers=4, states=STATES)
+STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
+
+
+def decide_hybrid(**said: str) -> Plan:
+    environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
+    return resolve(load(environ=environ).settings, HYBRID, DEVICE)
+
+
+def test_a_model_without_states_has_no_room_for_them() -> None:
+    plan = decide()
+    assert (plan.cache_states.value, plan.state_bytes.value) == (0, 0)
+
+
+def test_pages_and_states_share_the_pool() -> None:
+    plan = decide_hybrid(cache__bytes_max=str(19 * STATE_BYTES * 10), cache__states_ratio="0.9")
+    assert plan.cache_states.value == 90
+    assert plan.state_bytes.value == 90 * STATE_BYTES
+    pages = 100 * STATE_BYTES // (PAGE_BYTES // 2)  # one layer of the two that CARD has
+    assert plan.cache_pages.value == pages
+    assert plan.running_max.value == 45
+    assert plan.running_max.reason == "2 states each"
+
+
+def test_the_operator_may_say_how_many_states_there_are() -> None:
+    plan = decide_hybrid(cache__states_max="9")
+    assert plan.cache_states == Decided(9, "cache.states_max = 9")
+    assert plan.running_max.value == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"cache__states_max": "1"}, "a request has 2 states"),
+        ({"cache__states_max": "9999999"}, "a request has 2 states"),
+        ({"cache__bytes_max": str(STATE_BYTES)}, "no memory for the 2 states"),
+        ({"cache__checkpoint_tokens": "100"}, "at the end of pages"),
+        ({"model__deterministic": "true"}, "recurrences"),
+    ],
+)
+def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decide_hybrid(**said)

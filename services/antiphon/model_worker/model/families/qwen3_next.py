@@ -92,7 +92,7 @@ QWEN3_NEXT = Family(
     name="qwen3-next",
     declare=declare,
     features=(
-        *("state", "gated attention", "partial rotation", "qk-norm", "biases"),
+        *("gated norm", "gated attention", "partial rotation", "qk-norm", "biases"),
         "norms of one and a weight",
     ),
 )
