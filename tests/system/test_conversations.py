@@ -199,9 +199,9 @@ def test_a_field_that_is_not_built_is_named(stack: Stack):
         client.chat.completions.create(
             model=stack.model,
             messages=[{"role": "user", "content": "x"}],
-            response_format={"type": "json_object"},
+            prediction={"type": "content", "content": "x"},
         )
-    assert caught.value.param == "response_format"
+    assert caught.value.param == "prediction"
 
 
 def test_a_prompt_over_the_context_says_both_numbers(stack: Stack):
