@@ -26,7 +26,7 @@ class GrammarConfig(Config):
         bool, Help("JSON on one line: one space after commas and colons, none elsewhere.")
     ] = False
     compile_timeout_s: Annotated[
-        Seconds, Help("A grammar that takes longer to compile is refused.")
+        Seconds, Help("A grammar that takes longer to compile is refused for a while.")
     ] = 20.0
     workers: Annotated[Threads, Help("Grammars compiled at once, at low priority.")] = 1
     cache_entries: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 from antiphon.model_worker.batching.guide import Deferred, GrammarState, Guide
 from antiphon.model_worker.batching.request import WIRE_IDS
 from antiphon.model_worker.grammar.cache import RecentlyUsed
+from antiphon.model_worker.grammar.lateness import Lateness
 from antiphon.model_worker.grammar.source import Source, source_of
 from antiphon.model_worker.grammar.threads import CompileThreads
 from antiphon.wire.errors import (
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import RequestState
 
 log = logging.getLogger(__name__)
+
+LATE_ENTRIES_MAX = 1024
+"""Grammars that took too long and are remembered."""
 
 
 class Compiled(Protocol):
@@ -66,7 +71,9 @@ class Grammars:
     """Gives each choice the guide through its grammar. Used on one event loop.
 
     What was compiled is kept, and so is what cannot be: the second request of a kind waits for
-    nothing. A choice waits for its own grammar only.
+    nothing. What took too long may not the next time, on an idler machine: it is refused for a
+    while, and for twice as long each time that it is tried in vain. A choice waits for its own
+    grammar only.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class Grammars:
         vocab_size: int,
         opener: Callable[[], Compiler],
         group: asyncio.TaskGroup,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened before the first grammar comes.
 
@@ -83,6 +91,7 @@ class Grammars:
             vocab_size: Tokens that the model has logits for.
             opener: Makes the compiler; may take seconds.
             group: Where compiles are waited for: whoever asked first may leave.
+            clock: Seconds, from anywhere on.
         """
         self._config = config
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
@@ -96,6 +105,7 @@ class Grammars:
         self._kept: RecentlyUsed[Source, Compiled | ErrorReply] = RecentlyUsed(
             entries_max=config.cache_entries, bytes_max=config.cache_bytes, size_bytes=_size_bytes
         )
+        self._late = Lateness(LATE_ENTRIES_MAX, clock)
         self._opener = opener
         self._opening = asyncio.Lock()
         self._compiler: Compiler | None = None
@@ -104,8 +114,8 @@ class Grammars:
         """Begin a choice where its answer stands.
 
         Raises:
-            InvalidRequest: Its grammar has a mistake, takes too long to compile, or allows nothing.
-            Overloaded: Too many grammars wait to be compiled.
+            InvalidRequest: Its grammar has a mistake, or allows nothing.
+            Overloaded: It takes too long to compile, or too many grammars wait to be compiled.
         """
         grammar = state.sampling.grammar
         assert grammar is not None, "a choice without a grammar needs no guide"
@@ -132,12 +142,12 @@ class Grammars:
         """Compile a grammar, or find out why not, and keep either."""
         timeout_s = self._config.compile_timeout_s
         try:
+            self._late.check(asked)
             compiler = await self._opened()
             job = functools.partial(_check_and_compile, compiler, asked, self._whitespace_max)
             made = await self._threads.run(job, timeout_s)
         except TimeoutError:
-            message = f"grammar: it takes longer than {timeout_s:g} s to compile"
-            made = encode_error(InvalidRequest(message, param="grammar"))
+            return encode_error(self._late.note(asked, timeout_s))
         except InvalidRequest as error:
             made = encode_error(error)
         except Overloaded as error:

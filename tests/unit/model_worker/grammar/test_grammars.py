@@ -35,8 +35,9 @@ class Bench:
         self.group = group
         self.compiler = Compiler()
         self.opened = 0
+        self.now = 0.0
         config = msgspec.convert(settings, GrammarConfig)
-        self.grammars = Grammars(config, VOCAB_SIZE, self.open, group)
+        self.grammars = Grammars(config, VOCAB_SIZE, self.open, group, clock=lambda: self.now)
 
     def open(self) -> Compiler:
         self.opened += 1
@@ -153,19 +154,47 @@ async def test_whoever_asked_first_may_leave() -> None:
         assert bench.compiler.compiled == {"slow": 1}
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_and_gives_up_its_place() -> None:
+async def test_a_grammar_that_takes_too_long_is_refused_for_a_while() -> None:
     async with benched(workers=1, compile_timeout_s=0.05) as bench:
-        for _ in range(2):
-            with pytest.raises(InvalidRequest, match=r"longer than 0\.05 s to compile"):
-                await bench.guide("slow")
+        with pytest.raises(Overloaded, match=r"longer than 0\.05 s to compile") as caught:
+            await bench.guide("slow")
+        assert caught.value.retry_after_s == 30
+        bench.now += 20
+        with pytest.raises(Overloaded, match="took too long") as caught:
+            await bench.guide("slow")
+        assert caught.value.retry_after_s == 10
         assert bench.compiler.compiled == {"slow": 1}
-        assert first(await bench.guide("a")) == 3
+        assert first(await bench.guide("a")) == 3, "it has given up its place"
+
+
+async def test_what_was_late_once_may_not_be_the_next_time() -> None:
+    async with benched(workers=1, compile_timeout_s=0.05) as bench:
+        with pytest.raises(Overloaded):
+            await bench.guide("slow")
+        bench.compiler.released.set()
+        bench.now += 31
+        assert first(await bench.guide("slow")) == 21
+        assert first(await bench.guide("slow")) == 21
+        assert bench.compiler.compiled == {"slow": 2}
+
+
+async def test_a_monster_is_compiled_ever_more_seldom() -> None:
+    async with benched(workers=1, compile_timeout_s=0.02) as bench:
+        waits: list[float] = []
+        for _ in range(4):
+            with pytest.raises(Overloaded) as caught:
+                await bench.guide("slow")
+            assert caught.value.retry_after_s is not None
+            waits.append(caught.value.retry_after_s)
+            bench.now += waits[-1]
+        assert waits == [30, 60, 120, 240]
+        assert bench.compiler.compiled == {"slow": 4}
 
 
 async def test_too_many_that_take_too_long_refuse_more_until_they_are_done() -> None:
     async with benched(compile_timeout_s=0.02) as bench:
         for number in range(4):
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(Overloaded, match="longer than"):
                 await bench.guide(f"slow{'a' * number}")
         with pytest.raises(Overloaded):
             await bench.guide("b")
@@ -181,7 +210,7 @@ async def test_a_grammar_that_finds_no_place_may_come_again() -> None:
     async with benched(workers=1, compile_timeout_s=0.2) as bench:
         asked = (bench.guide(text) for text in ("slow", "a", "b"))
         slow, *others = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(slow, InvalidRequest)
+        assert isinstance(slow, Overloaded)
         # Which of them the place went to when the slow one gave it up is a matter of chance.
         assert all(isinstance(other, Guide | Overloaded) for other in others)
         assert first(await bench.guide("a")) == 3

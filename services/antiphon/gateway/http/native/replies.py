@@ -121,7 +121,7 @@ def scores(piece: DetailPiece, telling: Telling, prompt_ids: Sequence[int]) -> d
 
 
 def _scores(tokens: Iterable[TokenDetail], piece: DetailPiece, telling: Telling) -> Scores:
-    texts = piece.texts
+    texts = {token: piece.text_of(token) for token in piece.texts}
     scored = Scores(tokens=[], tops=[], named=[])
     for token in tokens:
         if token.token_id >= 0:
