@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from antiphon.layers.linear import Part, weight_sources
 from antiphon.layers.methods import Cut, LinearShape
 from antiphon.layers.weights import Build, WeightSource, whole
 
@@ -38,7 +39,8 @@ class VocabularyTable:
         self._vocabulary, self._hidden = vocabulary, hidden
         self._share = -(-vocabulary // build.tp.ranks)
         self._first = build.tp.rank * self._share
-        self._method = method.for_table()
+        self._build = build
+        self._method = build.method((name,), method).for_table()
         self._weights = self._method.create(LinearShape(hidden, self._share, bias), build)
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
@@ -57,21 +59,19 @@ class VocabularyTable:
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight, and the bias of a head that has one."""
-        yield self._source("weight", (self._vocabulary, self._hidden))
+        part = Part(self.name, self._vocabulary, shards=1)
+        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
+        yield from weight_sources(part, self._hidden, cut, self._build, self._method, self._weights)
         if self._bias:
-            yield self._source("bias", (self._vocabulary,))
+            yield WeightSource(
+                f"{self.name}.bias",
+                (self._vocabulary,),
+                lambda tensor: self._method.load(self._weights, "bias", tensor, cut),
+            )
 
     def pack(self) -> None:
         """Called once the weight is loaded."""
         self._method.pack(self._weights)
-
-    def _source(self, field: str, shape: tuple[int, ...]) -> WeightSource:
-        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
-        return WeightSource(
-            f"{self.name}.{field}",
-            shape,
-            lambda tensor: self._method.load(self._weights, field, tensor, cut),
-        )
 
 
 class LearnedPositions:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.layers.methods import Cut, LinearShape
+from antiphon.layers.quantization.gather import stored_sources
+from antiphon.layers.quantization.storage import Part as StoredPart
+from antiphon.layers.quantization.storage import Steps, joined
 from antiphon.layers.weights import Build, WeightSource, whole
 
 if TYPE_CHECKING:
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.linear import Linear
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearMethod
+    from antiphon.layers.methods import LinearMethod, LinearWeights
+    from antiphon.layers.quantization.storage import Storage, Whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,95 @@ class Part:
         return rank * self.shards // ranks * self.piece()
 
 
+def weight_sources(
+    part: Part,
+    inputs: int,
+    cut: Cut,
+    build: Build,
+    method: LinearMethod,
+    weights: LinearWeights,
+) -> Iterator[WeightSource]:
+    """The tensors that a checkpoint keeps the weight of one of its linears in, however it does.
+
+    Args:
+        part: The checkpoint's linear.
+        inputs: Of it.
+        cut: What of it goes where.
+        build: Knows how it is stored.
+        method: Puts it into place,
+        weights: here.
+
+    Raises:
+        ValueError: A weight of that shape cannot be stored so.
+    """
+    storage = build.storage(part.name)
+    if storage is not None:
+        yield from _quantized_sources(part, inputs, cut, storage, method, weights)
+        return
+
+    def load(tensor: Tensor) -> None:
+        own = part.stored.pick("weight", part.outputs, tensor)
+        method.load(weights, "weight", own, cut)
+
+    shape = part.stored.shape("weight", part.outputs, inputs)
+    yield WeightSource(f"{part.name}.weight", shape, load)
+
+
+def _source_of_bias(
+    part: Part, cut: Cut, method: LinearMethod, weights: LinearWeights
+) -> WeightSource:
+    def load(tensor: Tensor) -> None:
+        method.load(weights, "bias", part.stored.pick("bias", part.outputs, tensor), cut)
+
+    return WeightSource(f"{part.name}.bias", part.stored.shape("bias", part.outputs, 0), load)
+
+
+def _quantized_sources(
+    part: Part,
+    inputs: int,
+    cut: Cut,
+    storage: Storage,
+    method: LinearMethod,
+    weights: LinearWeights,
+) -> Iterator[WeightSource]:
+    stored = part.stored
+    if stored.transposed:
+        raise ValueError(f"{part.name}: weights stored as (inputs, outputs) are not quantized")
+
+    def take(_: int, row: int, piece: Whole) -> None:
+        method.load(weights, "weight", piece, Cut(slice(None), slice(None), cut.into + row))
+
+    pieces: list[Whole] = []
+
+    def take_all(_: int, row: int, piece: Whole) -> None:
+        pieces.append(piece)
+        if row + len(piece) == outputs:
+            own = _picked(stored, part.outputs, joined(pieces))
+            pieces.clear()
+            method.load(weights, "weight", own, cut)
+
+    outputs, _ = stored.shape("weight", part.outputs, inputs)
+    shape = (outputs, inputs)
+    if stored == AS_IT_COMES:
+        own = StoredPart(_bounds(cut.outputs, outputs), _bounds(cut.inputs, inputs))
+        yield from stored_sources(part.name, storage, shape, own, take)
+    else:
+        everything = StoredPart(slice(0, outputs), slice(0, inputs))
+        yield from stored_sources(part.name, storage, shape, everything, take_all)
+
+
+def _picked(stored: Stored, outputs: int, weight: Whole) -> Whole:
+    if isinstance(weight, Steps):
+        scales = stored.pick("bias", outputs, weight.scales)
+        return Steps(stored.pick("weight", outputs, weight.steps), scales)
+    return stored.pick("weight", outputs, weight)
+
+
+def _bounds(part: slice, total: int) -> slice:
+    start, stop, _ = part.indices(total)
+    return slice(start, stop)
+
+
 class ColumnLinear:
     """Outputs cut over ranks; several of the checkpoint's linears with one input run as one.
 
@@ -124,8 +217,9 @@ class ColumnLinear:
                 )
         self.name = name
         self._parts = parts
+        self._build = build
         self._tp = build.tp
-        self._method = method
+        self._method = method = build.method([part.name for part in parts], method)
         self._inputs = inputs
         self._bias = bias
         outputs = sum(part.piece() for part in parts)
@@ -146,24 +240,16 @@ class ColumnLinear:
         for part in self._parts:
             start = part.start(self._tp.rank, self._tp.ranks)
             cut = Cut(slice(start, start + part.piece()), slice(None), into)
-            yield self._source(part, "weight", cut)
+            yield from weight_sources(
+                part, self._inputs, cut, self._build, self._method, self._weights
+            )
             if self._bias:
-                yield self._source(part, "bias", cut)
+                yield _source_of_bias(part, cut, self._method, self._weights)
             into += part.piece()
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._method.pack(self._weights)
-
-    def _source(self, part: Part, field: str, cut: Cut) -> WeightSource:
-        stored, outputs = part.stored, part.outputs
-
-        def load(tensor: Tensor) -> None:
-            self._method.load(self._weights, field, stored.pick(field, outputs, tensor), cut)
-
-        return WeightSource(
-            f"{part.name}.{field}", stored.shape(field, outputs, self._inputs), load
-        )
 
 
 class RowLinear:
@@ -184,9 +270,10 @@ class RowLinear:
         stored: Stored = AS_IT_COMES,
     ) -> None:
         self.name = name
-        self._inputs, self._outputs = inputs, outputs
-        self._stored = stored
-        self._method = method
+        self._inputs = inputs
+        self._part = Part(name, outputs, shards=1, stored=stored)
+        self._method = method = build.method((name,), method)
+        self._build = build
         self._tp = build.tp
         share = build.share(inputs, name)
         self._cut = Cut(
@@ -211,23 +298,17 @@ class RowLinear:
 
     def sources(self) -> Iterator[WeightSource]:
         """The checkpoint's weight, and its bias if it has one."""
-        yield self._source("weight")
+        yield from weight_sources(
+            self._part, self._inputs, self._cut, self._build, self._method, self._weights
+        )
         if self._bias_within:
-            yield self._source("bias")
+            yield _source_of_bias(self._part, self._cut, self._method, self._weights)
         if self._bias is not None:
             yield from whole(f"{self.name}.bias", self._bias)
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         self._method.pack(self._weights)
-
-    def _source(self, field: str) -> WeightSource:
-        def load(tensor: Tensor) -> None:
-            own = self._stored.pick(field, self._outputs, tensor)
-            self._method.load(self._weights, field, own, self._cut)
-
-        shape = self._stored.shape(field, self._outputs, self._inputs)
-        return WeightSource(f"{self.name}.{field}", shape, load)
 
 
 class ReplicatedLinear(ColumnLinear):

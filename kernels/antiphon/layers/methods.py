@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import NUMBERS, Format, Linear, PackedWeight
+from antiphon.layers.quantization.storage import Steps, Whole, narrowed, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,10 +53,11 @@ class Cut:
     inputs: slice
     into: int
 
-    def of(self, field: str, tensor: Tensor) -> Tensor:
+    def of(self, field: str, tensor: Whole) -> Whole:
         """The part of a `weight` or a `bias`."""
-        part = tensor[self.outputs]
-        return part[:, self.inputs] if field == "weight" else part
+        if field == "weight":
+            return narrowed(tensor, self.outputs, self.inputs)
+        return numbers(tensor)[self.outputs]
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class LinearMethod(Protocol):
         """Room for the weights of a linear."""
         ...
 
-    def load(self, weights: LinearWeights, field: str, tensor: Tensor, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
         """Put a part of the checkpoint's `weight` or `bias` into place."""
         ...
 
@@ -116,9 +118,9 @@ class PlainLinear:
             tensors["bias"] = build.empty(shape.outputs)
         return LinearWeights(tensors)
 
-    def load(self, weights: LinearWeights, field: str, tensor: Tensor, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
         """Copy the part, converted to the model's number format."""
-        part = cut.of(field, tensor)
+        part = numbers(cut.of(field, tensor))
         weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
 
     def pack(self, weights: LinearWeights) -> None:
@@ -164,14 +166,16 @@ class PackedLinear:
         )
         return LinearWeights({}, packed)
 
-    def load(self, weights: LinearWeights, field: str, tensor: Tensor, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
         """Write the part into the panels, in the model's number format or quantized."""
         assert weights.packed is not None, "created by this method"
         part = cut.of(field, tensor)
-        if field == "weight":
-            weights.packed.write(cut.into, part)
+        if field != "weight":
+            weights.packed.write_bias(cut.into, numbers(part))
+        elif isinstance(part, Steps) and self.format != "packed":
+            weights.packed.write_steps(cut.into, part.steps, part.scales)
         else:
-            weights.packed.write_bias(cut.into, part)
+            weights.packed.write(cut.into, numbers(part))
 
     def pack(self, weights: LinearWeights) -> None:
         """Nothing: they came packed."""

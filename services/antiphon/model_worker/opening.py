@@ -150,8 +150,14 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
             states=resolved.cache_states.value,
             dtype=resolved.dtype.value,
             linear=resolved.linear.value,
+            quantization=_said(resolved.quantization.value),
+            quantized=resolved.quantized.value,
             device=resolved.device.value,
             deterministic=resolved.deterministic.value,
         )
     except ModelLoadError as error:
         raise CannotStart(str(error)) from error
+
+
+def _said(quantization: str) -> str | None:
+    return None if quantization == "none" else quantization

@@ -11,6 +11,8 @@ from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.config.model_fields import PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
+from antiphon.config.quantization import Quantization
+from antiphon.config.quantization_file import read_quantization
 from antiphon.config.states import States, read_states
 from antiphon.config.weights import Weights, read_weights
 
@@ -54,6 +56,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     weights: Weights
     states: States | None = None
     """Of recurrent layers, where there are any."""
+    quantization: Quantization | None = None
+    """What config.json says; None: linears are stored in plain numbers, or in a GGUF file."""
+    gguf: bool = False
+    """Whether the weights are in a GGUF file."""
 
     def kv_bytes(self, dtype: Dtype) -> int:
         """Keys and values of one token, in all layers that keep them."""
@@ -86,7 +92,8 @@ def read_card(place: Place) -> ModelCard:
     if not config.architectures:
         raise ConfigError(f"{folder / 'config.json'}: architectures names none")
     states = read_states(config.architectures[0], files.config())
-    weights = _weights(files, config, states)
+    quantization = read_quantization(files.config())
+    weights = _weights(files, config, quantization, states)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelCard(
         architecture=config.architectures[0],
@@ -107,6 +114,8 @@ def read_card(place: Place) -> ModelCard:
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,
         states=states,
+        quantization=quantization,
+        gguf=files.format is LoadFormat.GGUF,
     )
 
 
@@ -154,30 +163,43 @@ def _convert(content: bytes, file: Path, type_: type[T]) -> T:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _weights(files: ModelFiles, config: _Config, states: States | None) -> Weights:
+def _weights(
+    files: ModelFiles, config: _Config, quantization: Quantization | None, states: States | None
+) -> Weights:
     if files.format is LoadFormat.DUMMY:
         return Weights(count=_parameters(config, states), bytes=0, dtype=None)
+    if files.format is LoadFormat.PT and quantization is not None:
+        # Files whose outlines only torch reads: how many weights a byte stands for is not known.
+        size_bytes = sum(file.stat().st_size for file in files.weights if file.exists())
+        linears = _in_linears(config, states)
+        return Weights(_parameters(config, states), size_bytes, None, quantized=linears)
     named = config.dtype or config.torch_dtype
     wide = named in (None, Dtype.FLOAT32)
-    return read_weights(files, item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16))
+    of_number = item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16)
+    return read_weights(files, of_number, quantization)
 
 
 def _parameters(config: _Config, states: States | None) -> int:
     """About how many a dense model of this shape has, or a hybrid one."""
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
+    if config.model_type in PLACED:
+        tables += config.max_position_embeddings
+    return _in_linears(config, states) + config.hidden_size * tables
+
+
+def _in_linears(config: _Config, states: States | None) -> int:
+    """How many of them are in its layers, nearly all in linears."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_size = config.head_dim or config.hidden_size // heads
     attention = 2 * (heads + (kv_heads or heads)) * head_size
     linears = 2 if config.model_type in UNGATED else 3
     mlp = linears * (config.intermediate_size or 4 * config.hidden_size)
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
-    if config.model_type in PLACED:
-        tables += config.max_position_embeddings
     attending, recurrent = config.num_hidden_layers, 0
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
         attention += heads * head_size if states.gated else 0
     blocks = config.num_hidden_layers * mlp + attending * attention
-    return config.hidden_size * (blocks + tables) + recurrent
+    return config.hidden_size * blocks + recurrent
 
 
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:

@@ -12,6 +12,8 @@ from antiphon.config.model import Linear
 if TYPE_CHECKING:
     from antiphon.config.model import Dtype
 
+IN_BYTES = (Linear.INT8, Linear.INT8_DYNAMIC)
+"""How linears are kept that take a byte a weight."""
 LOGIT_BYTES = 4
 """Logits are float32, whatever the model is."""
 LOGIT_COPIES = 3
@@ -49,12 +51,25 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def weight_bytes(card: ModelCard, dtype: Dtype, linear: Linear) -> int:
-    """What the parameters take; rounded ones a byte each, but for an embedding that is no head."""
-    if linear not in (Linear.INT8, Linear.INT8_DYNAMIC):
-        return card.weights.count * item_bytes(dtype)
+def weight_bytes(
+    card: ModelCard, dtype: Dtype, linear: Linear, *, quantized: Linear, count: int
+) -> int:
+    """What the parameters take; rounded ones a byte each, but for an embedding that is no head.
+
+    Args:
+        card: Of the model.
+        dtype: Of its plain numbers.
+        linear: How linears are kept that the checkpoint stores in plain numbers.
+        quantized: How those are kept that it does not.
+        count: Weights in these.
+    """
+    item = item_bytes(dtype)
+    plain = card.weights.count - count
+    stored = count * (1 if quantized in IN_BYTES else item)
+    if linear not in IN_BYTES:
+        return stored + plain * item
     looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
-    return card.weights.count - looked_up + looked_up * item_bytes(dtype)
+    return stored + plain - looked_up + looked_up * item
 
 
 def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from antiphon.config.quantization import Quantize
 from antiphon.config.schema import Config, Help, Seed, Threads, Tokens
 
 
@@ -63,6 +64,13 @@ class ModelConfig(Config):
             "int8_dynamic rounds activations too. auto packs where the CPU's kernels are built."
         ),
     ] = Linear.AUTO
+    quantization: Annotated[
+        Quantize | None,
+        Help(
+            "How the checkpoint's linears are stored, which must be what it says itself; of plain "
+            "numbers, fp8 and torchao-int8wo round at loading. Unset: what the checkpoint says."
+        ),
+    ] = None
     deterministic: Annotated[
         bool,
         Help(

@@ -8,14 +8,8 @@ import msgspec
 
 from antiphon.config.decided import Decided
 from antiphon.config.errors import ConfigError
-from antiphon.config.memory import (
-    Memory,
-    activation_bytes,
-    gib,
-    logits_bytes,
-    scored_bytes,
-    weight_bytes,
-)
+from antiphon.config.kept import Kept, keep
+from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, scored_bytes
 from antiphon.config.model import Dtype, Linear
 from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
 
@@ -44,7 +38,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     device: Decided[str]
     dtype: Decided[Dtype]
+    quantization: Decided[str]
     linear: Decided[Linear]
+    quantized: Decided[Linear]
     deterministic: Decided[bool]
     bits: Decided[str]
     threads: Decided[int]
@@ -85,11 +81,12 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
     """
     dtype = _dtype(settings, card)
     linear = _linear(settings, device, dtype.value)
+    kept = keep(settings, card, dtype.value, linear)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
     step = _step(settings, context.value)
     drawing = min(settings.batching.running_max, step.value)
-    memory = _memory(settings, card, device, dtype.value, linear.value, step.value)
+    memory = _memory(settings, card, device, dtype.value, kept.bytes.value, step.value)
     state_bytes = card.state_bytes(dtype.value)
     states = state_count(settings, state_bytes, memory, _pool_bytes(settings, memory))
     held = states.value * state_bytes
@@ -98,15 +95,17 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
     return Plan(
         device=_device(settings, device),
         dtype=dtype,
+        quantization=kept.quantization,
         linear=linear,
+        quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
-        bits=_bits(device, dtype.value, linear.value),
+        bits=_bits(device, dtype.value, linear.value, kept),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
         page_tokens=Decided(page_tokens, "cluster.page_tokens"),
         memory_bytes=Decided(memory.free, "free here, within the limits of the containers"),
-        weight_bytes=Decided(memory.weights, f"{card.weights.count} parameters"),
+        weight_bytes=kept.bytes,
         activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
         logit_bytes=Decided(memory.logits, f"{drawing} rows of the vocabulary"),
         scored_bytes=Decided(memory.scored, "log-probabilities of a prompt, a piece of it at once"),
@@ -188,9 +187,9 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
     return Decided(value=True, reason=reason)
 
 
-def _bits(device: Device, dtype: Dtype, linear: Linear) -> Decided[str]:
+def _bits(device: Device, dtype: Dtype, linear: Linear, kept: Kept) -> Decided[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
-    parts = {"dtype": dtype, "linear": linear} | device.arithmetic
+    parts = {"dtype": dtype, "linear": linear} | kept.bits | device.arithmetic
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return Decided(text, "what the bits of an answer depend on, beside the model")
 
@@ -232,12 +231,12 @@ def _memory(
     card: ModelCard,
     device: Device,
     dtype: Dtype,
-    linear: Linear,
+    weights: int,
     step_tokens: int,
 ) -> Memory:
     memory = Memory(
         free=device.memory_bytes,
-        weights=weight_bytes(card, dtype, linear),
+        weights=weights,
         activations=activation_bytes(card, dtype, step_tokens),
         logits=logits_bytes(card, min(settings.batching.running_max, step_tokens)),
         scored=scored_bytes(card, step_tokens),

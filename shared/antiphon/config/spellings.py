@@ -10,6 +10,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
+from antiphon.config.quantization import Quantize
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -61,6 +62,27 @@ def _plain(text: str) -> Written:
     return Written(text)
 
 
+def _quantization(text: str) -> Written:
+    """SGLang's methods, of which some are not built."""
+    if text not in {method.value for method in Quantize}:
+        raise ConfigError(
+            f"--quantization {text}: refused: it is not built yet: there are {', '.join(Quantize)}"
+        )
+    return Written(text)
+
+
+def _torchao(text: str) -> Written:
+    """SGLang's shorthands for configurations of torchao."""
+    if text.startswith("int4wo"):
+        raise ConfigError(
+            f"--torchao-config {text}: refused: torchao multiplies int4 on GPUs only (0.18 makes "
+            "no int4 tensor for a CPU)"
+        )
+    if text and text != "int8wo":
+        raise ConfigError(f"--torchao-config {text}: refused: it is not built yet, only int8wo is")
+    return Written(Quantize.TORCHAO_INT8WO if text else None)
+
+
 def _reasoning_parser(text: str) -> Written:
     return _parser("--reasoning-parser", text, ABSENT_REASONING_PARSERS)
 
@@ -108,8 +130,10 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "lower": _lower,
     "off": _off,
     "on": _on,
+    "quantization": _quantization,
     "reasoning_parser": _reasoning_parser,
     "tool_parser": _tool_parser,
+    "torchao": _torchao,
     "trace": _trace,
     "whitespace": _whitespace,
 }

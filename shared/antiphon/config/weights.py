@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.model_files import ModelFiles
+    from antiphon.config.quantization import Quantization
 
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
@@ -25,20 +26,30 @@ GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """What the headers add up to; zeros where a model has no weights here."""
+    """What the headers add up to; zeros where a model has no weights here.
+
+    Attributes:
+        count: Parameters, however they are stored.
+        bytes: Of the files' tensors.
+        dtype: The format of most parameters in plain numbers, if it is one that we load.
+        quantized: How many of the parameters are stored otherwise.
+    """
 
     count: int
     bytes: int
     dtype: Dtype | None
-    """The format of most parameters, if it is one that we load."""
+    quantized: int = 0
 
 
-def read_weights(files: ModelFiles, item_bytes: int) -> Weights:
+def read_weights(
+    files: ModelFiles, item_bytes: int, quantization: Quantization | None = None
+) -> Weights:
     """Add up the headers of what is there; no tensor is read, and a file that is missing is none.
 
     Args:
         files: Of the model.
         item_bytes: Of a number in a format whose header says only how long all of them are.
+        quantization: Says how many parameters a number stands for that is no plain one.
 
     Raises:
         ConfigError: A file is not of its format.
@@ -48,25 +59,28 @@ def read_weights(files: ModelFiles, item_bytes: int) -> Weights:
         size_bytes = sum(file.stat().st_size for file in there)
         return Weights(count=size_bytes // item_bytes, bytes=size_bytes, dtype=None)
     counts: Counter[Dtype | None] = Counter()
-    size_bytes = 0
+    size_bytes = quantized = 0
     for file in there:
         read = _gguf if files.format is LoadFormat.GGUF else _safetensors
-        for dtype, count, tensor_bytes in read(file):
-            counts[dtype] += count
+        for name, dtype, count, tensor_bytes in read(file):
             size_bytes += tensor_bytes
+            if dtype is None and files.format is not LoadFormat.GGUF:
+                quantized += count if quantization is None else quantization.counted(name, count)
+            elif quantization is None or not quantization.beside(name):
+                counts[dtype] += count
     common = counts.most_common(1)
-    return Weights(counts.total(), size_bytes, common[0][0] if common else None)
+    dtype = common[0][0] if common else None
+    return Weights(counts.total() + quantized, size_bytes, dtype, quantized)
 
 
-def _safetensors(file: Path) -> Iterator[tuple[Dtype | None, int, int]]:
-    for entry in read_header(file).entries.values():
+def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
+    for name, entry in read_header(file).entries.items():
         start, end = entry.data_offsets
-        yield SAFETENSORS_DTYPES.get(entry.dtype), math.prod(entry.shape), end - start
+        yield name, SAFETENSORS_DTYPES.get(entry.dtype), math.prod(entry.shape), end - start
 
 
-def _gguf(file: Path) -> Iterator[tuple[Dtype | None, int, int]]:
-    tensors = list(read_gguf(file).tensors.values())
-    ends = [*sorted(tensor.start for tensor in tensors)[1:], file.stat().st_size]
-    in_order = sorted(tensors, key=lambda tensor: tensor.start)
-    for tensor, end in zip(in_order, ends, strict=True):
-        yield GGUF_DTYPES.get(tensor.kind), tensor.count, end - tensor.start
+def _gguf(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
+    in_order = sorted(read_gguf(file).tensors.items(), key=lambda item: item[1].start)
+    ends = [*(tensor.start for _, tensor in in_order[1:]), file.stat().st_size]
+    for (name, tensor), end in zip(in_order, ends, strict=True):
+        yield name, GGUF_DTYPES.get(tensor.kind), tensor.count, end - tensor.start

@@ -21,6 +21,8 @@ SETTABLE = {
     "load.config_overrides": '{"a": 1}',
     "load.format": "dummy",
     "model.dtype": "half",
+    "model.quantization": "fp8",
+    "--torchao-config": "int8wo",
     "model.device": "cpu",
     "gateway.reasoning_parser": "qwen3",
     "gateway.tool_call_parser": "qwen25",
@@ -78,7 +80,8 @@ def test_a_flag_that_is_also_ours_means_the_same() -> None:
 def test_an_alias_sets_its_setting(row: Row) -> None:
     path = row.path
     assert path is not None
-    value = [SETTABLE.get(path, "1")] if row.takes != "switch" else []
+    sample = SETTABLE.get(row.flags[0], SETTABLE.get(path, "1"))
+    value = [sample] if row.takes != "switch" else []
     for flag in row.flags:
         assert serve([flag, *value]).given[path].source == flag
 

@@ -112,6 +112,16 @@ class PackedWeight:
         for at in range(0, len(weight), rows):
             self._write(first + at, weight[at : at + rows])
 
+    def write_steps(self, first: int, steps: Tensor, scales: Tensor) -> None:
+        """Put weights that are rounded already in place, in a format that keeps such.
+
+        steps (N, I) int8, scales (N,) float32
+        """
+        assert self._format != "packed", "a format that keeps the weight's own numbers"
+        rows = max(PIECE_NUMBERS // steps.shape[1] // PANEL, 1) * PANEL
+        for at in range(0, len(steps), rows):
+            self._put(first + at, steps[at : at + rows], scales[at : at + rows])
+
     def write_bias(self, first: int, bias: Tensor) -> None:
         """Put the biases of outputs `first` and on, (N,), in place."""
         assert self._bias is not None, "a linear without bias"
@@ -120,14 +130,17 @@ class PackedWeight:
             into.copy_(bias[part].view(into.shape))
 
     def _write(self, first: int, weight: Tensor) -> None:
-        scales = None
-        if self._format != "packed":
-            weight, scales = quantize(weight)
-            if self._format == "int8_dynamic":
-                # The product of bytes takes one unsigned factor.
-                weight = (weight.short() + STEPS + 1).byte()
+        if self._format == "packed":
+            self._put(first, weight, None)
+        else:
+            self._put(first, *quantize(weight))
+
+    def _put(self, first: int, weight: Tensor, scales: Tensor | None) -> None:
+        if self._format == "int8_dynamic":
+            # The product of bytes takes one unsigned factor.
+            weight = (weight.short() + STEPS + 1).byte()
         short = -weight.shape[1] % self._group
-        padded = torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype)
+        padded = torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype).contiguous()
         # A group moves as one word, which is several times faster than its numbers one by one.
         word = _WORDS[self._group * padded.itemsize]
         rows = padded.view(word)  # (N, groups)
@@ -136,7 +149,7 @@ class PackedWeight:
             into = kept[panels, :, lanes]
             into.copy_(rows[part].view(len(into), -1, rows.shape[1]).transpose(1, 2))
             if self._scales is not None and scales is not None:
-                self._scales[panels, lanes] = scales[part].view(len(into), -1)
+                self._scales[panels, lanes] = scales[part].reshape(len(into), -1)
 
     def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
         """Panels and lanes of each run of outputs, and which they are: whole panels, or in one."""

@@ -64,7 +64,6 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: Size | None = None
     max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
-    quantization_config: msgspec.Raw | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     raw: bytes = b"{}"
@@ -116,8 +115,6 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
                 f"config.json: layer_types names {len(self.layer_types)} of"
                 f" {self.num_hidden_layers} layers"
             )
-        if self.quantization_config is not None:
-            raise ModelLoadError("config.json: quantization_config: no quantized weights are read")
         if self.num_attention_heads % self.kv_heads:
             raise ModelLoadError(
                 f"config.json: {self.num_attention_heads} attention heads do not share"

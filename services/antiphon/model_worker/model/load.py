@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import files_at
+from antiphon.config.quantization import Quantization, Quantize, chosen
+from antiphon.config.quantization_file import read_quantization
 from antiphon.config.weights import read_weights
 from antiphon.layers.methods import METHODS, unfit
 from antiphon.layers.tp import SingleRank
@@ -17,6 +21,7 @@ from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.quantization import StoredLinears
 from antiphon.model_worker.model.remote_code import family_of
 from antiphon.model_worker.model.weights import Checkpoint
 
@@ -42,6 +47,8 @@ def load(
     *,
     dtype: str = "auto",
     linear: str = "plain",
+    quantization: str | None = None,
+    quantized: str | None = None,
     device: str = "cpu",
     tp: Tp | None = None,
 ) -> Model:
@@ -51,6 +58,9 @@ def load(
         place: The model: its folder in the Hugging Face layout, or its files.
         dtype: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
         linear: How its linears are kept: a name of `layers.methods.METHODS`.
+        quantization: How the checkpoint stores them, or how they are rounded at loading; unset: as
+            config.json says.
+        quantized: How those are kept that it does not store in plain numbers; unset: like others.
         device: A torch device.
         tp: This rank among those that share the layers; unset for one alone.
 
@@ -61,21 +71,29 @@ def load(
         files = files_at(place)
         config = read_config(files)
         spec = read_spec(family_of(config.architectures, files), config)
-        chosen = _dtype(dtype, config.dtype or config.torch_dtype, files)
+        number = _dtype(dtype, config.dtype or config.torch_dtype, files)
+        stored = _quantization(files, quantization)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error
-    build = Build(tp or SingleRank(), chosen, torch.device(device))
-    if lacks := unfit(linear, build.device, chosen):
-        raise ModelLoadError(f"linears cannot be kept as {linear!r} here: {lacks}")
+    device_ = torch.device(device)
+    for kept in {linear, quantized or linear}:
+        if lacks := unfit(kept, device_, number):
+            raise ModelLoadError(f"linears cannot be kept as {kept!r} here: {lacks}")
+    build = Build(tp or SingleRank(), number, device_, _linears(stored, spec, quantized or linear))
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])
+        fill(decoder, Checkpoint.open(files, list(decoder.sources())), spec, stored)
     except ValueError as error:
         raise ModelLoadError(f"{files.folder}: {error}") from error
-    fill(decoder, Checkpoint.open(files, list(decoder.sources())), spec)
     return Model(spec, decoder, build)
 
 
-def fill(decoder: Decoder, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+def fill(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    quantization: Quantization | None = None,
+) -> None:
     """Copy a checkpoint into a decoder of all layers.
 
     Raises:
@@ -83,11 +101,36 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """
     sources = list(decoder.sources())
     # A tied model's checkpoint may still carry the head; it is the embedding.
-    head = (f"{spec.head.name}.weight",) if spec.head.tied else ()
+    ignored = spec.ignored + ((f"{spec.head.name}.weight",) if spec.head.tied else ())
     checkpoint.complete(spec.prefix)
-    checkpoint.compare(sources, spec.ignored + head)
+    blank: tuple[str, ...] = ()
+    if quantization is not None:
+        checkpoint.respell(quantization.spelled)
+        ignored += quantization.ignored
+        blank = quantization.blank
+    checkpoint.compare(sources, ignored, blank)
     checkpoint.load(sources)
     decoder.pack()
+
+
+def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
+    gguf = files.format is LoadFormat.GGUF
+    method = None if said is None else Quantize(said)
+    quantization = chosen(read_quantization(files.config()), method, gguf=gguf)
+    if files.format is LoadFormat.DUMMY and quantization is not None and not quantization.online:
+        raise ConfigError(
+            "dummy weights are plain numbers, and config.json says quantization_config: override "
+            'it with {"quantization_config": null}'
+        )
+    if method is Quantize.TORCHAO_INT8WO and importlib.util.find_spec("torchao") is None:
+        raise ConfigError("model.quantization = torchao-int8wo: the torchao package is missing")
+    return quantization
+
+
+def _linears(said: Quantization | None, spec: ModelSpec, kept: str) -> StoredLinears | None:
+    if said is None:
+        return None
+    return StoredLinears(said, METHODS[kept], spec.embedding.name, spec.head.name)
 
 
 def _dtype(asked: str, named: str | None, files: ModelFiles) -> torch.dtype:

@@ -14,7 +14,9 @@ from antiphon.model_worker.model.formats.progress import Progress
 from antiphon.model_worker.model.formats.safetensors import read_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+    import torch
 
     from antiphon.layers.weights import WeightSource
     from antiphon.model_worker.model.formats.stored import StoredTensor
@@ -54,28 +56,62 @@ class Checkpoint:
         if not any(name.startswith(prefix) for name in self.tensors):
             self.tensors = {prefix + name: tensor for name, tensor in self.tensors.items()}
 
-    def compare(self, sources: Iterable[WeightSource], ignored: tuple[str, ...]) -> None:
+    def respell(self, endings: Mapping[str, str]) -> None:
+        """Call tensors by the endings that are wanted, where a tool writes others."""
+        for old, new in endings.items():
+            for name in [name for name in self.tensors if name.endswith(old)]:
+                self.tensors[name.removesuffix(old) + new] = self.tensors.pop(name)
+
+    def compare(
+        self,
+        sources: Iterable[WeightSource],
+        ignored: tuple[str, ...],
+        blank: tuple[str, ...] = (),
+    ) -> None:
         """Hold the checkpoint against what the model takes.
 
+        Args:
+            sources: What it takes.
+            ignored: Endings of names that may be there all the same.
+            blank: Endings of names that may be there if all their numbers are zero.
+
         Raises:
-            ModelLoadError: Tensors are missing, of another shape, or taken by nobody.
+            ModelLoadError: Tensors are missing, of another shape or number format, or taken by
+                nobody.
         """
-        wanted = {source.name: source.shape for source in sources}
-        held = {name for name in self.tensors if not name.endswith(ignored)}
+        wanted = {source.name: source for source in sources}
+        held = [(self.tensors[name], one) for name, one in wanted.items() if name in self.tensors]
         complaints = (
-            _listed("missing", sorted(wanted.keys() - held)),
-            _listed("unexpected", sorted(held - wanted.keys())),
+            _listed("missing", sorted(wanted.keys() - self.tensors)),
+            _listed("unexpected", sorted(self._unexpected(wanted, ignored, blank))),
             _listed(
                 "of another shape",
                 [
-                    f"{name} {self.tensors[name].shape}, not {shape}"
-                    for name, shape in wanted.items()
-                    if name in held and self.tensors[name].shape != shape
+                    f"{one.name} {tensor.shape}, not {one.shape}"
+                    for tensor, one in held
+                    if not one.fits(tensor.shape)
+                ],
+            ),
+            _listed(
+                "of another number format",
+                [
+                    f"{one.name} {_dtype_names(tensor.dtype)}, not {_dtype_names(*one.dtypes)}"
+                    for tensor, one in held
+                    if tensor.dtype not in one.dtypes
                 ],
             ),
         )
         if any(complaints):
             raise ModelLoadError("weights: " + "; ".join(filter(None, complaints)))
+
+    def _unexpected(
+        self, wanted: Container[str], ignored: tuple[str, ...], blank: tuple[str, ...]
+    ) -> Iterator[str]:
+        for name, tensor in self.tensors.items():
+            if name in wanted or name.endswith(ignored):
+                continue
+            if not (name.endswith(blank) and not tensor.decode(tensor.data.read()).any()):
+                yield name
 
     def load(self, sources: Iterable[WeightSource]) -> None:
         """Hand every source its tensor, each read once and let go at once. Call `compare` first.
@@ -131,3 +167,7 @@ def _listed(what: str, names: list[str]) -> str | None:
         return None
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return f"{what}: {', '.join(names[:NAMED_MAX])}{more}"
+
+
+def _dtype_names(*dtypes: torch.dtype) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

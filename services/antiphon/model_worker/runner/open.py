@@ -38,18 +38,30 @@ def open_model(
     states: int = STATES,
     dtype: str = "auto",
     linear: str = "plain",
+    quantization: str | None = None,
+    quantized: str | None = None,
     device: str = "cpu",
     tp: Tp | None = None,
     adapters: Adapters | None = None,
     deterministic: bool = False,
 ) -> OpenModel:
-    """Load a model and make room for `pages` pages a cache group, or `states`; see `Runner`.
+    """Load a model and make room for `pages` pages a cache group, or `states`.
+
+    See `load` and `Runner`.
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
         KernelUnavailable: This build does not compute on that device, or not deterministically.
     """
-    model = load(place, dtype=dtype, linear=linear, device=device, tp=tp)
+    model = load(
+        place,
+        dtype=dtype,
+        linear=linear,
+        quantization=quantization,
+        quantized=quantized,
+        device=device,
+        tp=tp,
+    )
     groups = cache_groups(
         model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states
     )

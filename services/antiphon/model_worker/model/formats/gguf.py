@@ -6,12 +6,19 @@ settings only those are read that say how its tensors were laid out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    dequantize,
+    get_tensor_name_map,
+)
 
 from antiphon.config.gguf_file import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -31,9 +38,18 @@ PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-READABLE = (*PLAIN, GGMLQuantizationType.Q8_0)
-BLOCK = 32
-"""Numbers that share a scale in Q8_0."""
+ROUNDED = (
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)
+"""What the gguf package makes numbers of, and what was compared with its layout."""
+READABLE = (*PLAIN, *ROUNDED)
 COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """What llama.cpp keeps in a tensor and config.json says in words."""
 HEAD = "lm_head.weight"
@@ -128,21 +144,20 @@ def _length(file: Path, name: str, tensor: GgufTensor) -> int:
 
 
 def _decode(tensor: GgufTensor, order: Decode) -> Decode:
-    dtype = PLAIN.get(GGMLQuantizationType(tensor.kind))
+    kind = GGMLQuantizationType(tensor.kind)
+    dtype = PLAIN.get(kind)
     read = (
-        partial(_scaled, shape=tensor.shape)
+        partial(_scaled, kind=kind, shape=tensor.shape)
         if dtype is None
         else partial(numbers, dtype=dtype, shape=tensor.shape)
     )
     return lambda data: order(read(data))
 
 
-def _scaled(data: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Q8_0: blocks of a float16 scale and 32 bytes  ->  float32."""
-    blocks = data.view(-1, 2 + BLOCK)
-    scales = blocks[:, :2].contiguous().view(torch.float16)  # (blocks, 1)
-    steps = blocks[:, 2:].view(torch.int8)
-    return (scales.float() * steps).view(shape)
+def _scaled(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
+    """Blocks of bytes, (N,) uint8, as the float32 numbers that they stand for."""
+    rows = data.view(math.prod(shape[:-1]), -1).numpy()
+    return torch.from_numpy(dequantize(rows, kind)).view(shape)
 
 
 def _order(header: GgufHeader, name: str) -> Decode:

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.model.formats.files import Part
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""What some layer takes; which of them, it says itself."""
 
 
 def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:

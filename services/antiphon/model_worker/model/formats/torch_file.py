@@ -11,6 +11,7 @@ import torch
 
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import Mapped
+from antiphon.model_worker.model.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
 from antiphon.model_worker.model.formats.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.model.formats.stored import Data
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(SAFETENSORS_DTYPES.values())
 
 
 class Held:

@@ -1,0 +1,62 @@
+"""AWQ as AutoAWQ's `gemm` version stores it: four bits, eight outputs to a word.
+
+Source: Lin et al. 2023, arXiv:2306.00978; the order within a word is that of AutoAWQ's packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.layers.quantization.storage import Axis, Field, divided, groups
+from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.weights import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.quantization.storage import Fields
+
+BITS = 4
+WORD = 32 // BITS
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of a word's outputs lies in it, counted from the lowest bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwqStorage:
+    """Steps (I, O), and for each group of inputs what stands for zero, and a scale an output.
+
+    `group`: inputs of a group; 0: all.
+    """
+
+    group: int
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The scales, what stands for zero, and the steps."""
+        divided(outputs, WORD, "outputs")
+        divided(inputs, self.group, "inputs")
+        shared, words = groups(inputs, self.group), Axis("outputs", WORD)
+        return (
+            Field(".scales", (shared, Axis("outputs")), FLOATS),
+            Field(".qzeros", (shared, words), (torch.int32,)),
+            Field(".qweight", (Axis("inputs"), words), (torch.int32,)),
+        )
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """(step - zero) * scale, in float32."""
+        apart = (-1, inputs // len(stored[".scales"]), outputs)
+        steps = _in_order(stored[".qweight"]).view(apart)
+        zeros = _in_order(stored[".qzeros"])[:, None]
+        scales = stored[".scales"].float()[:, None]
+        return ((steps - zeros) * scales).view(inputs, outputs).t()
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Numbers in the order of outputs: (N, O / 8)  ->  (N, O)."""
+    apart = unpacked(words, BITS).view(len(words), -1, WORD)
+    return apart[..., PLACES].flatten(1)

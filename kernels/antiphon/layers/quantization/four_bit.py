@@ -1,0 +1,117 @@
+"""Four bits that stand for numbers of a table: bitsandbytes' NF4 and FP4, and MXFP4.
+
+Source: Dettmers et al. 2023, arXiv:2305.14314 (NF4, nested scales); the OCP Microscaling Formats
+specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import torch
+
+from antiphon.layers.quantization.storage import Axis, Field, divided
+from antiphon.layers.quantization.words import FP4, halves, looked_up
+from antiphon.layers.weights import ANY
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.quantization.storage import Fields
+
+BLOCK = 64
+"""Weights that share a scale in what transformers writes with bitsandbytes."""
+NESTED_BLOCK = 256
+"""Scales that share a scale."""
+MX_BLOCK = 32
+MX_BIAS = 127
+BYTES = (torch.uint8,)
+F32 = (torch.float32,)
+
+
+class _State(msgspec.Struct):
+    """What bitsandbytes writes of a weight in words."""
+
+    blocksize: int
+    nested_blocksize: int = NESTED_BLOCK
+    nested_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytesStorage:
+    """Two weights to a byte, the high bits first, row after row; a magnitude for each 64.
+
+    Attributes:
+        kind: Of the table, which comes with the weight.
+        nested: The magnitudes are themselves bytes that stand for numbers, less their mean.
+    """
+
+    kind: Literal["nf4", "fp4"]
+    nested: bool
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The table, what is said in words, the magnitudes, and the weight."""
+        del outputs
+        divided(inputs, BLOCK, "inputs")
+        blocks = Axis("outputs", 1, inputs // BLOCK)
+        fields = [
+            Field(".weight.quant_map", (16,), F32),
+            Field(f".weight.quant_state.bitsandbytes__{self.kind}", (ANY,), BYTES),
+            Field(".weight.absmax", (blocks,), BYTES if self.nested else F32),
+        ]
+        if self.nested:
+            scales = Axis("outputs", NESTED_BLOCK, inputs // BLOCK)
+            fields.insert(0, Field(".weight.nested_absmax", (scales,), F32))
+            fields.insert(0, Field(".weight.nested_quant_map", (256,), F32))
+        # One after another, so that an output is made whole with all its inputs.
+        row = Axis("inputs", inputs)
+        return (*fields, Field(".weight", (Axis("outputs", 1, inputs // 2), row), BYTES))
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """What the table says times the magnitude of its block, in float32."""
+        codes = halves(stored[".weight"].flatten(), high_first=True)
+        wide = looked_up(codes, stored[".weight.quant_map"]).view(-1, BLOCK)
+        return wide.mul_(self._magnitudes(stored)[:, None]).view(outputs, inputs)
+
+    def _magnitudes(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Of each block, (blocks,) float32.
+
+        Raises:
+            ValueError: Blocks are of another size than everybody writes.
+        """
+        words = stored[f".weight.quant_state.bitsandbytes__{self.kind}"]
+        state = msgspec.json.decode(words.numpy().tobytes(), type=_State)
+        if state.blocksize != BLOCK or (self.nested and state.nested_blocksize != NESTED_BLOCK):
+            raise ValueError(f"blocks of {state.blocksize} weights are not read, only of {BLOCK}")
+        magnitudes = stored[".weight.absmax"]
+        if not self.nested:
+            return magnitudes
+        scales = stored[".weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)
+        wide = looked_up(magnitudes, stored[".weight.nested_quant_map"])
+        return wide.mul_(scales[: len(wide)]).add_(state.nested_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Storage:
+    """Two weights to a byte, the low bits first, and a power of two for each 32."""
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The exponents, and the weight."""
+        del outputs
+        divided(inputs, MX_BLOCK, "inputs")
+        blocks = Axis("inputs", MX_BLOCK)
+        return (
+            Field("_scales", (Axis("outputs"), blocks), BYTES),
+            Field("_blocks", (Axis("outputs"), blocks, MX_BLOCK // 2), BYTES),
+        )
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """What E2M1 says times the power of two, exact in float32."""
+        codes = halves(stored["_blocks"], high_first=False)  # (O, I / 32, 32)
+        table = torch.tensor(FP4, device=codes.device)
+        exponents = stored["_scales"].int() - MX_BIAS
+        return torch.ldexp(looked_up(codes, table), exponents[..., None]).view(outputs, inputs)

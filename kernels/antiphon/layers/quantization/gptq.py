@@ -1,0 +1,72 @@
+"""GPTQ as AutoGPTQ and GPTQModel store it: 2, 4 or 8 bits, consecutive inputs to a word.
+
+Source: Frantar et al. 2022, arXiv:2210.17323; the two versions differ in what stands for zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.layers.quantization.storage import Axis, Field, divided, groups
+from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.weights import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.quantization.storage import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class GptqStorage:
+    """Steps (I, O), and for each group of inputs what stands for zero, and a scale an output.
+
+    Attributes:
+        bits: Of a step.
+        group: Inputs of a group; 0: all.
+        ordered: Inputs were taken in another order, so each says its group.
+        zero_added: What is to be added to the stored zeros: 1 in version 1 of the format.
+    """
+
+    bits: int
+    group: int
+    ordered: bool = False
+    zero_added: int = 1
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The groups of inputs, the scales, what stands for zero, and the steps."""
+        word = 32 // self.bits
+        divided(outputs, word, "outputs")
+        divided(inputs, word, "inputs")
+        shared = groups(inputs, self.group)
+        if self.ordered and not isinstance(shared, int):
+            # An input may be of any group: every part needs all of them.
+            shared = shared.size(inputs)
+        fields = (
+            Field(".scales", (shared, Axis("outputs")), FLOATS),
+            Field(".qzeros", (shared, Axis("outputs", word)), (torch.int32,)),
+            Field(".qweight", (Axis("inputs", word), Axis("outputs")), (torch.int32,)),
+        )
+        if not self.ordered:
+            return fields
+        return (Field(".g_idx", (Axis("inputs"),), (torch.int32,)), *fields)
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """(step - zero) * scale, in float32."""
+        steps = unpacked(stored[".qweight"].t(), self.bits)  # (O, I)
+        zeros = unpacked(stored[".qzeros"], self.bits) + self.zero_added  # (G, O)
+        zeros = (zeros & ((1 << self.bits) - 1)).t()
+        scales = stored[".scales"].float().t()  # (O, G)
+        if self.ordered:
+            of = stored[".g_idx"]
+            return (steps - zeros.index_select(1, of)) * scales.index_select(1, of)
+        # The last group of a weight may be shorter.
+        short = -inputs % min(self.group or inputs, inputs)
+        padded = torch.nn.functional.pad(steps, (0, short)).view(outputs, scales.shape[1], -1)
+        wide = (padded - zeros[..., None]) * scales[..., None]
+        return wide.view(outputs, -1)[:, :inputs]

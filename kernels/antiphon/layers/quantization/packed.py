@@ -1,0 +1,72 @@
+"""The `pack-quantized` format of compressed-tensors: few bits, consecutive inputs to a word.
+
+Source: the compressed-tensors package (its numbers are signed, stored with half their range added).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.layers.quantization.storage import Axis, Field, divided, groups
+from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.weights import FLOATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from antiphon.layers.quantization.storage import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStorage:
+    """Steps (O, I), and a scale for each group of an output's inputs.
+
+    Attributes:
+        bits: Of a step, 4 or 8.
+        group: Inputs of a group; 0: all.
+        zero_point: Whether what stands for zero is stored, packed along outputs.
+        ordered: Inputs were taken in another order, so each says its group.
+    """
+
+    bits: int
+    group: int
+    zero_point: bool = False
+    ordered: bool = False
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The shape, the groups, the scales, what stands for zero, and the steps."""
+        word, shared = 32 // self.bits, groups(inputs, self.group)
+        divided(inputs, self.group, "inputs")
+        if self.ordered and not isinstance(shared, int):
+            # An input may be of any group: every part needs all of them.
+            shared = shared.size(inputs)
+        fields = [
+            Field(".weight_shape", (2,), (torch.int64, torch.int32)),
+            Field(".weight_scale", (Axis("outputs"), shared), FLOATS),
+        ]
+        if self.ordered:
+            fields.append(Field(".weight_g_idx", (Axis("inputs"),), (torch.int32, torch.int64)))
+        if self.zero_point:
+            zeros = (Axis("outputs", word), shared)
+            fields.append(Field(".weight_zero_point", zeros, (torch.int32,)))
+        packed = (Axis("outputs"), Axis("inputs", word))
+        return (*fields, Field(".weight_packed", packed, (torch.int32,)))
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """(step - zero) * scale, in float32."""
+        steps = unpacked(stored[".weight_packed"], self.bits)[:, :inputs]
+        scales = stored[".weight_scale"].float()  # (O, G)
+        zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
+        if self.zero_point:
+            packed = stored[".weight_zero_point"].t()  # (G, O / word)
+            zeros = unpacked(packed, self.bits)[:, :outputs].t()
+        if self.ordered:
+            of = stored[".weight_g_idx"].int()
+            return (steps - zeros.index_select(1, of)) * scales.index_select(1, of)
+        apart = steps.reshape(outputs, scales.shape[1], -1)
+        return ((apart - zeros[..., None]) * scales[..., None]).view(outputs, inputs)

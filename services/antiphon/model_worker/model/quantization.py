@@ -1,0 +1,69 @@
+"""Which linears of a checkpoint are stored in fewer bits, and as what, for the layers to ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.config import quantization as schemes
+from antiphon.layers.quantization.awq import AwqStorage
+from antiphon.layers.quantization.four_bit import BitsAndBytesStorage, Mxfp4Storage
+from antiphon.layers.quantization.fp8 import Fp8Storage, OnlineFp8Storage
+from antiphon.layers.quantization.gptq import GptqStorage
+from antiphon.layers.quantization.int8 import Int8Storage, LlmInt8Storage, TorchaoInt8Storage
+from antiphon.layers.quantization.packed import PackedStorage
+
+if TYPE_CHECKING:
+    from antiphon.layers.methods import LinearMethod
+    from antiphon.layers.quantization.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinears:
+    """The layers' `Quantization`.
+
+    Attributes:
+        said: What config.json or the operator says.
+        method: Keeps linears all of whose parts are stored.
+        embedding: Name of the table that tokens are looked up in, which is never stored.
+        head: Name of the table that scores, stored if the config says so.
+    """
+
+    said: schemes.Quantization
+    method: LinearMethod
+    embedding: str
+    head: str
+
+    def storage(self, name: str) -> Storage | None:
+        """How a linear is stored; None: in plain numbers."""
+        if name == self.embedding or (name == self.head and not self.said.head):
+            return None
+        scheme = self.said.scheme(name)
+        return None if scheme is None else storage_of(scheme)
+
+
+def storage_of(scheme: schemes.Scheme) -> Storage:
+    """The layout that a scheme names."""
+    match scheme:
+        case schemes.Fp8(scale=scale, block=block):
+            return Fp8Storage(scale, block)
+        case schemes.OnlineFp8():
+            return OnlineFp8Storage()
+        case schemes.Int8(scale=scale, group=group, zero_point=zero_point):
+            return Int8Storage(scale, group, zero_point)
+        case schemes.LlmInt8():
+            return LlmInt8Storage()
+        case schemes.TorchaoInt8():
+            return TorchaoInt8Storage()
+        case schemes.Awq(group=group):
+            return AwqStorage(group)
+        case schemes.Gptq(bits=bits, group=group, ordered=ordered, zero_added=added):
+            return GptqStorage(bits, group, ordered, added)
+        case schemes.Packed(bits=bits, group=group, zero_point=zero_point, ordered=ordered):
+            return PackedStorage(bits, group, zero_point, ordered)
+        case schemes.BitsAndBytes4(kind=kind, nested=nested):
+            return BitsAndBytesStorage(kind, nested)
+        case schemes.Mxfp4():
+            return Mxfp4Storage()
+        case _:
+            raise AssertionError(f"a scheme without a layout: {type(scheme).__name__}")

@@ -1,0 +1,105 @@
+"""How the weights of linears are kept that a checkpoint stores in fewer bits, and what all take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.card import item_bytes
+from antiphon.config.decided import Decided
+from antiphon.config.memory import gib, weight_bytes
+from antiphon.config.model import Dtype, Linear
+from antiphon.config.quantization import GPU_KERNELS, Quantization, chosen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.config.card import ModelCard
+    from antiphon.config.settings import Settings
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What is decided of weights.
+
+    Attributes:
+        quantization: How linears are stored, or rounded at loading.
+        quantized: How such linears are kept; others are kept as the plan's `linear` says.
+        bytes: What all weights take.
+    """
+
+    quantization: Decided[str]
+    quantized: Decided[Linear]
+    bytes: Decided[int]
+
+    @property
+    def bits(self) -> Mapping[str, str]:
+        """What the bits of an answer depend on here, by name."""
+        if self.quantization.value in ("none", "gguf"):
+            return {}
+        return {"quantized": f"{self.quantization.value} as {self.quantized.value}"}
+
+
+def keep(settings: Settings, card: ModelCard, dtype: Dtype, linear: Decided[Linear]) -> Kept:
+    """Decide how stored linears are kept: in bytes where that is exactly what is stored.
+
+    Raises:
+        ConfigError: The operator says another method than the checkpoint.
+    """
+    quantization = chosen(card.quantization, settings.model.quantization, gguf=card.gguf)
+    count = _count(card, quantization)
+    quantized = _quantized(settings, quantization, linear, dtype, count)
+    taken = weight_bytes(card, dtype, linear.value, quantized=quantized.value, count=count)
+    of = f", {count} of them quantized" if count else ""
+    return Kept(
+        _quantization(settings, card, quantization),
+        quantized,
+        Decided(taken, f"{card.weights.count} parameters{of}"),
+    )
+
+
+def _quantization(
+    settings: Settings, card: ModelCard, quantization: Quantization | None
+) -> Decided[str]:
+    said = settings.model.quantization
+    if quantization is None:
+        if card.gguf:
+            return Decided("gguf", "each tensor of the file says its own")
+        return Decided("none", "the checkpoint holds plain numbers")
+    name = str(quantization.method)
+    if said in GPU_KERNELS:
+        return Decided(name, f"{said} is a kernel for GPUs; the weights are those of {name}")
+    if quantization.online:
+        return Decided(name, "model.quantization: weights are rounded at loading")
+    return Decided(name, "config.json" if card.quantization else "model.quantization")
+
+
+def _count(card: ModelCard, quantization: Quantization | None) -> int:
+    """Weights in linears that are not kept as plain ones are."""
+    if quantization is None or not quantization.online:
+        return card.weights.quantized
+    tables = (1 if card.tied else 2) * card.vocabulary_size * card.hidden_size
+    return max(card.weights.count - tables, 0)
+
+
+def _quantized(
+    settings: Settings,
+    quantization: Quantization | None,
+    linear: Decided[Linear],
+    dtype: Dtype,
+    count: int,
+) -> Decided[Linear]:
+    if quantization is None:
+        return Decided(linear.value, "as all linears")
+    if settings.model.linear is not Linear.AUTO or linear.value is Linear.PLAIN:
+        return Decided(linear.value, linear.reason)
+    if quantization.steps and quantization.dynamic:
+        reason = "bytes as stored; activations are rounded to bytes, as the checkpoint asks"
+        return Decided(Linear.INT8_DYNAMIC, reason)
+    if quantization.steps:
+        return Decided(Linear.INT8, "bytes as stored; activations keep their numbers")
+    taken, rounded = gib(count * item_bytes(dtype)), gib(count)
+    return Decided(
+        linear.value,
+        f"a CPU multiplies {dtype}: converted once, {taken}; in int8, rounded again, {rounded}",
+    )

@@ -1,0 +1,314 @@
+"""How a checkpoint stores its linears in fewer bits, and what is made of it.
+
+Known without torch, since the plan counts memory before anything is loaded. What the tensors of a
+scheme hold, and the arithmetic, is in `antiphon.layers.quantization`; docs/quantization.md has all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+
+class Quantize(StrEnum):
+    """Quantization methods, as `--quantization` names them."""
+
+    FP8 = "fp8"
+    W8A8_INT8 = "w8a8_int8"
+    AWQ = "awq"
+    AWQ_MARLIN = "awq_marlin"
+    GPTQ = "gptq"
+    GPTQ_MARLIN = "gptq_marlin"
+    MARLIN = "marlin"
+    COMPRESSED_TENSORS = "compressed-tensors"
+    BITSANDBYTES = "bitsandbytes"
+    GGUF = "gguf"
+    MXFP4 = "mxfp4"
+    TORCHAO_INT8WO = "torchao-int8wo"
+
+
+ONLINE = (Quantize.FP8, Quantize.TORCHAO_INT8WO)
+"""Methods that also round a checkpoint of plain numbers, as it is loaded."""
+GPU_KERNELS: Mapping[Quantize, Quantize] = {
+    Quantize.AWQ_MARLIN: Quantize.AWQ,
+    Quantize.GPTQ_MARLIN: Quantize.GPTQ,
+    Quantize.MARLIN: Quantize.GPTQ,
+}
+"""Faster ways on a GPU to multiply what another method stores."""
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weights of some linears are stored.
+
+    Attributes:
+        weight: Ending of the tensor that holds the weights.
+        count: Weights in one number of it.
+    """
+
+    weight: str = ".weight"
+    count: int = 1
+
+    @property
+    def steps(self) -> bool:
+        """Whether weights are whole multiples, up to 128, of one scale an output."""
+        return False
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the checkpoint asks for activations to be rounded too, each token by itself."""
+        return False
+
+
+class Fp8(Scheme, frozen=True, kw_only=True):
+    """e4m3; `block` is outputs and inputs of a block."""
+
+    scale: Literal["tensor", "channel", "block"]
+    block: tuple[int, int] = (128, 128)
+
+
+class OnlineFp8(Scheme, frozen=True, kw_only=True):
+    """Rounded to e4m3 at loading."""
+
+
+class Int8(Scheme, frozen=True, kw_only=True):
+    """Bytes. `rounds` is what `dynamic` says."""
+
+    scale: Literal["tensor", "channel", "group"] = "channel"
+    group: int = 0
+    zero_point: bool = False
+    rounds: bool = False
+
+    @property
+    def steps(self) -> bool:
+        """Only where zero is zero."""
+        return self.scale != "group" and not self.zero_point
+
+    @property
+    def dynamic(self) -> bool:
+        """As its config says of activations."""
+        return self.rounds
+
+
+class LlmInt8(Scheme, frozen=True, kw_only=True):
+    """Bytes, as bitsandbytes stores them."""
+
+    @property
+    def steps(self) -> bool:
+        """Always."""
+        return True
+
+
+class TorchaoInt8(Scheme, frozen=True, kw_only=True):
+    """Rounded to bytes at loading, by torchao."""
+
+    @property
+    def steps(self) -> bool:
+        """Always."""
+        return True
+
+
+class Awq(Scheme, frozen=True, kw_only=True):
+    """Four bits, eight outputs to a word."""
+
+    group: int
+
+
+class Gptq(Scheme, frozen=True, kw_only=True):
+    """Consecutive inputs to a word. `zero_added`: 1 in version 1 of the format, 0 in version 2."""
+
+    bits: int
+    group: int
+    ordered: bool
+    zero_added: int
+
+
+class Packed(Scheme, frozen=True, kw_only=True):
+    """The packed format of compressed-tensors."""
+
+    bits: int
+    group: int
+    zero_point: bool = False
+    ordered: bool = False
+
+
+class BitsAndBytes4(Scheme, frozen=True, kw_only=True):
+    """Four bits that a table explains."""
+
+    kind: Literal["nf4", "fp4"]
+    nested: bool
+
+
+class Mxfp4(Scheme, frozen=True, kw_only=True):
+    """E2M1, with a power of two for each 32."""
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """Names of linears.
+
+    Attributes:
+        text: What config.json says.
+        style: `whole` is a name; `regex` matches from its start; `module` is one of transformers',
+            which means whole modules from the start of a name, or any end of it; `all` is any.
+    """
+
+    text: str
+    style: Literal["whole", "regex", "module", "all"]
+
+    def matches(self, name: str) -> bool:
+        """Whether a linear is one of them."""
+        match self.style:
+            case "all":
+                return True
+            case "whole":
+                return name == self.text
+            case "regex":
+                return re.match(self.text, name) is not None
+            case "module":
+                whole = rf"(?:{self.text})(?:(?<=\.)|(?=\.|$))"
+                return re.match(whole, name) is not None or name.endswith(self.text)
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """Linears that are stored by one scheme."""
+
+    targets: tuple[Pattern, ...]
+    scheme: Scheme
+
+
+class Quantization(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's linears are stored as.
+
+    Attributes:
+        method: Of the checkpoint, or of the operator.
+        rules: The first that names a linear is its own.
+        plain: Linears that are stored in plain numbers all the same.
+        head: Whether the output head is a linear like the others.
+        online: Whether plain numbers are rounded as they are loaded.
+        ignored: Endings of tensors that may be there and that nothing is done with.
+        blank: Endings of tensors that may be there if all their numbers are zero.
+        spelled: Endings that some tools write, and those that they stand for.
+    """
+
+    method: Quantize
+    rules: tuple[Rule, ...]
+    plain: tuple[Pattern, ...] = ()
+    head: bool = False
+    online: bool = False
+    ignored: tuple[str, ...] = ()
+    blank: tuple[str, ...] = ()
+    spelled: Mapping[str, str] = {}
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How a linear is stored, by its name in the checkpoint; None: in plain numbers."""
+        if any(pattern.matches(name) for pattern in self.plain):
+            return None
+        for rule in self.rules:
+            if any(pattern.matches(name) for pattern in rule.targets):
+                return rule.scheme
+        return None
+
+    def counted(self, tensor: str, items: int) -> int:
+        """How many weights a tensor of a checkpoint holds that is not of plain numbers.
+
+        Returns:
+            None at all of what belongs to another tensor, such as what stands for zero.
+        """
+        for rule in self.rules:
+            name = tensor.removesuffix(rule.scheme.weight)
+            if name != tensor and self.scheme(name) is rule.scheme:
+                return items * rule.scheme.count
+        return 0
+
+    def beside(self, tensor: str) -> bool:
+        """Whether a tensor of plain numbers belongs to the weight of a linear, such as scales."""
+        return tensor.endswith(BESIDE) and not self.online
+
+    @property
+    def steps(self) -> bool:
+        """Whether all stored weights are whole multiples of one scale an output."""
+        return all(rule.scheme.steps for rule in self.rules)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the checkpoint asks for rounded activations in all stored linears."""
+        return all(rule.scheme.dynamic for rule in self.rules)
+
+
+BESIDE = (
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".scales",
+    ".SCB",
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+)
+"""Endings of what is stored with a weight, in plain numbers."""
+
+
+def online(method: Quantize) -> Quantization:
+    """What rounds the linears of a checkpoint of plain numbers as they are loaded."""
+    scheme = OnlineFp8() if method is Quantize.FP8 else TorchaoInt8()
+    return Quantization(method=method, rules=(Rule((Pattern("", "all"),), scheme),), online=True)
+
+
+def chosen(
+    stored: Quantization | None, said: Quantize | None, *, gguf: bool = False
+) -> Quantization | None:
+    """What a model's linears are loaded by, of what its config and its operator say.
+
+    Args:
+        stored: What config.json says.
+        said: The operator's method; unset: the checkpoint's.
+        gguf: Whether the weights are in a GGUF file, which says by itself how they are stored.
+
+    Raises:
+        ConfigError: The two do not agree.
+    """
+    if said is None or (gguf and said is Quantize.GGUF):
+        return None if gguf else stored
+    if gguf or said is Quantize.GGUF:
+        what = "is a GGUF file" if gguf else "is none"
+        raise ConfigError(f"model.quantization = {said}: the checkpoint {what}")
+    if stored is None and said in ONLINE:
+        return online(said)
+    if stored is None and said is Quantize.W8A8_INT8:
+        return W8A8_INT8
+    if stored is None:
+        listed = " and ".join(ONLINE)
+        raise ConfigError(
+            f"model.quantization = {said}: the checkpoint holds plain numbers, which only {listed} "
+            "round at loading"
+        )
+    if _agrees(stored, said):
+        return stored
+    raise ConfigError(f"model.quantization = {said}: the checkpoint's is {stored.method}")
+
+
+def _agrees(stored: Quantization, said: Quantize) -> bool:
+    if said is Quantize.MARLIN:
+        return stored.method in (Quantize.GPTQ, Quantize.AWQ)
+    if said is Quantize.W8A8_INT8 and stored.method is Quantize.COMPRESSED_TENSORS:
+        # The same weights, by the name of SGLang's kernel for them.
+        return stored.steps and stored.dynamic
+    return GPU_KERNELS.get(said, said) is stored.method
+
+
+W8A8_INT8 = Quantization(
+    method=Quantize.W8A8_INT8,
+    rules=(Rule((Pattern("", "all"),), Int8(scale="channel", rounds=True)),),
+    ignored=(".input_scale",),
+)
+"""Bytes with a scale an output, and activations rounded to bytes, a scale a token."""

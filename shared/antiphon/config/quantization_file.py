@@ -1,0 +1,367 @@
+"""`quantization_config` of a config.json, as each tool writes it, becomes a `Quantization`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.quantization import (
+    W8A8_INT8,
+    Awq,
+    BitsAndBytes4,
+    Fp8,
+    Gptq,
+    Int8,
+    LlmInt8,
+    Mxfp4,
+    Packed,
+    Pattern,
+    Quantization,
+    Quantize,
+    Rule,
+    Scheme,
+)
+
+T = TypeVar("T")
+
+EVERY = Pattern("", "all")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+"""Of a cache in fewer bits: it has the number format of the model here."""
+ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
+"""Activations are not rounded by scales from elsewhere."""
+
+
+def read_quantization(config: bytes) -> Quantization | None:
+    """What a config.json says of how its weights are stored; None: in plain numbers.
+
+    Raises:
+        ConfigError: A method or an option of one that is not read, or that nobody can mean.
+    """
+    raw = _decode(config, _Model).quantization_config
+    if bytes(raw) == b"null":
+        return None
+    method = _decode(raw, _Method).quant_method
+    if method not in METHODS:
+        raise _refused(f"quant_method {method!r} is not read: there are {', '.join(METHODS)}")
+    return METHODS[method](raw)
+
+
+class _Model(msgspec.Struct):
+    # Not `Raw | None`, which msgspec takes for None alone.
+    quantization_config: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Method(msgspec.Struct):
+    quant_method: str = ""
+
+
+Names = list[str] | None
+
+
+class _Fp8(msgspec.Struct):
+    activation_scheme: str = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    modules_to_not_convert: Names = None
+    ignored_layers: Names = None
+
+
+def _fp8(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Fp8)
+    scheme = Fp8(scale="tensor")
+    if said.weight_block_size is not None:
+        scheme = Fp8(scale="block", block=said.weight_block_size)
+    return Quantization(
+        method=Quantize.FP8,
+        rules=(Rule((EVERY,), scheme),),
+        plain=_modules(said.modules_to_not_convert or said.ignored_layers),
+        ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
+        # Multiplied all the same: the inverse is of what the weights were divided by.
+        spelled={".weight_scale_inv": ".weight_scale"},
+    )
+
+
+class _W8a8(msgspec.Struct):
+    ignore: Names = None
+    modules_to_not_convert: Names = None
+
+
+def _w8a8_int8(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _W8a8)
+    plain = _modules(said.modules_to_not_convert or said.ignore)
+    return msgspec.structs.replace(W8A8_INT8, plain=plain)
+
+
+class _Awq(msgspec.Struct):
+    bits: int = 4
+    group_size: int = 128
+    version: str = "gemm"
+    zero_point: bool = True
+    modules_to_not_convert: Names = None
+
+
+def _awq(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Awq)
+    _only("version", said.version.lower(), "gemm")
+    _only("bits", said.bits, 4)
+    if not said.zero_point:
+        raise _refused("zero_point false is not read")
+    scheme = Awq(weight=".qweight", count=8, group=_group(said.group_size))
+    return Quantization(
+        method=Quantize.AWQ,
+        rules=(Rule((EVERY,), scheme),),
+        plain=_modules(said.modules_to_not_convert),
+    )
+
+
+class _Gptq(msgspec.Struct):
+    bits: int
+    group_size: int = 128
+    desc_act: bool = False
+    checkpoint_format: str = "gptq"
+    lm_head: bool = False
+    modules_to_not_convert: Names = None
+    modules_in_block_to_quantize: list[list[str] | str] | None = None
+    dynamic: Mapping[str, msgspec.Raw] | None = None
+
+
+def _gptq(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Gptq)
+    _only("bits", said.bits, 2, 4, 8)
+    _only("checkpoint_format", said.checkpoint_format or "gptq", "gptq", "gptq_v2")
+    scheme = Gptq(
+        weight=".qweight",
+        count=32 // said.bits,
+        bits=said.bits,
+        group=_group(said.group_size),
+        ordered=said.desc_act,
+        zero_added=0 if said.checkpoint_format == "gptq_v2" else 1,
+    )
+    within = said.modules_in_block_to_quantize or ()
+    named = [name for some in within for name in ([some] if isinstance(some, str) else some)]
+    # Which inputs belong to which group is said twice where they are in order.
+    ignored = () if said.desc_act else (".g_idx",)
+    return Quantization(
+        method=Quantize.GPTQ,
+        rules=(Rule(_modules(named, head=True) or (EVERY,), scheme),),
+        plain=(*_modules(said.modules_to_not_convert, head=said.lm_head), *_skipped(said.dynamic)),
+        head=said.lm_head,
+        ignored=ignored,
+        # AutoGPTQ writes a bias to every linear.
+        blank=(".bias",),
+    )
+
+
+def _skipped(dynamic: Mapping[str, msgspec.Raw] | None) -> tuple[Pattern, ...]:
+    """GPTQModel's rules for single linears: `-:` and a regular expression leaves them alone."""
+    for rule in dynamic or ():
+        if not rule.startswith("-:"):
+            raise _refused(f"dynamic: {rule!r}: only -: rules are read")
+    return tuple(_pattern(rule.removeprefix("-:"), "regex") for rule in dynamic or ())
+
+
+class _BitsAndBytes(msgspec.Struct):
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_quant_storage: str | None = "uint8"
+    llm_int8_skip_modules: Names = None
+
+
+def _bitsandbytes(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _BitsAndBytes)
+    _only("bnb_4bit_quant_storage", said.bnb_4bit_quant_storage or "uint8", "uint8")
+    if said.load_in_4bit == said.load_in_8bit:
+        raise _refused("one of load_in_4bit and load_in_8bit has to be true")
+    scheme: Scheme = LlmInt8()
+    if said.load_in_4bit:
+        kind, nested = said.bnb_4bit_quant_type, said.bnb_4bit_use_double_quant
+        scheme = BitsAndBytes4(count=2, kind=kind, nested=nested)
+    return Quantization(
+        method=Quantize.BITSANDBYTES,
+        rules=(Rule((EVERY,), scheme),),
+        plain=_modules(said.llm_int8_skip_modules),
+        ignored=(".weight_format",),
+    )
+
+
+class _Mxfp4(msgspec.Struct):
+    modules_to_not_convert: Names = None
+
+
+def _mxfp4(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Mxfp4)
+    return Quantization(
+        method=Quantize.MXFP4,
+        rules=(Rule((EVERY,), Mxfp4(weight="_blocks", count=2)),),
+        plain=_modules(said.modules_to_not_convert),
+    )
+
+
+class _Arguments(msgspec.Struct):
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+    block_structure: tuple[int, int] | str | None = None
+    dynamic: bool | str = False
+    actorder: str | bool | None = None
+
+
+class _Group(msgspec.Struct):
+    targets: list[str]
+    weights: _Arguments | None = None
+    input_activations: _Arguments | None = None
+    output_activations: _Arguments | None = None
+    format: str | None = None
+
+
+class _Sparsity(msgspec.Struct):
+    format: str = "dense"
+
+
+class _Compressed(msgspec.Struct):
+    format: str = "dense"
+    quantization_status: str = "compressed"
+    config_groups: Mapping[str, _Group] = {}
+    ignore: Names = None
+    sparsity_config: _Sparsity | None = None
+    transform_config: Mapping[str, msgspec.Raw] | None = None
+
+
+def _compressed(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Compressed)
+    _only("quantization_status", said.quantization_status, "compressed")
+    if said.sparsity_config is not None:
+        _only("sparsity_config.format", said.sparsity_config.format, "dense")
+    if said.transform_config:
+        raise _refused("transform_config: weights that were rotated are not read")
+    rules = tuple(
+        Rule(tuple(map(_target, group.targets)), _scheme(name, group, group.format or said.format))
+        for name, group in said.config_groups.items()
+    )
+    if not rules:
+        raise _refused("config_groups names no weights")
+    return Quantization(
+        method=Quantize.COMPRESSED_TENSORS,
+        rules=rules,
+        plain=tuple(map(_target, said.ignore or ())),
+        head=True,
+        ignored=(*ACTIVATION_SCALES, *CACHE_SCALES),
+    )
+
+
+def _target(text: str) -> Pattern:
+    """A regular expression, all linears, or a name."""
+    if text.startswith("re:"):
+        return _pattern(text.removeprefix("re:"), "regex")
+    return EVERY if text == "Linear" else Pattern(text, "whole")
+
+
+def _scheme(name: str, group: _Group, format_: str) -> Scheme:
+    weights = group.weights
+    if weights is None:
+        raise _refused(f"config_groups.{name} names no weights")
+    _only(
+        f"config_groups.{name}: format",
+        format_,
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "pack-quantized",
+    )
+    if format_ == "pack-quantized":
+        return _packed(name, weights)
+    if weights.type == "float":
+        return _floats(name, weights)
+    where = f"config_groups.{name}.weights"
+    _only(f"{where}.num_bits", weights.num_bits, 8)
+    scale = weights.strategy or ("group" if weights.group_size else "tensor")
+    if scale not in ("tensor", "channel", "group"):
+        raise _refused(f"{where}.strategy {scale!r} is not read")
+    inputs = group.input_activations
+    rounds = inputs is not None and inputs.dynamic is True and inputs.num_bits == 8
+    group_size = _group(weights.group_size or 0)
+    return Int8(scale=scale, group=group_size, zero_point=not weights.symmetric, rounds=rounds)
+
+
+def _floats(name: str, weights: _Arguments) -> Scheme:
+    where = f"config_groups.{name}.weights"
+    _only(f"{where}.num_bits", weights.num_bits, 8)
+    scale = weights.strategy or "tensor"
+    if scale not in ("tensor", "channel", "block"):
+        raise _refused(f"{where}.strategy {scale!r} is not read")
+    block = weights.block_structure or (128, 128)
+    if isinstance(block, str):
+        block = _decode(f"[{block.replace('x', ',')}]".encode(), tuple[int, int])
+    return Fp8(scale=scale, block=block)
+
+
+def _packed(name: str, weights: _Arguments) -> Scheme:
+    where = f"config_groups.{name}.weights"
+    _only(f"{where}.type", weights.type, "int")
+    _only(f"{where}.num_bits", weights.num_bits, 4, 8)
+    _only(f"{where}.strategy", weights.strategy or "group", "group", "channel")
+    return Packed(
+        weight=".weight_packed",
+        count=32 // weights.num_bits,
+        bits=weights.num_bits,
+        group=_group(weights.group_size or 0),
+        zero_point=not weights.symmetric,
+        ordered=weights.actorder in ("group", "dynamic", True),
+    )
+
+
+def _group(size: int) -> int:
+    """Inputs of a group, 0 for all of them."""
+    if size < -1:
+        raise _refused(f"group_size {size} means nothing")
+    return max(size, 0)
+
+
+def _modules(names: Names, *, head: bool = False) -> tuple[Pattern, ...]:
+    """Modules that stay as they are: those that are named, and the head unless told otherwise."""
+    always = [] if head else ["lm_head"]
+    return tuple(_pattern(name, "module") for name in [*(names or ()), *always])
+
+
+def _pattern(text: str, style: Literal["regex", "module"]) -> Pattern:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise _refused(f"{text!r} is no regular expression: {error}") from error
+    return Pattern(text, style)
+
+
+def _only(what: str, found: object, *known: object) -> None:
+    if found not in known:
+        listed = " or ".join(str(value) for value in known)
+        raise _refused(f"{what} {found!r} is not read, only {listed}")
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"config.json: quantization_config: {why}")
+
+
+def _decode(content: bytes | msgspec.Raw, type_: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=type_)
+    except msgspec.DecodeError as error:
+        raise _refused(str(error)) from error
+
+
+METHODS: Mapping[str, Callable[[msgspec.Raw], Quantization]] = {
+    "fp8": _fp8,
+    "w8a8_int8": _w8a8_int8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed,
+    "mxfp4": _mxfp4,
+}
+"""By `quant_method`."""

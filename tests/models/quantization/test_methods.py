@@ -1,0 +1,309 @@
+"""A checkpoint in fewer bits says what its weights say, however it is cut and kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.models.quantization.rows import ROWS, SKIPPED, Change, Row, write
+from tests.models.test_llama_parity import assert_close, logits_of, prompts
+from torch import Tensor
+
+from antiphon.config.card import read_card
+from antiphon.config.device import Device
+from antiphon.config.load import load as settings_of
+from antiphon.config.quantization import Quantize, chosen
+from antiphon.config.quantization_file import read_quantization
+from antiphon.config.resolve import resolve
+from antiphon.kernels.cpu import extension
+from antiphon.layers.quantization import storage as parts
+from antiphon.layers.quantization.gather import stored_sources
+from antiphon.model_worker.model import load as loading
+from antiphon.model_worker.model.quantization import storage_of
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+LACKING = extension.lacking()
+ALL = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+Folders = dict[str, tuple["Path", "Path"]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Of each row: a checkpoint of it, and the same in plain numbers."""
+    return {}
+
+
+@pytest.fixture
+def written(row: Row, folders: Folders, tmp_path_factory: pytest.TempPathFactory):
+    if row.name not in folders:
+        folders[row.name] = write(tmp_path_factory.mktemp("row"), row)
+    return folders[row.name]
+
+
+def quantization(folder: Path, row: Row):
+    said = None if row.said is None else Quantize(row.said)
+    found = chosen(read_card(folder).quantization, said)
+    assert found is not None
+    return found
+
+
+def linears(folder: Path) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of every linear of a plain checkpoint's layers."""
+    tensors = Checkpoint.open(folder).tensors
+    return {
+        name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
+        for name, tensor in tensors.items()
+        if name.endswith("_proj.weight")
+    }
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A reader that makes something else of some tensors."""
+
+    right: parts.Storage
+    changes: Mapping[str, Change]
+
+    def fields(self, outputs: int, inputs: int) -> parts.Fields:
+        return self.right.fields(outputs, inputs)
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> parts.Whole:
+        same = dict(stored)
+        changed = {suffix: change(same[suffix]) for suffix, change in self.changes.items()}
+        return self.right.whole(same | changed, outputs, inputs)
+
+
+def read(
+    written: tuple[Path, Path],
+    row: Row,
+    changes: Mapping[str, Change] | None = None,
+    part: parts.Part | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every stored weight as the reader has it, and as it should be."""
+    stored, plain = written
+    said = quantization(stored, row)
+    checkpoint, whole = Checkpoint.open(stored), Checkpoint.open(plain)
+    checkpoint.respell(said.spelled)
+    found: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+    for name, (outputs, inputs) in linears(plain).items():
+        scheme = said.scheme(name)
+        if scheme is None:
+            assert name == SKIPPED
+            continue
+        storage: parts.Storage = storage_of(scheme)
+        if changes:
+            storage = Wrong(storage, changes)
+        cut = part or parts.Part(slice(0, outputs), slice(0, inputs))
+        cut = parts.Part(_within(cut.outputs, outputs), _within(cut.inputs, inputs))
+        into = torch.full((_length(cut.outputs), _length(cut.inputs)), float("nan"))
+
+        def take(_: int, row: int, piece: parts.Whole, into: Tensor = into) -> None:
+            numbers = parts.numbers(piece)
+            into[row : row + len(numbers)] = numbers
+
+        sources = list(stored_sources(name, storage, (outputs, inputs), cut, take))
+        checkpoint.load(sources)
+        found[name] = into
+        one = whole.tensors[f"{name}.weight"]
+        expected[name] = one.decode(one.data.read())[cut.outputs, cut.inputs]
+    return found, expected
+
+
+def _within(part: slice, total: int) -> slice:
+    return slice(min(part.start, total - 1), min(part.stop, total))
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def assert_weights(
+    found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 0.0
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        error = (weight - expected[name]).abs().max() / expected[name].abs().max()
+        assert error <= limit, f"{name}: off by {error:.1e} of the greatest weight"
+
+
+@ALL
+def test_weights_are_those_that_were_stored(row: Row, written) -> None:
+    found, expected = read(written, row)
+    assert len(found) == 7 * 2 - (1 if row.skipped else 0)
+    assert_weights(found, expected)
+
+
+@ALL
+def test_a_reader_that_is_wrong_is_found_out(row: Row, written) -> None:
+    assert row.mutants
+    for name, changes in row.mutants.items():
+        found, expected = read(written, row, changes)
+        assert found_out(found, expected, 1e-3), f"survived: {name}"
+
+
+def found_out(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> bool:
+    try:
+        assert_weights(found, expected, limit)
+    except AssertionError:
+        return True
+    return False
+
+
+CUTS = {
+    "outputs": parts.Part(slice(96, 192), slice(0, 10**6)),
+    "inputs": parts.Part(slice(0, 10**6), slice(64, 128)),
+    "through words and groups": parts.Part(slice(37, 101), slice(3, 129)),
+}
+
+
+@ALL
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_a_part_of_a_weight_is_that_part_wherever_it_is_cut(
+    row: Row, written, cut: parts.Part
+) -> None:
+    assert_weights(*read(written, row, part=cut))
+
+
+def opened(folder: Path, row: Row, linear: str, quantized: str) -> OpenModel:
+    return open_model(
+        folder,
+        page_tokens=4,
+        pages=128,
+        dtype="float32",
+        linear=linear,
+        quantization=row.said,
+        quantized=quantized,
+    )
+
+
+@ALL
+def test_logits_are_those_of_transformers_with_the_same_weights(
+    row: Row, written, reference
+) -> None:
+    """Whether torch multiplies, or the CPU's own kernels with numbers or with bytes."""
+    stored, plain = written
+    ids = prompts()[-1]
+    theirs = reference(plain).logits(ids)
+    ways = ["plain"] if LACKING else ["plain", "packed"]
+    if row.kept.startswith("int8") and not LACKING:
+        ways.append("int8")
+    for way in ways:
+        plain_ones = "packed" if way == "int8" else way
+        ours = logits_of(opened(stored, row, plain_ones, way), ids, 31)
+        assert_close(ours, theirs)
+
+
+IN_BYTES = [row for row in ROWS if row.kept == "int8_dynamic"]
+
+
+@pytest.mark.parametrize("row", IN_BYTES, ids=[row.name for row in IN_BYTES])
+@pytest.mark.skipif(bool(LACKING), reason=str(LACKING))
+def test_activations_in_bytes_stay_near(row: Row, written, reference) -> None:
+    stored, plain = written
+    ids = prompts()[-1]
+    theirs = reference(plain).logits(ids)
+    ours = logits_of(opened(stored, row, "packed", "int8_dynamic"), ids, 31)
+    assert 0 < float((ours - theirs).std() / theirs.std()) < 0.1
+
+
+class Rank:
+    """One of several ranks whose sums nobody needs."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor]:
+    """All weights of linears on one rank, in the order of the layers."""
+    model = loading.load(
+        folder,
+        dtype="float32",
+        quantization=None if row is None else row.said,
+        tp=Rank(rank, ranks),
+    )
+    weights: list[Tensor] = []
+    for layer in model.decoder.layers.values():
+        for block in (layer._attention, layer._mlp):
+            linears = [one for one in vars(block).values() if hasattr(one, "_weights")]
+            weights += [linear._weights.tensors["weight"] for linear in linears]
+    assert len(weights) == 4 * 2
+    return weights
+
+
+@ALL
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_its_part_of_every_weight(row: Row, written, ranks: int) -> None:
+    """Groups, words and blocks are cut through here, along both dimensions."""
+    stored, plain = written
+    for rank in range(ranks):
+        pairs = zip(
+            kept_on(stored, row, rank, ranks), kept_on(plain, None, rank, ranks), strict=True
+        )
+        for found, expected in pairs:
+            assert torch.equal(found, expected)
+
+
+DEVICE = Device(kind="cpu", cores=2, memory_bytes=1 << 30)
+
+
+@ALL
+def test_the_plan_says_how_it_is_kept_and_counts_it(row: Row, written) -> None:
+    stored, plain = written
+    environ = {} if row.said is None else {"ANTIPHON_MODEL__QUANTIZATION": row.said}
+    environ |= {"ANTIPHON_MODEL__DTYPE": "bfloat16"}
+    card = read_card(stored)
+    plan = resolve(settings_of(environ=environ).settings, card, DEVICE)
+    assert plan.quantized.value == row.kept, plan.quantized.reason
+    in_linears = sum(outputs * inputs for outputs, inputs in linears(plain).values())
+    skipped = math.prod(linears(plain)[SKIPPED]) if row.skipped else 0
+    count = read_card(plain).weights.count
+    in_fewer = in_linears - skipped
+    if row.config is not None:
+        assert card.weights.quantized == in_fewer
+    in_bytes = row.kept.startswith("int8")
+    taken = 2 * (count - in_fewer) + (1 if in_bytes else 2) * in_fewer
+    # Norms, biases and, where config.json says nothing, scales count as weights do.
+    assert abs(plan.weight_bytes.value / taken - 1) <= 0.01
+
+
+def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
+    """The layout of gpt-oss: all experts in one tensor."""
+    row = next(row for row in ROWS if row.name == "mxfp4")
+    weights = torch.randn(3, 96, 64)
+    made = [row.make(weight) for weight in weights]
+    stack = {s: torch.stack([one.stored[s] for one in made]) for s in ("_scales", "_blocks")}
+    into = torch.full((3, 48, 32), float("nan"))
+
+    def take(expert: int, at: int, piece: parts.Whole) -> None:
+        numbers = parts.numbers(piece)
+        into[expert, at : at + len(numbers)] = numbers
+
+    part = parts.Part(slice(48, 96), slice(32, 64))
+    storage = storage_of(chosen_scheme("mxfp4"))
+    for source in stored_sources("experts.up", storage, (96, 64), part, take, experts=3):
+        source.load(stack[source.name.removeprefix("experts.up")])
+    expected = torch.stack([one.whole[48:, 32:] for one in made])
+    assert torch.equal(into, expected)
+
+
+def chosen_scheme(method: str):
+    config = json.dumps({"quantization_config": {"quant_method": method}}).encode()
+    found = read_quantization(config)
+    assert found is not None
+    return found.rules[0].scheme

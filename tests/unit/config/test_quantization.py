@@ -1,0 +1,272 @@
+"""What config.json and the operator say of quantization: read, agreed upon, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from tests.unit.config.test_card import CONFIG, write_model, write_weights
+from tests.unit.config.test_resolve import CARD, DEVICE, GIB, decide, decide_on
+from tests.unit.config.test_sglang import serve
+
+from antiphon.config.card import ModelCard, read_card
+from antiphon.config.errors import ConfigError
+from antiphon.config.load import load
+from antiphon.config.model import Dtype, Linear
+from antiphon.config.quantization import Pattern, Quantization, Quantize, chosen
+from antiphon.config.quantization_file import read_quantization
+from antiphon.config.resolve import Plan, resolve
+from antiphon.config.weights import Weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def said(**config: object) -> Quantization:
+    text = json.dumps({"quantization_config": config}).encode()
+    found = read_quantization(text)
+    assert found is not None
+    return found
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
+AWQ = said(quant_method="awq", group_size=64)
+GPTQ = said(quant_method="gptq", bits=4)
+W8A8 = said(
+    quant_method="compressed-tensors",
+    format="int-quantized",
+    config_groups={"a": GROUP | {"input_activations": {"dynamic": True}}},
+)
+
+
+def compressed(**change: object) -> dict[str, object]:
+    fields = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    return fields | {"config_groups": {"a": GROUP}} | change
+
+
+@pytest.mark.parametrize("config", [b"{}", b'{"quantization_config": null}'])
+def test_most_checkpoints_say_nothing(config: bytes) -> None:
+    assert read_quantization(config) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not read: there are fp8, w8a8_int8, awq"),
+        ({}, "quant_method '' is not read"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not read, only gemm"),
+        ({"quant_method": "awq", "bits": 3}, "bits 3 is not read, only 4"),
+        ({"quant_method": "awq", "zero_point": False}, "zero_point false is not read"),
+        ({"quant_method": "awq", "group_size": -7}, "group_size -7 means nothing"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not read, only 2 or 4 or 8"),
+        ({"quant_method": "gptq"}, "Object missing required field `bits`"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin' is not read, only gptq or gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*gate.*": {"bits": 8}}},
+            "dynamic: '+:.*gate.*': only -: rules are read",
+        ),
+        ({"quant_method": "bitsandbytes"}, "one of load_in_4bit and load_in_8bit"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "f"},
+            "bnb_4bit_quant_storage 'f' is not read, only uint8",
+        ),
+        (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
+        (compressed(transform_config={"R1": {}}), "weights that were rotated"),
+        (compressed(quantization_status="frozen"), "quantization_status 'frozen' is not read"),
+        (compressed(ignore=["re:(head"]), "'(head' is no regular expression"),
+        (compressed(config_groups={}), "config_groups names no weights"),
+        (compressed(config_groups={"a": {"targets": ["Linear"]}}), "a names no weights"),
+        (
+            compressed(config_groups={"a": {"targets": [], "weights": {"num_bits": 6}}}),
+            "config_groups.a.weights.num_bits 6 is not read, only 8",
+        ),
+        (
+            compressed(config_groups={"a": {"targets": [], "weights": {"strategy": "token"}}}),
+            "config_groups.a.weights.strategy 'token' is not read",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_read_is_named(config: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        said(**config)
+    assert str(caught.value).startswith("config.json: quantization_config: ")
+
+
+# Which linears
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        (Pattern("model.layers.1", "module"), "model.layers.1.mlp.up_proj", True),
+        (Pattern("model.layers.1", "module"), "model.layers.11.mlp.up_proj", False),
+        (Pattern("model.layers.*.self_attn", "module"), "model.layers.7.self_attn.q_proj", True),
+        (Pattern("model.layers.*.self_attn", "module"), "model.layers.7.mlp.up_proj", False),
+        (Pattern("mlp.gate", "module"), "model.layers.0.mlp.gate_proj", False),
+        (Pattern("gate_proj", "module"), "model.layers.0.mlp.gate_proj", True),
+        (Pattern("lm_head", "whole"), "lm_head", True),
+        (Pattern("head", "whole"), "lm_head", False),
+        (Pattern(".*down_proj", "regex"), "model.layers.0.mlp.down_proj", True),
+        (Pattern("down_proj", "regex"), "model.layers.0.mlp.down_proj", False),
+        (Pattern("", "all"), "anything", True),
+    ],
+)
+def test_names_match_as_the_tools_have_them(pattern: Pattern, name: str, matches: bool) -> None:
+    assert pattern.matches(name) is matches
+
+
+def test_groups_of_linears_have_schemes_of_their_own() -> None:
+    wide = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "group_size": 32}}
+    found = said(**compressed(config_groups={"b": wide, "a": GROUP}, ignore=["lm_head"]))
+    assert found.scheme("model.layers.0.mlp.down_proj") is found.rules[0].scheme
+    assert found.scheme("model.layers.0.mlp.up_proj") is found.rules[1].scheme
+    assert found.scheme("lm_head") is None
+    assert found.steps is False
+
+
+def test_gptq_says_which_linears_of_a_layer_it_rounded() -> None:
+    within = [["self_attn.q_proj"], ["mlp.up_proj"]]
+    found = said(quant_method="gptq", bits=4, modules_in_block_to_quantize=within, lm_head=True)
+    assert found.scheme("model.layers.0.mlp.up_proj") is not None
+    assert found.scheme("model.layers.0.mlp.down_proj") is None
+    skipped = said(quant_method="gptq", bits=4, dynamic={r"-:.*\.layers\.0\.": {}})
+    assert skipped.scheme("model.layers.0.mlp.up_proj") is None
+    assert skipped.scheme("model.layers.1.mlp.up_proj") is not None
+
+
+# What the operator says
+
+
+@pytest.mark.parametrize(
+    ("stored", "method", "expected"),
+    [
+        (None, None, None),
+        (AWQ, None, AWQ),
+        (AWQ, Quantize.AWQ, AWQ),
+        (AWQ, Quantize.AWQ_MARLIN, AWQ),
+        (AWQ, Quantize.MARLIN, AWQ),
+        (GPTQ, Quantize.GPTQ_MARLIN, GPTQ),
+        (GPTQ, Quantize.MARLIN, GPTQ),
+        (W8A8, Quantize.W8A8_INT8, W8A8),
+    ],
+)
+def test_what_is_said_agrees_with_the_checkpoint(
+    stored: Quantization | None, method: Quantize | None, expected: Quantization | None
+) -> None:
+    assert chosen(stored, method) is expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "method", "gguf", "message"),
+    [
+        (AWQ, Quantize.GPTQ, False, "the checkpoint's is awq"),
+        (AWQ, Quantize.GPTQ_MARLIN, False, "the checkpoint's is awq"),
+        (AWQ, Quantize.FP8, False, "the checkpoint's is awq"),
+        (AWQ, Quantize.W8A8_INT8, False, "the checkpoint's is awq"),
+        (None, Quantize.AWQ, False, "plain numbers, which only fp8 and torchao-int8wo round"),
+        (None, Quantize.GGUF, False, "the checkpoint is none"),
+        (None, Quantize.FP8, True, "the checkpoint is a GGUF file"),
+    ],
+)
+def test_what_is_said_against_the_checkpoint_is_refused(
+    stored: Quantization | None, method: Quantize, gguf: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        chosen(stored, method, gguf=gguf)
+
+
+def test_plain_checkpoints_are_rounded_at_loading_where_that_was_asked_for() -> None:
+    found = chosen(None, Quantize.FP8)
+    assert found is not None
+    assert found.online
+    assert chosen(None, Quantize.GGUF, gguf=True) is None
+
+
+def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--quantization modelopt_fp4: refused: .* there are"):
+        serve("--quantization modelopt_fp4")
+    with pytest.raises(ConfigError, match=r"--torchao-config int4wo-128: refused: .* on GPUs only"):
+        serve("--torchao-config int4wo-128")
+    with pytest.raises(ConfigError, match=r"--torchao-config fp8wo: refused"):
+        serve("--torchao-config fp8wo")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3: refused: .* GB/s"):
+        serve("--kv-cache-dtype fp8_e4m3")
+    assert serve("--torchao-config int8wo").settings.model.quantization == "torchao-int8wo"
+    assert serve("--quantization awq_marlin").settings.model.quantization == "awq_marlin"
+
+
+# The plan
+
+
+def plan(quantization: Quantization | None, **environ: str) -> Plan:
+    card = msgspec.structs.replace(
+        CARD,
+        quantization=quantization,
+        weights=Weights(GIB // 2, GIB // 4, Dtype.BFLOAT16, quantized=GIB // 4),
+    )
+    said = {f"ANTIPHON_{name.upper()}": value for name, value in environ.items()}
+    return resolve(load(environ=said).settings, card, DEVICE)
+
+
+def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> None:
+    found = plan(AWQ)
+    assert (found.quantization.value, found.quantization.reason) == ("awq", "config.json")
+    assert (found.linear.value, found.quantized.value) == (Linear.PACKED, Linear.PACKED)
+    assert "converted once, 0.50 GiB; in int8, rounded again, 0.25 GiB" in found.quantized.reason
+    assert found.weight_bytes.value == GIB
+    assert found.weight_bytes.reason.endswith(f"{GIB // 4} of them quantized")
+
+
+def test_bytes_are_kept_as_bytes_and_the_rest_as_numbers() -> None:
+    found = plan(W8A8)
+    assert (found.linear.value, found.quantized.value) == (Linear.PACKED, Linear.INT8_DYNAMIC)
+    assert found.weight_bytes.value == GIB // 4 + GIB // 2
+
+
+def test_the_operator_may_keep_it_otherwise() -> None:
+    found = plan(AWQ, model__linear="int8")
+    assert (found.linear.value, found.quantized.value) == (Linear.INT8, Linear.INT8)
+    looked_up = 0 if CARD.tied else CARD.vocabulary_size * CARD.hidden_size
+    assert found.weight_bytes.value == GIB // 2 + looked_up
+    assert plan(W8A8, model__linear="plain").quantized.value is Linear.PLAIN
+    float16 = plan(W8A8, model__dtype="float16").quantized
+    assert (float16.value, "float16" in float16.reason) == (Linear.PLAIN, True)
+
+
+def test_kernels_of_gpus_fall_back_to_what_they_multiply() -> None:
+    found = plan(GPTQ, model__quantization="gptq_marlin").quantization
+    assert (found.value, found.reason) == (
+        "gptq",
+        "gptq_marlin is a kernel for GPUs; the weights are those of gptq",
+    )
+
+
+def test_without_quantization_the_plan_is_what_it_was() -> None:
+    assert (decide().quantization.value, decide().quantized.value) == ("none", Linear.PACKED)
+    assert decide_on(DEVICE, model__quantization="fp8").quantization.value == "fp8"
+    assert decide().weight_bytes.value == GIB
+
+
+def test_a_card_counts_weights_and_not_words(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
+    write_model(tmp_path, CONFIG | {"quantization_config": config})
+    name = "model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{name}.qweight": ("I32", [8, 96], 3072),
+        f"{name}.qzeros": ("I32", [1, 12], 48),
+        f"{name}.scales": ("F16", [1, 96], 192),
+        f"{name}.g_idx": ("I32", [64], 256),
+        "model.norm.weight": ("F16", [64], 128),
+    }
+    write_weights(tmp_path / "a.safetensors", **tensors)
+    card: ModelCard = read_card(tmp_path)
+    assert (card.weights.count, card.weights.quantized) == (64 * 96 + 64, 64 * 96)
+    assert card.weights.dtype is Dtype.FLOAT16
