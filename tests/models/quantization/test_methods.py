@@ -7,8 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.models.quantization.rows import ROWS, SKIPPED, Change, Row, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from antiphon.config.card import read_card
 from antiphon.config.device import Device
 from antiphon.config.load import load as settings_of
+from antiphon.config.loading import LoadFormat
+from antiphon.config.model_files import find_files
 from antiphon.config.quantization import Quantize, chosen
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.resolve import resolve
@@ -23,8 +27,10 @@ from antiphon.kernels.cpu import extension
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.quantization.gather import stored_sources
 from antiphon.model_worker.model import load as loading
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.opening import load_resolved
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
@@ -282,6 +288,17 @@ def test_the_plan_says_how_it_is_kept_and_counts_it(row: Row, written) -> None:
     assert abs(plan.weight_bytes.value / taken - 1) <= 0.01
 
 
+@ALL
+def test_what_the_plan_says_is_what_is_loaded(row: Row, written) -> None:
+    environ = {"ANTIPHON_MODEL__DTYPE": "bfloat16", "ANTIPHON_MODEL__THREADS": "1"}
+    environ |= {} if row.said is None else {"ANTIPHON_MODEL__QUANTIZATION": row.said}
+    files = find_files(written[0])
+    device = msgspec.structs.replace(DEVICE, lacking=LACKING)
+    plan = resolve(settings_of(environ=environ).settings, read_card(files), device)
+    model = load_resolved(files, plan)
+    assert bool(logits_of(model, prompts()[3], 16).isfinite().all())
+
+
 def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
     """The layout of gpt-oss: all experts in one tensor."""
     row = next(row for row in ROWS if row.name == "mxfp4")
@@ -300,6 +317,57 @@ def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
         source.load(stack[source.name.removeprefix("experts.up")])
     expected = torch.stack([one.whole[48:, 32:] for one in made])
     assert torch.equal(into, expected)
+
+
+def test_inputs_of_a_group_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "gptq in order of size")
+    stored, _ = write(tmp_path, row)
+    name = "model.layers.0.mlp.up_proj.g_idx"
+    tensors = load_file(stored / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="other groups than there are, 4"):
+        loading.load(stored)
+
+
+def test_what_belongs_to_no_linear_is_unexpected_unless_it_is_blank(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "gptq asymmetric")
+    stored, _ = write(tmp_path, row)
+    name = "model.layers.0.mlp.up_proj.bias"
+    tensors = load_file(stored / "model.safetensors")
+    assert name in tensors
+    save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"unexpected: {name}$"):
+        loading.load(stored)
+
+
+def test_a_linear_that_is_stored_otherwise_than_its_config_says_is_named(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "fp8 block")
+    stored, _ = write(tmp_path, row)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(stored / "model.safetensors")
+    save_file(tensors | {name: tensors[name].float()}, stored / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{name} float32, not float8_e4m3fn"):
+        loading.load(stored)
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    with pytest.raises(ModelLoadError, match="not float32 or bfloat16 or float16"):
+        loading.load(stored)
+
+
+def test_sizes_that_cannot_be_stored_so_are_named(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "awq")
+    stored, _ = write(tmp_path, row)
+    overrides = json.dumps({"quantization_config": {"quant_method": "awq", "group_size": 96}})
+    with pytest.raises(ModelLoadError, match=r"q_proj: 256 inputs are not whole groups of 96"):
+        loading.load(find_files(stored, overrides=overrides))
+
+
+def test_dummy_weights_are_plain_numbers(tmp_path: Path) -> None:
+    stored, _ = write(tmp_path, next(row for row in ROWS if row.name == "awq"))
+    with pytest.raises(ModelLoadError, match="dummy weights are plain numbers"):
+        loading.load(find_files(stored, LoadFormat.DUMMY))
+    nothing = json.dumps({"quantization_config": None})
+    assert loading.load(find_files(stored, LoadFormat.DUMMY, overrides=nothing)).spec.layers == 2
 
 
 def chosen_scheme(method: str):

@@ -50,10 +50,10 @@ class AwqStorage:
     def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """(step - zero) * scale, in float32."""
         apart = (-1, inputs // len(stored[".scales"]), outputs)
-        steps = _in_order(stored[".qweight"]).view(apart)
+        wide = _in_order(stored[".qweight"]).float().view(apart)
         zeros = _in_order(stored[".qzeros"])[:, None]
         scales = stored[".scales"].float()[:, None]
-        return ((steps - zeros) * scales).view(inputs, outputs).t()
+        return wide.sub_(zeros).mul_(scales).view(inputs, outputs).t()
 
 
 def _in_order(words: Tensor) -> Tensor:

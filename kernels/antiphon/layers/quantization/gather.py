@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from antiphon.layers.quantization.storage import Field, Fields, Storage, Whole
 
-PIECE_NUMBERS = 1 << 22
+PIECE_NUMBERS = 1 << 20
 """Weights that are made whole at once, about: they are float32 for that moment."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided, groups
+from antiphon.layers.quantization.storage import Axis, Field, divided, group_of, groups
 from antiphon.layers.quantization.words import unpacked
 from antiphon.layers.weights import FLOATS
 
@@ -59,14 +59,16 @@ class GptqStorage:
     def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """(step - zero) * scale, in float32."""
         steps = unpacked(stored[".qweight"].t(), self.bits)  # (O, I)
-        zeros = unpacked(stored[".qzeros"], self.bits) + self.zero_added  # (G, O)
+        zeros = unpacked(stored[".qzeros"], self.bits).int() + self.zero_added  # (G, O)
         zeros = (zeros & ((1 << self.bits) - 1)).t()
         scales = stored[".scales"].float().t()  # (O, G)
         if self.ordered:
-            of = stored[".g_idx"]
-            return (steps - zeros.index_select(1, of)) * scales.index_select(1, of)
+            of = group_of(stored[".g_idx"], scales.shape[1])
+            wide = steps.float().sub_(zeros.index_select(1, of))
+            return wide.mul_(scales.index_select(1, of))
         # The last group of a weight may be shorter.
         short = -inputs % min(self.group or inputs, inputs)
-        padded = torch.nn.functional.pad(steps, (0, short)).view(outputs, scales.shape[1], -1)
-        wide = (padded - zeros[..., None]) * scales[..., None]
-        return wide.view(outputs, -1)[:, :inputs]
+        wide = torch.nn.functional.pad(steps, (0, short)).float()
+        apart = wide.view(outputs, scales.shape[1], -1)
+        apart.sub_(zeros[..., None]).mul_(scales[..., None])
+        return wide[:, :inputs]

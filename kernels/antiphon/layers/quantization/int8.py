@@ -96,6 +96,7 @@ class TorchaoInt8Storage:
         del inputs
         # Only where it was asked for: it takes seconds, and need not be installed.
         from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+            Int8Tensor,
             Int8WeightOnlyConfig,
             quantize_,
         )
@@ -106,4 +107,5 @@ class TorchaoInt8Storage:
         linear.weight = torch.nn.Parameter(weight, requires_grad=False)
         quantize_(linear, Int8WeightOnlyConfig())
         rounded = linear.weight
+        assert isinstance(rounded, Int8Tensor), "what this configuration makes"
         return Steps(rounded.qdata, rounded.scale.flatten().float())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided, groups
+from antiphon.layers.quantization.storage import Axis, Field, divided, group_of, groups
 from antiphon.layers.quantization.words import unpacked
 from antiphon.layers.weights import FLOATS
 
@@ -64,9 +64,10 @@ class PackedStorage:
         zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
         if self.zero_point:
             packed = stored[".weight_zero_point"].t()  # (G, O / word)
-            zeros = unpacked(packed, self.bits)[:, :outputs].t()
+            zeros = unpacked(packed, self.bits)[:, :outputs].t().int()
         if self.ordered:
-            of = stored[".weight_g_idx"].int()
-            return (steps - zeros.index_select(1, of)) * scales.index_select(1, of)
-        apart = steps.reshape(outputs, scales.shape[1], -1)
-        return ((apart - zeros[..., None]) * scales[..., None]).view(outputs, inputs)
+            of = group_of(stored[".weight_g_idx"], scales.shape[1])
+            wide = steps.float().sub_(zeros.index_select(1, of))
+            return wide.mul_(scales.index_select(1, of))
+        wide = steps.float().reshape(outputs, scales.shape[1], -1)
+        return wide.sub_(zeros[..., None]).mul_(scales[..., None]).view(outputs, inputs)

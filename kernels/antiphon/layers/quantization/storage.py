@@ -193,6 +193,17 @@ def groups(inputs: int, each: int) -> Axis | int:
     return Axis("inputs", each) if each and each < inputs else 1
 
 
+def group_of(inputs: Tensor, count: int) -> Tensor:
+    """Which of `count` groups each input belongs to, (I,) int32.
+
+    Raises:
+        ValueError: One belongs to none.
+    """
+    if bool(((inputs < 0) | (inputs >= count)).any()):
+        raise ValueError(f"inputs belong to other groups than there are, {count}")
+    return inputs.int()
+
+
 def divided(count: int, each: int, what: str) -> None:
     """Hold that groups are whole; a group of 0 is all.
 

@@ -10,13 +10,16 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits, the lowest bits of a word first.
+    """Numbers of 2, 4 or 8 bits, the lowest bits of a word first, from 0.
 
-    words (..., N) int32  ->  (..., N * 32 / bits) int32, from 0
+    words (..., N) int32  ->  (..., N * 32 / bits) uint8
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    apart = (words[..., None] >> shifts) & ((1 << bits) - 1)
-    return apart.flatten(-2)
+    # Byte by byte, which moves a quarter of what words would; the lowest byte comes first.
+    apart = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return apart
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+    return ((apart[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def halves(pairs: Tensor, *, high_first: bool) -> Tensor:

@@ -157,7 +157,7 @@ def _decode(tensor: GgufTensor, order: Decode) -> Decode:
 def _scaled(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
     """Blocks of bytes, (N,) uint8, as the float32 numbers that they stand for."""
     rows = data.view(math.prod(shape[:-1]), -1).numpy()
-    return torch.from_numpy(dequantize(rows, kind)).view(shape)
+    return torch.as_tensor(dequantize(rows, kind)).view(shape)
 
 
 def _order(header: GgufHeader, name: str) -> Decode:
