@@ -258,10 +258,19 @@ BESIDE = (
 """Endings of what is stored with a weight, in plain numbers."""
 
 
+ROUTERS = Pattern(r".*\.(gate|router|shared_expert_gate)$", "regex")
+"""Small linears that choose experts: rounding them chooses others."""
+
+
 def online(method: Quantize) -> Quantization:
     """What rounds the linears of a checkpoint of plain numbers as they are loaded."""
     scheme = OnlineFp8() if method is Quantize.FP8 else TorchaoInt8()
-    return Quantization(method=method, rules=(Rule((Pattern("", "all"),), scheme),), online=True)
+    return Quantization(
+        method=method,
+        rules=(Rule((Pattern("", "all"),), scheme),),
+        plain=(ROUTERS,),
+        online=True,
+    )
 
 
 def chosen(

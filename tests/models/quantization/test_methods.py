@@ -20,12 +20,16 @@ from antiphon.config.device import Device
 from antiphon.config.load import load as settings_of
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import find_files
-from antiphon.config.quantization import Quantize, chosen
+from antiphon.config.quantization import Quantize, Scheme, chosen
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.resolve import resolve
 from antiphon.kernels.cpu import extension
+from antiphon.layers.linear import RowLinear, Stored
+from antiphon.layers.methods import METHODS
 from antiphon.layers.quantization import storage as parts
 from antiphon.layers.quantization.gather import stored_sources
+from antiphon.layers.tp import SingleRank
+from antiphon.layers.weights import Build
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.quantization import storage_of
@@ -36,6 +40,8 @@ from antiphon.model_worker.runner.open import OpenModel, open_model
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from antiphon.layers.methods import LinearMethod
 
 LACKING = extension.lacking()
 ALL = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
@@ -180,6 +186,18 @@ def test_a_part_of_a_weight_is_that_part_wherever_it_is_cut(
     assert_weights(*read(written, row, part=cut))
 
 
+def row_scheme(row: Row) -> Scheme:
+    said = None if row.said is None else Quantize(row.said)
+    config = json.dumps({"quantization_config": row.config}).encode()
+    found = chosen(read_quantization(config), said)
+    assert found is not None
+    return found.rules[0].scheme
+
+
+PLAIN = METHODS["plain"]
+MXFP4 = row_scheme(next(row for row in ROWS if row.name == "mxfp4"))
+
+
 def opened(folder: Path, row: Row, linear: str, quantized: str) -> OpenModel:
     return open_model(
         folder,
@@ -245,7 +263,9 @@ def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor
     )
     weights: list[Tensor] = []
     for layer in model.decoder.layers.values():
-        for block in (layer._attention, layer._mlp):
+        for block in vars(layer).values():
+            if not hasattr(block, "__dict__"):
+                continue
             linears = [one for one in vars(block).values() if hasattr(one, "_weights")]
             weights += [linear._weights.tensors["weight"] for linear in linears]
     assert len(weights) == 4 * 2
@@ -312,11 +332,55 @@ def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
         into[expert, at : at + len(numbers)] = numbers
 
     part = parts.Part(slice(48, 96), slice(32, 64))
-    storage = storage_of(chosen_scheme("mxfp4"))
+    storage = storage_of(MXFP4)
     for source in stored_sources("experts.up", storage, (96, 64), part, take, experts=3):
         source.load(stack[source.name.removeprefix("experts.up")])
     expected = torch.stack([one.whole[48:, 32:] for one in made])
     assert torch.equal(into, expected)
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """Every linear is stored so."""
+
+    one: parts.Storage
+    method: LinearMethod
+
+    def storage(self, name: str) -> parts.Storage:
+        return self.one
+
+
+FUSED = Stored(run=96, first=32, runs=2), Stored(run=64, runs=3, neighbours=32, head_size=64)
+
+
+@ALL
+@pytest.mark.parametrize("stored", FUSED, ids=["a part of each run", "rotated by neighbours"])
+def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
+    row: Row, stored: Stored
+) -> None:
+    outputs = 64 if stored.first else 192
+    weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
+    made = row.make(weight)
+    scheme = storage_of(row_scheme(row))
+    build = Build(SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN))
+    linear = RowLinear("a", 256, outputs, bias=False, build=build, method=PLAIN, stored=stored)
+    suffixes = {".weight_scale": ".weight_scale_inv"}
+    for source in linear.sources():
+        suffix = source.name.removeprefix("a")
+        tensor = made.stored.get(suffix)
+        source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
+    expected = stored.pick("weight", outputs, made.whole)
+    assert torch.equal(linear._weights.tensors["weight"], expected)
+
+
+def test_transposed_tensors_are_not_quantized() -> None:
+    build = Build(
+        SingleRank(), torch.float32, torch.device("cpu"), Everywhere(storage_of(MXFP4), PLAIN)
+    )
+    stored = Stored(transposed=True)
+    linear = RowLinear("a", 64, 64, bias=False, build=build, method=PLAIN, stored=stored)
+    with pytest.raises(ValueError, match=r"a: weights stored as \(inputs, outputs\) are not"):
+        list(linear.sources())
 
 
 def test_inputs_of_a_group_that_is_not_there_are_refused(tmp_path: Path) -> None:
@@ -367,11 +431,4 @@ def test_dummy_weights_are_plain_numbers(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="dummy weights are plain numbers"):
         loading.load(find_files(stored, LoadFormat.DUMMY))
     nothing = json.dumps({"quantization_config": None})
-    assert loading.load(find_files(stored, LoadFormat.DUMMY, overrides=nothing)).spec.layers == 2
-
-
-def chosen_scheme(method: str):
-    config = json.dumps({"quantization_config": {"quant_method": method}}).encode()
-    found = read_quantization(config)
-    assert found is not None
-    return found.rules[0].scheme
+    assert loading.load(find_files(stored, LoadFormat.DUMMY, overrides=nothing)).spec.layers

@@ -187,6 +187,8 @@ def test_plain_checkpoints_are_rounded_at_loading_where_that_was_asked_for() -> 
     found = chosen(None, Quantize.FP8)
     assert found is not None
     assert found.online
+    assert found.scheme("model.layers.0.mlp.gate_proj") is not None
+    assert found.scheme("model.layers.0.mlp.gate") is None
     assert chosen(None, Quantize.GGUF, gguf=True) is None
 
 
