@@ -61,3 +61,26 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation of each number, as x."""
     return _FUNCTIONS[activation](x)
+
+
+@kernel("activation.clamped_swish_mul", invariant=True)
+def clamped_swish_mul(gate_up: Tensor, sharpness: float, limit: float) -> Tensor:
+    """A gate times its sigmoid times (up + 1), of halves that are held within a limit.
+
+    The gate is held from above only; its sigmoid is of `sharpness` times the gate.
+    gate_up (tokens, 2 * width)  ->  (tokens, width), computed in float32
+
+    Source: OpenAI 2025, arXiv:2508.10925 (the experts of gpt-oss).
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * sigmoid(sharpness * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), each element with bits of its own.
+
+    `torch.sigmoid` computes what does not fill a vector at the end of a tensor in another way: of
+    1,000 rows of 60 elements, 700 had other bits alone than among the others.
+    """
+    return 1 / (1 + (-x).exp())

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from antiphon.kernels.activation import Activation, activate, gate, silu_mul
+from antiphon.kernels.activation import (
+    Activation,
+    activate,
+    clamped_swish_mul,
+    gate,
+    silu_mul,
+)
 from antiphon.kernels.attention import AttentionRows, paged_attention, shaped_attention
 from antiphon.kernels.causal_conv import causal_conv
+from antiphon.kernels.experts import combine
 from antiphon.kernels.finite import finite_rows
 from antiphon.kernels.gated_delta import gated_delta
 from antiphon.kernels.heads import HeadNorms, ready_heads
@@ -20,6 +27,7 @@ from antiphon.kernels.norm import (
     squares,
 )
 from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
+from antiphon.kernels.routing import Routing, route
 from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
 from antiphon.kernels.ssd import ssd
 
@@ -44,6 +52,9 @@ REGISTRY: Mapping[str, Op[..., object]] = {
         silu_mul,
         gate,
         activate,
+        clamped_swish_mul,
+        route,
+        combine,
         ready_heads,
         paged_attention,
         shaped_attention,
@@ -74,6 +85,9 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     gate: Callable[[Tensor, Activation], Tensor]
     activate: Callable[[Tensor, Activation], Tensor]
+    clamped_swish_mul: Callable[[Tensor, float, float], Tensor]
+    route: Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
+    combine: Callable[[Tensor, Tensor, Tensor], Tensor]
     ready_heads: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None], Tensor
     ]
@@ -120,6 +134,9 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
         silu_mul=choose(silu_mul),
         gate=choose(gate),
         activate=choose(activate),
+        clamped_swish_mul=choose(clamped_swish_mul),
+        route=choose(route),
+        combine=choose(combine),
         ready_heads=choose(ready_heads),
         paged_attention=choose(paged_attention),
         shaped_attention=choose(shaped_attention),

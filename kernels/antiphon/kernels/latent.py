@@ -1,0 +1,231 @@
+"""Attention over a cache of latent vectors, from which every head makes its keys and values.
+
+It has two forms with the same result. *Expanded*, each head's keys and values are made of the
+latents, and attention is as ever: cheaper where many queries meet few keys, as in a prompt.
+*Absorbed*, what would make the keys is applied to the queries instead, so that attention runs over
+the latents themselves, one kv head for all query heads: cheaper where few queries meet many keys,
+as in decoding.
+
+Axes: T tokens, Q query heads, N cached tokens of the rows at hand, P pages, S tokens a page,
+R latent size, C content size and O position size of a head's keys, V value size.
+
+Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+
+from antiphon.kernels.attention import AttentionRows, KvShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionRows, float], Tensor]
+
+EXPANDED_BYTES_MAX = 1 << 28
+"""Keys and values that are expanded at once; a row with more of them is absorbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """What is the same in every layer of a latent cache group.
+
+    Attributes:
+        heads: Q, on this rank.
+        latent: R.
+        content: C, the part of a key that is made of the latent.
+        position: O, the part of a key that is rotated and shared by all heads.
+        value: V.
+    """
+
+    heads: int
+    latent: int
+    content: int
+    position: int
+    value: int
+
+    @property
+    def kept(self) -> int:
+        """Numbers in the cache a token and layer."""
+        return self.latent + self.position
+
+    @property
+    def wide(self) -> int:
+        """Head size of expanded attention, which has one for keys and values."""
+        return max(self.content + self.position, self.value)
+
+
+class LatentHeads(Protocol):
+    """What a layer's weights do between latents and heads."""
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Make contents of keys, and values: (N, R)  ->  (N, Q, C + V)."""
+        ...
+
+    def absorb(self, content: Tensor) -> Tensor:
+        """Queries that meet latents as `content` would meet keys: (T, Q, C)  ->  (T, Q, R)."""
+        ...
+
+    def restore(self, mixed: Tensor) -> Tensor:
+        """Values of mixed latents: (T, Q, R)  ->  (T, Q, V)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a pass that attend together.
+
+    Attributes:
+        rows: Over the cache, or over what is expanded for them alone.
+        tokens: (T',) which of the pass's tokens; None: all, in order.
+        places: (N,) where the latents that are expanded lie, page * S + offset; None: absorbed.
+    """
+
+    rows: AttentionRows
+    tokens: Tensor | None
+    places: Tensor | None
+
+
+@dataclass(frozen=True)
+class LatentRows:
+    """The rows of one pass, as a latent cache group sees them. Made once a pass.
+
+    `absorbed`: no row is expanded. The forms differ in their last bits, so this gives a token its
+    bits however many are computed beside it.
+    """
+
+    rows: AttentionRows
+    sizes: LatentSizes
+    absorbed: bool = False
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The rows by form."""
+        expanded = self._expanded()
+        if not expanded.any():
+            return (Part(self.rows, None, None),)
+        parts = [self._expanded_part(rows) for rows in self._batches(np.flatnonzero(expanded))]
+        if not expanded.all():
+            parts.append(self._absorbed_part(np.flatnonzero(~expanded)))
+        return tuple(parts)
+
+    def _expanded(self) -> NDArray[np.bool_]:
+        """Which rows are cheaper so, in multiplications a head, and fit."""
+        queries, keys = self.rows.query_len.astype(np.int64), self.rows.kv_len.astype(np.int64)
+        if self.absorbed:
+            return np.zeros(len(queries), np.bool_)
+        sizes = self.sizes
+        between = sizes.latent * (sizes.content + sizes.value)
+        expanded = keys * between + queries * keys * 2 * sizes.wide
+        absorbed = queries * between + queries * keys * 2 * sizes.kept
+        return (queries > 1) & (expanded < absorbed) & (keys <= self._keys_max)
+
+    @property
+    def _keys_max(self) -> int:
+        per_key = 2 * self.sizes.heads * self.sizes.wide * self.rows.shape.dtype.itemsize
+        return EXPANDED_BYTES_MAX // per_key
+
+    def _batches(self, chosen: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Rows that are expanded together."""
+        first, keys = 0, 0
+        for index, row in enumerate(chosen):
+            keys += int(self.rows.kv_len[row])
+            if keys > self._keys_max:
+                yield chosen[first:index]
+                first, keys = index, int(self.rows.kv_len[row])
+        yield chosen[first:]
+
+    def _absorbed_part(self, chosen: NDArray[np.int64]) -> Part:
+        rows = replace(
+            self.rows,
+            page_table=np.ascontiguousarray(self.rows.page_table[chosen]),
+            query_len=self.rows.query_len[chosen],
+            kv_len=self.rows.kv_len[chosen],
+        )
+        return Part(rows, self._tokens(chosen), None)
+
+    def _expanded_part(self, chosen: NDArray[np.int64]) -> Part:
+        """The rows over keys that lie one after the other: pages of one token each."""
+        kv_len = self.rows.kv_len[chosen]
+        starts = np.cumsum(kv_len, dtype=np.int64) - kv_len
+        shape = KvShape(1, self.sizes.heads, 1, self.sizes.wide, self.rows.shape.dtype)
+        table = np.add.outer(starts, np.arange(int(kv_len.max()))).astype(np.int32)
+        rows = AttentionRows(shape, table, self.rows.query_len[chosen], kv_len)
+        row = np.repeat(chosen, kv_len)
+        position = np.arange(len(row)) - np.repeat(starts, kv_len)
+        page_tokens = self.rows.shape.page_tokens
+        page = self.rows.page_table[row, position // page_tokens].astype(np.int64)
+        assert (page >= 0).all(), "a row reads a token that has no page"
+        places = torch.as_tensor(page * page_tokens + position % page_tokens)
+        return Part(rows, self._tokens(chosen), places)
+
+    def _tokens(self, chosen: NDArray[np.int64]) -> Tensor | None:
+        if len(chosen) == len(self.rows.query_len):
+            return None
+        taken = np.zeros(len(self.rows.query_len), np.bool_)
+        taken[chosen] = True
+        return torch.as_tensor(np.flatnonzero(np.repeat(taken, self.rows.query_len)))
+
+
+def latent_attention(
+    q: Tensor,
+    cache: Tensor,
+    rows: LatentRows,
+    heads: LatentHeads,
+    scale: float,
+    attend: PagedAttention,
+) -> Tensor:
+    """Softmax attention of each query over its row's cached latents, causal.
+
+    q (T, Q, C + O), rotated; cache (P, S, 1, R + O), this pass's own already stored; `attend` is
+    the op `attention.paged`  ->  (T, Q, V)
+    """
+    out: Tensor | None = None
+    for part in rows.parts:
+        picked = q if part.tokens is None else q.index_select(0, part.tokens)
+        mixed = _mix(picked, cache, part, (rows.sizes, heads), scale, attend)
+        if part.tokens is None:
+            return mixed
+        if out is None:
+            out = mixed.new_empty(len(q), *mixed.shape[1:])
+        out.index_copy_(0, part.tokens, mixed)
+    assert out is not None, "a pass has rows"
+    return out
+
+
+def _mix(
+    q: Tensor,
+    cache: Tensor,
+    part: Part,
+    layer: tuple[LatentSizes, LatentHeads],
+    scale: float,
+    attend: PagedAttention,
+) -> Tensor:
+    sizes, heads = layer
+    if part.places is None:
+        absorbed = heads.absorb(q[..., : sizes.content])  # (T, Q, R)
+        queries = torch.cat((absorbed, q[..., sizes.content :]), dim=-1)
+        # Values are the latents: what lies beside them is mixed too, and dropped.
+        mixed = attend(queries, cache, cache, part.rows, scale)
+        return heads.restore(mixed[..., : sizes.latent])
+    kept = cache.flatten(0, 2).index_select(0, part.places)  # (N, R + O)
+    made = heads.expand(kept[:, : sizes.latent])  # (N, Q, C + V)
+    shared = kept[:, None, sizes.latent :].expand(-1, sizes.heads, -1)
+    keys = torch.cat((made[..., : sizes.content], shared), dim=-1)
+    wide = [_padded(x, sizes.wide) for x in (q, keys, made[..., sizes.content :])]
+    mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale)
+    return mixed[..., : sizes.value]
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return F.pad(x, (0, size - x.shape[-1]))
