@@ -19,13 +19,22 @@ from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 from tests.models.tiny import VOCABULARY
 
 from antiphon.config.card import read_card
-from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, ModelConfig
+from antiphon.config.settings import Settings
+from antiphon.config.worker import CacheConfig
 from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.batching.loop import BatchingLoop
+from antiphon.model_worker.batching.mailbox import Mail, Mailbox
+from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.opening import open_engine
+from antiphon.model_worker.replay import replay
 from antiphon.model_worker.runner.memory import cache_groups
 from antiphon.model_worker.runner.open import open_model
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +133,36 @@ def test_the_card_knows_the_size_of_states_and_pages(folder: Path) -> None:
         assert (states.kind, states.pages_total) == (GroupKind.STATE, 5)
         assert states.page_bytes == card.state_bytes(dtype)
         assert pages.page_bytes == 4 * card.kv_bytes(dtype)
+
+
+def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folder: Path) -> None:
+    settings = Settings(
+        model=ModelConfig(path=str(folder)),
+        cache=CacheConfig(tokens_max=2048, states_max=24, checkpoint_tokens=32),
+    )
+    engine = open_engine(settings)
+    assert engine.resolved is not None
+    assert engine.resolved.running_max.value == 12
+    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    states = [
+        RequestState(
+            request_id=RequestId(str(number)),
+            choice=0,
+            prompt_ids=pack_ids(PROMPTS[number]),
+            sampling=GREEDY,
+            deadline_unix_ms=2**52,
+        )
+        for number in range(20)
+    ]
+    loop.turn(Mail(runs=tuple((ChoiceKey(i), state) for i, state in enumerate(states))))
+    while not engine.batching.idle:
+        loop.turn(Mail())
+    again = replay(
+        loop.recorder.records(), engine.batching.pools.groups, open_engine(settings).runner
+    )
+    assert again.difference is None
+    assert again.passed == 0
+    assert again.rows > 20 * NEW_TOKENS
 
 
 @pytest.mark.timeout(90)
