@@ -160,7 +160,7 @@ class ModelWorker:
                 bits=self._agreement.bits,
                 pages_promised=last.credit.pages_promised,
                 pages_returning=last.credit.pages_returning,
-                kv_seq=self._announcer.seq,
+                kv_seq=self._announcer.seq if self._tells else None,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
@@ -185,7 +185,9 @@ class ModelWorker:
         live_max = limits.running_max + limits.queue_max
         self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
-        self._announcer = Announcer(self._runtime.process, self._settings.cache.events_max)
+        cache = self._settings.cache
+        self._tells = cache.prefix and cache.events
+        self._announcer = Announcer(self._runtime.process, cache.events_max)
         self._mailbox = Mailbox(live_max)
         self._loop = BatchingLoop(
             engine.batching,

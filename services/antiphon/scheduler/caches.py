@@ -78,8 +78,13 @@ class Caches:
         """How many of a prompt's first blocks each worker holds; who holds none is left out."""
         return self._index.overlaps(digests)
 
-    def beat(self, worker: Process, seq: int) -> None:
-        """A worker's heartbeat names its newest event. It is followed from the first one on."""
+    def beat(self, worker: Process, seq: int | None) -> None:
+        """A worker's heartbeat names its newest event. It is followed from the first one on.
+
+        One without a number tells of nothing: what it has is not known, and not expected either.
+        """
+        if seq is None:
+            return
         followed = self._followed.get(worker)
         if followed is None:
             self._followed[worker] = Followed(newest=seq, named=seq)

@@ -43,12 +43,14 @@ class Account:
         strays: What it still ran in its last report though it should not.
         ended: What is bound to it, and had ended by then.
         shut: It has given something back since its last report, and gets nothing before the next.
+        pages_back: Of prompts that have left since its last report, which counts them as taken.
     """
 
     charges: dict[RequestId, Charge] = field(default_factory=dict[RequestId, Charge])
     strays: set[RequestId] = field(default_factory=set[RequestId])
     ended: set[RequestId] = field(default_factory=set[RequestId])
     shut: bool = False
+    pages_back: int = 0
 
     def bind(self, request_id: RequestId, charge: Charge) -> None:
         """Count a request that is its own from here on."""
@@ -57,12 +59,15 @@ class Account:
 
     def unbind(self, request_id: RequestId) -> None:
         """Count a request no more, unless its next report holds it."""
-        self.charges.pop(request_id, None)
+        charge = self.charges.pop(request_id, None)
+        if charge is not None and not charge.waiting and request_id not in self.ended:
+            self.pages_back += charge.pages
         self.ended.discard(request_id)
 
     def report(self, lines: Iterable[RunningRequest]) -> None:
         """Count anew from what a load report says that the worker holds."""
-        self.strays, self.ended, self.shut = set(), set(), False
+        self.strays, self.ended = set(), set()
+        self.shut, self.pages_back = False, 0
         for line in lines:
             charge = self.charges.get(line.request_id)
             if charge is not None:
@@ -94,7 +99,8 @@ class Account:
         are, and those of whoever was bound and does not run yet are gone.
         """
         waiting = sum(charge.pages for charge in self._live() if charge.waiting)
-        return load.pages_free - load.pages_promised + load.pages_returning - waiting
+        back = load.pages_returning + self.pages_back
+        return load.pages_free - load.pages_promised + back - waiting
 
     def takes(self, load: WorkerLoad, look_ahead: int, charge: Charge) -> bool:
         """Whether it has places and pages for one more request.

@@ -48,7 +48,7 @@ class WorkerLoad(Value):
         weight_version: What its weights are called.
         bits: What the bits of its answers depend on, where it has promised that nothing else does;
             workers of one model agree in it, or one of them leaves.
-        kv_seq: Number of the newest event of its prefix cache.
+        kv_seq: Number of the newest event of its prefix cache; None if it tells of none.
     """
 
     pages_free: int
@@ -67,7 +67,7 @@ class WorkerLoad(Value):
     bits: str = ""
     pages_promised: int = 0
     pages_returning: int = 0
-    kv_seq: int = 0
+    kv_seq: int | None = None
 
 
 class Heartbeat(Message):

@@ -316,6 +316,7 @@ async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage
     await stage.load_is(0)
     assert stage.load is not None
     seq, heard = stage.load.kv_seq, stage.told[-1].seq
+    assert seq is not None
     assert seq > heard, "nothing was lost"
     await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
     reply = await stage.bus.call(KV_REPLAY, ReplayKv(after=heard), timeout_s=5.0, worker=worker)

@@ -52,6 +52,7 @@ class Actor:
             step=0,
             step_age_s=0.0,
             context_tokens=2048,
+            kv_seq=0,
         )
         self.open: dict[RequestId, OpenRequest] = {}
         self._version = 0

@@ -46,6 +46,14 @@ def test_events_of_a_life_that_no_heartbeat_has_named_are_passed_over() -> None:
     assert caches.blocks == 0
 
 
+def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
+    caches = Caches(100)
+    caches.beat(W, None)
+    caches.expect(W, block(1), 0.0)
+    assert caches.blocks == 0
+    assert caches.asks(0.0) == []
+
+
 def test_a_gap_is_asked_for_once_and_again_when_nobody_answers() -> None:
     caches = Caches(100)
     caches.beat(W, 0)

@@ -200,3 +200,19 @@ def test_each_choice_of_a_request_takes_a_place() -> None:
     alone.usual()
     alone.submit("r0", choices=9)
     assert len(alone.admits()) == 1, "an idle worker takes any"
+
+
+def test_the_pages_of_what_has_just_ended_are_there_before_the_next_report() -> None:
+    stage = Stage()
+    gateway, worker, _ = stage.usual()
+    stage.submit("r0")
+    stage.submit("r1")
+    first, second = stage.admits(worker)
+    worker.runs(running(first), running(second))
+    worker.load = msgspec.structs.replace(worker.load, pages_free=0)
+    stage.pass_s(0.6)
+    stage.submit("r2")
+    assert len(stage.admits()) == 2
+    gateway.closes(first.request_id)
+    stage.listen()
+    assert len(stage.admits()) == 3

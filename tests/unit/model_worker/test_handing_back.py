@@ -1,0 +1,58 @@
+"""Where what waits here could be run instead."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.model_worker.handing_back import others, room
+from antiphon.service.peers import Peer, Verdict
+from antiphon.wire.base import Attempt, Process, Role, State, Term
+from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
+
+MODEL = ModelName("model")
+OTHER = Process(instance=InstanceId("worker-1"), incarnation=Incarnation("1"))
+LOAD = WorkerLoad(
+    pages_free=10,
+    pages_total=10,
+    page_tokens=16,
+    running_max=3,
+    step=0,
+    step_age_s=0.0,
+    context_tokens=128,
+)
+
+
+def line(*, ended: bool = False) -> RunningRequest:
+    attempt = Attempt(term=Term(number=1, scheduler=OTHER), n=1)
+    return RunningRequest(request_id=RequestId("r"), attempt=attempt, tokens=1, ended=ended)
+
+
+def peer(load: WorkerLoad | None, model: ModelName = MODEL) -> Peer:
+    beat = Heartbeat(
+        role=Role.WORKER,
+        process=OTHER,
+        state=State.READY,
+        model=model,
+        config_digest="",
+        health_port=0,
+        load=0,
+        worker=load,
+        not_after_unix_ms=0,
+    )
+    return Peer(beat, Verdict.ALIVE, 0.0)
+
+
+def test_only_a_worker_of_our_model_that_runs_steps_counts() -> None:
+    paused = msgspec.structs.replace(LOAD, paused=True)
+    peers = [peer(LOAD), peer(None), peer(paused), peer(LOAD, ModelName("another"))]
+    assert others(peers, MODEL) == [LOAD]
+
+
+def test_room_is_what_others_could_start_at_once() -> None:
+    busy = msgspec.structs.replace(LOAD, running=(line(), line(), line(ended=True)))
+    full = msgspec.structs.replace(LOAD, running=(line(),) * 5)
+    short = msgspec.structs.replace(LOAD, pages_promised=10)
+    assert [room([load]) for load in (LOAD, busy, full, short)] == [3, 1, 0, 0]
+    assert room([LOAD, busy, full]) == 4
+    assert room([]) == 0
