@@ -23,7 +23,7 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.model_worker.grammar.matcher import Compiler
-    from antiphon.model_worker.grammar.vocabulary import Vocabulary
+    from antiphon.service.vocabulary import Vocabulary
     from antiphon.wire.schemas import Json
 
 Compile = Callable[[Grammar], CompiledGrammar]
