@@ -24,6 +24,11 @@ class KvSpec:
     head_size: int
     window: int | None = None
 
+    @property
+    def tensors(self) -> int:
+        """What a layer has of each token: a key and a value."""
+        return 2
+
     def heads_of(self, ranks: int) -> int:
         """Heads on one of `ranks` ranks; with fewer heads than ranks they are copied."""
         return max(1, self.heads // ranks)
@@ -36,6 +41,8 @@ class KvSpec:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """Where one layer keeps its keys and values, each (P, S, H, D).
+
+    A layer that keeps latents has them in both places.
 
     Attributes:
         group: Index of its cache group: which rows of a pass it sees.

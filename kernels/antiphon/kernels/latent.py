@@ -36,12 +36,12 @@ EXPANDED_BYTES_MAX = 1 << 28
 """Keys and values that are expanded at once; a row with more of them is absorbed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """What is the same in every layer of a latent cache group.
+    """What a layer of latent attention keeps of each token, and what its heads make of that.
 
     Attributes:
-        heads: Q, on this rank.
+        heads: Q, of all ranks together; all of them have the whole cache.
         latent: R.
         content: C, the part of a key that is made of the latent.
         position: O, the part of a key that is rotated and shared by all heads.
@@ -55,14 +55,33 @@ class LatentSizes:
     value: int
 
     @property
-    def kept(self) -> int:
-        """Numbers in the cache a token and layer."""
+    def window(self) -> None:
+        """A query sees all before it."""
+        return
+
+    @property
+    def tensors(self) -> int:
+        """What a layer has of each token: keys and values are one."""
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a token in a layer, the one head of the cache."""
         return self.latent + self.position
 
     @property
     def wide(self) -> int:
         """Head size of expanded attention, which has one for keys and values."""
         return max(self.content + self.position, self.value)
+
+    def heads_of(self, ranks: int) -> int:
+        """Heads of the cache, on each of any number of ranks."""
+        del ranks
+        return 1
+
+    def token_bytes(self, ranks: int, dtype: torch.dtype) -> int:
+        """Of one token in one layer, on each of any number of ranks."""
+        return self.heads_of(ranks) * self.head_size * dtype.itemsize
 
 
 class LatentHeads(Protocol):
@@ -127,12 +146,17 @@ class LatentRows:
         sizes = self.sizes
         between = sizes.latent * (sizes.content + sizes.value)
         expanded = keys * between + queries * keys * 2 * sizes.wide
-        absorbed = queries * between + queries * keys * 2 * sizes.kept
+        absorbed = queries * between + queries * keys * 2 * sizes.head_size
         return (queries > 1) & (expanded < absorbed) & (keys <= self._keys_max)
 
     @property
+    def _heads(self) -> int:
+        """On this rank: all of them see the one head of the cache."""
+        return self.rows.shape.queries_per_head
+
+    @property
     def _keys_max(self) -> int:
-        per_key = 2 * self.sizes.heads * self.sizes.wide * self.rows.shape.dtype.itemsize
+        per_key = 2 * self._heads * self.sizes.wide * self.rows.shape.dtype.itemsize
         return EXPANDED_BYTES_MAX // per_key
 
     def _batches(self, chosen: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -158,7 +182,7 @@ class LatentRows:
         """The rows over keys that lie one after the other: pages of one token each."""
         kv_len = self.rows.kv_len[chosen]
         starts = np.cumsum(kv_len, dtype=np.int64) - kv_len
-        shape = KvShape(1, self.sizes.heads, 1, self.sizes.wide, self.rows.shape.dtype)
+        shape = KvShape(1, self._heads, 1, self.sizes.wide, self.rows.shape.dtype)
         table = np.add.outer(starts, np.arange(int(kv_len.max()))).astype(np.int32)
         rows = AttentionRows(shape, table, self.rows.query_len[chosen], kv_len)
         row = np.repeat(chosen, kv_len)
@@ -220,7 +244,7 @@ def _mix(
         return heads.restore(mixed[..., : sizes.latent])
     kept = cache.flatten(0, 2).index_select(0, part.places)  # (N, R + O)
     made = heads.expand(kept[:, : sizes.latent])  # (N, Q, C + V)
-    shared = kept[:, None, sizes.latent :].expand(-1, sizes.heads, -1)
+    shared = kept[:, None, sizes.latent :].expand(-1, made.shape[1], -1)
     keys = torch.cat((made[..., : sizes.content], shared), dim=-1)
     wide = [_padded(x, sizes.wide) for x in (q, keys, made[..., sizes.content :])]
     mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.heads import HeadNorms
+    from antiphon.kernels.latent import LatentHeads
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import Rotary
     from antiphon.kernels.states import LayerStates, StateRows
@@ -58,6 +59,32 @@ class Recur(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentManner:
+    """How a layer attends over latents.
+
+    Attributes:
+        scale: Of scores.
+        rotary: How the rotated part of queries and keys is.
+        heads: What the layer's weights do between latents and heads.
+    """
+
+    scale: float
+    rotary: Rotary
+    heads: LatentHeads
+
+
+class AttendLatent(Protocol):
+    """A cache of latents as a layer meets it; axes as in `antiphon.kernels.latent`."""
+
+    def __call__(self, layer: int, q: Tensor, latents: Tensor, manner: LatentManner) -> Tensor:
+        """Rotate, keep this pass's latents, and attend over all of a row.
+
+        q (T, Q, C + O) and latents (T, R + O), of which the last O are rotated  ->  (T, Q, V)
+        """
+        ...
+
+
 class Fused(Protocol):
     """All layers of one pass and the final norm at once, where the layers allow it."""
 
@@ -91,6 +118,7 @@ class ForwardContext:
         tp: The ranks that share each layer.
         attend: The paged cache, and the rotation of each token.
         recur: The recurrent states; unset: no layer has one.
+        attend_latent: The same of layers that keep latents; unset: there are none.
         positions: (T,) int32, of each token in its sequence.
         token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
         adapters: Unset: no row of this pass has one.
@@ -101,6 +129,7 @@ class ForwardContext:
     tp: Tp
     attend: Attend
     recur: Recur | None = None
+    attend_latent: AttendLatent | None = None
     positions: Tensor | None = None
     token_adapter: Tensor | None = None
     adapters: Adapters | None = None

@@ -104,6 +104,10 @@ class LinearMethod(Protocol):
         """The method of a table that is looked up as well as multiplied."""
         ...
 
+    def exact(self) -> LinearMethod:
+        """The method that multiplies as this one does, of weights that are kept as they come."""
+        ...
+
 
 class PlainLinear:
     """Weights in the model's own number format, multiplied by torch."""
@@ -139,6 +143,10 @@ class PlainLinear:
         return F.embedding(outputs, weights.tensors["weight"])
 
     def for_table(self) -> PlainLinear:
+        """The same."""
+        return self
+
+    def exact(self) -> PlainLinear:
         """The same."""
         return self
 
@@ -195,6 +203,10 @@ class PackedLinear:
     def for_table(self) -> PackedLinear:
         """Hidden states that are scored keep their precision: only the table is rounded."""
         return PackedLinear("int8") if self.format == "int8_dynamic" else self
+
+    def exact(self) -> PackedLinear:
+        """Packed, and not rounded."""
+        return PackedLinear("packed")
 
 
 METHODS: Mapping[str, LinearMethod] = {

@@ -8,7 +8,9 @@ from antiphon.kernels.cpu.stack import StackLayer
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.gated_delta import GatedDelta, GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2, Mamba2Spec
+from antiphon.layers.mla import LatentAttention, LatentSpec
 from antiphon.layers.mlp import GatedMlp, GatedSpec, PlainMlp, PlainSpec
+from antiphon.layers.moe import MixtureOfExperts, MoeSpec
 from antiphon.layers.norm import Norm, RmsNorm, norm_of
 from antiphon.layers.side_by_side import SideBySide, SideBySideSpec
 
@@ -27,10 +29,12 @@ MIXERS: Mapping[type, Callable[..., Block]] = {
     AttentionSpec: Attention,
     Mamba2Spec: Mamba2,
     GatedDeltaSpec: GatedDelta,
+    LatentSpec: LatentAttention,
 }
 FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
     GatedSpec: GatedMlp,
     PlainSpec: PlainMlp,
+    MoeSpec: MixtureOfExperts,
 }
 
 

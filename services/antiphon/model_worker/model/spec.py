@@ -27,11 +27,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
+from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedSpec, PlainSpec
+from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.side_by_side import BranchSpec, SideBySideSpec
 
@@ -40,11 +43,11 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.model.config_file import ConfigFile
 
-MixerSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec | SideBySideSpec
+MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | GatedDeltaSpec | SideBySideSpec
 """What lets tokens see each other."""
-FeedForwardSpec = GatedSpec | PlainSpec
+FeedForwardSpec = GatedSpec | PlainSpec | MoeSpec
 """What transforms each token by itself."""
-CacheSpec = KvSpec | StateSpec
+CacheSpec = KvSpec | LatentSizes | StateSpec
 """What a mixer keeps: of each token, or of all of them together."""
 
 
@@ -91,7 +94,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     multiplier: float = 1.0
 
     @property
-    def mixers(self) -> tuple[BranchSpec, ...]:
+    def mixers(self) -> tuple[BranchSpec | LatentSpec, ...]:
         """Its mixer, or those that are side by side in it."""
         if isinstance(self.mixer, SideBySideSpec):
             return tuple(branch.mixer for branch in self.mixer.branches)
@@ -135,6 +138,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         layer_name: What the checkpoint calls a layer, with `{}` for its index.
         ignored: Endings of tensors that checkpoints carry and nobody takes.
         prefix: What some checkpoints leave out at the start of every name.
+        further_layers: So many layers after the last, which predict tokens beyond the next, may be
+            in the checkpoint; nobody takes them.
     """
 
     family: str
@@ -149,6 +154,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     layer_name: str = "model.layers.{}"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     prefix: str = ""
+    further_layers: int = 0
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers that keep the same, full attention first, then narrow windows, then states.

@@ -14,6 +14,7 @@ from antiphon.kernels.rotary import AngleTables, Rotations
 from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
 from antiphon.model_worker.model.layer import NotPlain
+from antiphon.model_worker.runner.latent import PagedLatentAttend, latent_groups, latent_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,8 @@ _STACKED = (
 class Contexts:
     """Makes the context of each pass of one model on one rank.
 
-    `fused` false keeps the layers apart where they could be one stack.
+    `fused` false keeps the layers apart where they could be one stack; `deterministic` leaves out
+    what gives a token other bits beside other tokens.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Contexts:
         *,
         adapters: Adapters | None,
         fused: bool,
+        deterministic: bool = False,
     ) -> None:
         placement = model.build
         self._ops = ops
@@ -61,6 +64,8 @@ class Contexts:
         self._adapters = adapters
         self._caches = _caches(pools)
         self._states = _states(states)
+        self._latent = latent_groups(model.spec)
+        self._deterministic = deterministic
         self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
         self._stack_rotary: Rotary | None = None
@@ -92,11 +97,16 @@ class Contexts:
             tp=self._tp,
             attend=PagedAttend(self._ops, self._caches, batch.groups, rotations),
             recur=PagedStates(self._states, batch.states) if batch.states else None,
+            attend_latent=self._attend_latent(batch, rotations),
             positions=torch.as_tensor(plan.positions[0]),
             token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
             adapters=self._adapters if adapted else None,
             fused=fused,
         )
+
+    def _attend_latent(self, batch: Batch, rotations: Rotations) -> PagedLatentAttend:
+        rows = latent_rows(self._latent, batch.groups, absorbed=self._deterministic)
+        return PagedLatentAttend(self._ops, self._caches, rows, rotations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from antiphon.kernels.op import Device, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.states import StateSpec
 from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import Outcome, Plan, RowStatus
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.runner.acceptance import accept
@@ -76,7 +77,13 @@ class Runner:
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = Contexts(
-            model, self.ops, self.pools, states, adapters=adapters, fused=fused
+            model,
+            self.ops,
+            self.pools,
+            states,
+            adapters=adapters,
+            fused=fused,
+            deterministic=deterministic,
         )
         self._futures = Futures()
         self._sampler = Sampler(self.ops)
@@ -163,10 +170,10 @@ def _keeps(group: CacheGroup) -> bool:
     return group.kind is GroupKind.STATE
 
 
-def _attention_of(spec: ModelSpec, group: CacheGroup) -> AttentionSpec:
+def _attention_of(spec: ModelSpec, group: CacheGroup) -> AttentionSpec | LatentSpec:
     """An attention of the group: those of all its layers keep the same."""
     mixers = spec.layers[group.layers[0]].mixers
-    return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+    return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
 
 
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
@@ -175,14 +182,14 @@ def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
     return next(cache for cache in caches if isinstance(cache, StateSpec))
 
 
-def _shape(model: Model, group: CacheGroup, mixer: AttentionSpec) -> KvShape:
+def _shape(model: Model, group: CacheGroup, mixer: AttentionSpec | LatentSpec) -> KvShape:
     ranks = model.build.tp.ranks
     heads = mixer.cache.heads_of(ranks)
     return KvShape(
         page_tokens=group.page_tokens,
         heads=heads,
         queries_per_head=mixer.query_heads // ranks // heads,
-        head_size=mixer.head_size,
+        head_size=mixer.cache.head_size,
         dtype=model.build.dtype,
         window=group.window,
     )

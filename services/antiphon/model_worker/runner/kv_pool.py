@@ -1,6 +1,7 @@
 """The pages of a cache group as tensors, and as bytes.
 
-Axes: L layers of the group, P pages, S tokens a page, H kv heads, D head size.
+Axes: L layers of the group, N tensors a layer (keys and values, or latents alone), P pages,
+S tokens a page, H kv heads, D head size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.kv import KvSpec
+    from antiphon.kernels.latent import LatentSizes
     from antiphon.layers.weights import Build
     from antiphon.model_worker.cache.groups import CacheGroup
 
@@ -24,13 +26,13 @@ class PageCorrupt(Exception):
 
 
 class KvPool:
-    """Keys and values of one cache group, (L, 2, P, S, H, D)."""
+    """What one cache group keeps, (L, N, P, S, H, D)."""
 
-    def __init__(self, group: CacheGroup, spec: KvSpec, build: Build) -> None:
+    def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: Build) -> None:
         self.group = group
-        heads = spec.heads_of(build.tp.ranks)
+        page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
         self._data = torch.zeros(
-            (len(group.layers), 2, group.pages_total, group.page_tokens, heads, spec.head_size),
+            (len(group.layers), spec.tensors, group.pages_total, *page),
             dtype=build.dtype,
             device=build.device,
         )
@@ -41,8 +43,8 @@ class KvPool:
         return self._data.dtype
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the group's `index`-th layer, each (P, S, H, D)."""
-        return self._data[index, 0], self._data[index, 1]
+        """Keys and values of the group's `index`-th layer, each (P, S, H, D); latents are both."""
+        return self._data[index, 0], self._data[index, -1]
 
     def zero(self, places: Tensor) -> None:
         """Forget the tokens at `places` (page * S + offset) in every layer."""

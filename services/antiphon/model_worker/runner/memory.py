@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 
@@ -21,7 +22,7 @@ def cache_groups(
 ) -> tuple[CacheGroup, ...]:
     """The model's cache groups on this rank, each with a pool of `pages` pages or `states`."""
     return tuple(
-        _group(kept, layers, build, page_tokens, pages if isinstance(kept, KvSpec) else states)
+        _group(kept, layers, build, page_tokens, states if isinstance(kept, StateSpec) else pages)
         for kept, layers in spec.cache_groups()
     )
 
@@ -33,7 +34,7 @@ def _group(
     if isinstance(kept, StateSpec):
         kind, page_bytes = GroupKind.STATE, kept.state_bytes(ranks, build.dtype)
     else:
-        kind = GroupKind.FULL if kept.window is None else GroupKind.WINDOW
+        kind = _kind(kept)
         page_bytes = page_tokens * kept.token_bytes(ranks, build.dtype)
     return CacheGroup(
         kind=kind,
@@ -44,3 +45,9 @@ def _group(
         window=kept.window if isinstance(kept, KvSpec) else None,
         shard=Shard(rank=build.tp.rank, ranks=ranks),
     )
+
+
+def _kind(kept: KvSpec | LatentSizes) -> GroupKind:
+    if isinstance(kept, LatentSizes):
+        return GroupKind.LATENT
+    return GroupKind.FULL if kept.window is None else GroupKind.WINDOW

@@ -1,0 +1,139 @@
+"""The mixture of experts: a router, the experts that it sends a token to, and what all share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.kernels.activation import sigmoid
+from antiphon.layers.experts import Experts, ExpertsSpec
+from antiphon.layers.linear import ReplicatedLinear
+from antiphon.layers.methods import Cut, LinearShape
+from antiphon.layers.mlp import GatedMlp, GatedSpec
+from antiphon.layers.weights import WeightSource, void
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from antiphon.kernels.routing import Routing
+    from antiphon.layers.block import Site
+    from antiphon.layers.context import ForwardContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A router, the experts that it chooses from, and what all tokens share.
+
+    Names of tensors follow the layer's.
+
+    Attributes:
+        router: Name of the linear that scores the experts.
+        router_bias: Whether that has one.
+        correction: Name of the bias that counts in the choice alone; None without one.
+        shared: The block that every token goes through besides; None without one.
+        shared_gate: Name of the linear whose sigmoid says how much of that counts; None: all.
+    """
+
+    routing: Routing
+    experts: ExpertsSpec
+    router: str = "mlp.gate"
+    router_bias: bool = False
+    correction: str | None = None
+    shared: GatedSpec | None = None
+    shared_gate: str | None = None
+
+
+class Router:
+    """Scores the experts, in float32: a near tie that is rounded sends a token elsewhere."""
+
+    operations = frozenset({"moe.route"})
+
+    def __init__(self, site: Site, spec: MoeSpec) -> None:
+        self._spec, self._name = spec, site.named(spec.router)
+        self._size = (spec.experts.count, site.hidden)
+        self._method = site.method.exact()
+        wide = replace(site.build, dtype=torch.float32)
+        shape = LinearShape(site.hidden, spec.experts.count, spec.router_bias)
+        self._weights = self._method.create(shape, wide)
+        self._correction = self._correction_name = None
+        if spec.correction is not None:
+            self._correction = wide.empty(spec.experts.count)
+            self._correction_name = site.named(spec.correction)
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose: x (T, D)  ->  experts (T, K) int64 and their shares (T, K) float32."""
+        logits = self._method.apply(self._weights, x.float())
+        return ctx.ops.route(logits, self._correction, self._spec.routing)
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Its weight and biases."""
+        yield self._source("weight", self._size)
+        if self._spec.router_bias:
+            yield self._source("bias", self._size[:1])
+        if self._correction_name is not None and self._correction is not None:
+            name, kept = self._correction_name, self._correction
+            yield WeightSource(name, self._size[:1], lambda tensor: void(kept.copy_(tensor)))
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        self._method.pack(self._weights)
+
+    def _source(self, field: str, size: tuple[int, ...]) -> WeightSource:
+        cut = Cut(slice(None), slice(None), into=0)
+        return WeightSource(
+            f"{self._name}.{field}",
+            size,
+            lambda tensor: self._method.load(self._weights, field, tensor, cut),
+        )
+
+
+class MixtureOfExperts:
+    """A feed-forward part of many, of which each token meets a few. Axes: T tokens, D hidden."""
+
+    def __init__(self, site: Site, spec: MoeSpec) -> None:
+        self._router = Router(site, spec)
+        self._experts = Experts(site, spec.experts)
+        self._shared = None if spec.shared is None else GatedMlp(site, spec.shared)
+        self._gate = None
+        if spec.shared_gate is not None:
+            self._gate = ReplicatedLinear(
+                site.named(spec.shared_gate),
+                site.hidden,
+                1,
+                bias=False,
+                build=site.build,
+                method=site.method.exact(),
+            )
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Those of all parts."""
+        shared = frozenset[str]() if self._shared is None else self._shared.operations
+        return self._router.operations | self._experts.operations | shared
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        """Transform x (T, D)  ->  (T, D)."""
+        chosen, shares = self._router(ctx, x)
+        routed = ctx.tp.all_reduce(self._experts(ctx, x, chosen, shares))
+        if self._shared is None:
+            return routed
+        shared = self._shared(ctx, x)
+        if self._gate is not None:
+            shared = shared * sigmoid(self._gate(ctx, x))
+        return routed + shared
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of all parts."""
+        for part in (self._router, self._experts, self._shared, self._gate):
+            if part is not None:
+                yield from part.sources()
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        for part in (self._router, self._experts, self._shared, self._gate):
+            if part is not None:
+                part.pack()
