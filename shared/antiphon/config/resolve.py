@@ -189,7 +189,7 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
 
 def _bits(device: Device, dtype: Dtype, linear: Linear, kept: Kept) -> Decided[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
-    parts = {"dtype": dtype, "linear": linear} | kept.bits | device.arithmetic
+    parts = {"dtype": str(dtype), "linear": str(linear), **kept.bits, **device.arithmetic}
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return Decided(text, "what the bits of an answer depend on, beside the model")
 

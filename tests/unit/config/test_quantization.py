@@ -224,6 +224,8 @@ def test_four_bits_are_kept_as_numbers_and_the_plan_says_what_that_takes() -> No
     assert (found.linear.value, found.quantized.value) == (Linear.PACKED, Linear.PACKED)
     assert "converted once, 0.50 GiB; in int8, rounded again, 0.25 GiB" in found.quantized.reason
     assert found.weight_bytes.value == GIB
+    assert ",quantized:awq as packed" in found.bits.value
+    assert "quantized" not in decide().bits.value
     assert found.weight_bytes.reason.endswith(f"{GIB // 4} of them quantized")
 
 

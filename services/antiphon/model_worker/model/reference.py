@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from antiphon.config.markdown import table
+from antiphon.config.quantization_file import METHODS as QUANTIZED
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.model.config_file import ACTIVATIONS
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
@@ -30,6 +31,8 @@ In every family:
 
 * number formats: float32, bfloat16, float16
 * linears (`model.linear`): {", ".join(METHODS)}
+* quantized checkpoints (`quant_method` of config.json, see
+  [quantization.md](../quantization.md)): {", ".join(QUANTIZED)}
 * rotations: {", ".join(KINDS)}
 * activations: {", ".join(ACTIVATIONS)}
 * files: safetensors, torch's, and of the architectures {", ".join(LAYOUTS)} GGUF
