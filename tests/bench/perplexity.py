@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Machine, machine
+from tests.models.specs import attention_of
 from tokenizers import Tokenizer
 
 from antiphon import embedded
@@ -103,7 +104,7 @@ def logits(model: Model, row: Row) -> Tensor:
     """Of every token of a conversation, (T, V)."""
     spec, build = model.spec, model.build
     positions = torch.tensor(row.positions)
-    mixer = spec.layers[0].mixer
+    mixer = attention_of(spec.layers[0])
     assert mixer.rotary is not None
     cos, sin = angles(mixer.rotary.frequencies(), positions, build.dtype)
     ctx = ForwardContext(

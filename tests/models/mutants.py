@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
-from tests.models.specs import fed, layered, mixed, windowed
+from tests.models.specs import attention_of, fed, layered, mixed, windowed
 
 from antiphon.kernels.rotary import LongScaling, Rotary
 from antiphon.layers.norm import NormSpec
@@ -37,7 +37,7 @@ def rope_scaling(spec: ModelSpec) -> ModelSpec:
 
 def partial_rotation(spec: ModelSpec) -> ModelSpec:
     """All of each head rotated."""
-    rotary, size = _rotary(spec), spec.layers[0].mixer.head_size
+    rotary, size = _rotary(spec), attention_of(spec.layers[0]).head_size
     scaling = rotary.scaling
     if isinstance(scaling, LongScaling):
         scaling = replace(scaling, factors=(scaling.factors * 2)[: size // 2])
@@ -56,13 +56,13 @@ def unrotated_layers(spec: ModelSpec) -> ModelSpec:
 
 def local_rotation(spec: ModelSpec) -> ModelSpec:
     """Local layers rotated as global ones are."""
-    rotary = next(layer.mixer.rotary for layer in spec.layers if layer.mixer.window is None)
+    rotary = next(mixer.rotary for mixer in map(attention_of, spec.layers) if mixer.window is None)
     return mixed(spec, rotary=rotary)
 
 
 def scale_of_scores(spec: ModelSpec) -> ModelSpec:
     """Scores scaled by the size of a head."""
-    return mixed(spec, scale=spec.layers[0].mixer.head_size ** -0.5)
+    return mixed(spec, scale=attention_of(spec.layers[0]).head_size ** -0.5)
 
 
 def capped_scores(spec: ModelSpec) -> ModelSpec:
@@ -132,13 +132,13 @@ def layer_norms(spec: ModelSpec) -> ModelSpec:
 
 
 def _normed(spec: ModelSpec, norm: NormSpec) -> ModelSpec:
-    if spec.layers[0].mixer.qk_norm is not None:
+    if attention_of(spec.layers[0]).qk_norm is not None:
         spec = mixed(spec, qk_norm=norm)
     return msgspec.structs.replace(layered(spec, norm=norm), norm=norm)
 
 
 def _rotary(spec: ModelSpec) -> Rotary:
-    rotary = spec.layers[0].mixer.rotary
+    rotary = attention_of(spec.layers[0]).rotary
     assert rotary is not None
     return rotary
 

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.side_by_side import SideBySideSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.model.spec import ModelSpec
+    from antiphon.model_worker.model.spec import LayerSpec, ModelSpec
+
+
+def attention_of(layer: LayerSpec) -> AttentionSpec:
+    """The mixer of a layer that attends, and does nothing beside that."""
+    assert isinstance(layer.mixer, AttentionSpec)
+    return layer.mixer
 
 
 def layered(spec: ModelSpec, **changes: object) -> ModelSpec:

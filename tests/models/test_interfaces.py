@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.models.specs import windowed
+from tests.models.specs import attention_of, windowed
 from tests.models.stepper import Stepper
 from tests.models.tiny import VOCABULARY
 from torch import Tensor
@@ -305,7 +305,7 @@ def test_an_old_rope_field_is_read_as_the_new_one(llama: Path, tmp_path: Path) -
     theta = fields.pop("rope_parameters")["rope_theta"]
     fields |= {"rope_theta": theta, "rope_scaling": {"type": "linear", "factor": 2.0}}
     file.write_text(json.dumps(fields))
-    old, new = (load(place).spec.layers[0].mixer.rotary for place in (folder, llama))
+    old, new = (attention_of(load(place).spec.layers[0]).rotary for place in (folder, llama))
     assert old is not None
     assert new is not None
     torch.testing.assert_close(old.frequencies(), new.frequencies() / 2)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models.families import ROWS
 from tests.models.parity import Saved, check_logits, save
+from tests.models.specs import attention_of
 
 from antiphon.config.card import read_card
 from antiphon.config.model_fields import HABITS, NAMES
@@ -58,7 +59,7 @@ def test_gemma3_as_its_first_configs_say_it(tmp_path: Path) -> None:
         rope_local_base_freq=500.0,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
-    local, full, last = (layer.mixer for layer in load(tmp_path).spec.layers)
+    local, full, last = map(attention_of, load(tmp_path).spec.layers)
     assert (local.window, full.window) == (20, None)
     assert local is last
     assert local.rotary == Rotary(32, 500.0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tests.models.specs import windowed
+from tests.models.specs import attention_of, windowed
 from tests.models.test_llama_parity import (
     assert_close,
     logits_of,
@@ -17,6 +17,7 @@ from tests.models.test_llama_parity import (
 from tests.models.tiny import write_qwen2
 
 from antiphon.layers.methods import unfit
+from antiphon.layers.mlp import GatedSpec
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
@@ -79,5 +80,6 @@ def test_parity_notices_a_mutant(tmp_path: Path, reference, windows, shape) -> N
 
 def test_only_queries_keys_and_values_have_a_bias(tmp_path: Path) -> None:
     for layer in load(write_qwen2(tmp_path)).spec.layers:
-        biases = (layer.mixer.qkv_bias, layer.mixer.out_bias, layer.feed_forward.bias)
-        assert biases == (True, False, False)
+        mixer = attention_of(layer)
+        assert isinstance(layer.feed_forward, GatedSpec)
+        assert (mixer.qkv_bias, mixer.out_bias, layer.feed_forward.bias) == (True, False, False)

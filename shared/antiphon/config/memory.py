@@ -52,7 +52,12 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weight_bytes(
-    card: ModelCard, dtype: Dtype, linear: Linear, *, quantized: Linear, count: int
+    card: ModelCard,
+    dtype: Dtype,
+    linear: Linear,
+    *,
+    quantized: Linear = Linear.PLAIN,
+    count: int = 0,
 ) -> int:
     """What the parameters take; rounded ones a byte each, but for an embedding that is no head.
 
