@@ -101,7 +101,8 @@ def pieces_of(format_: ToolFormat) -> st.SearchStrategy[str]:
         "so", [("get_weather", {"city": "x", "days": 1}), ("nobody", {})]
     )
     marks = re.findall(r"<[^<>]*>|\[[A-Z_]+\]|[\w.]+|\s+|.", written)
-    parts = st.sampled_from(sorted({*marks, "<think>", "</think>", "get_weather", "null", "\n"}))
+    more = {"<think>", "</think>", "get_weather", "null", "\n", " " * 20}
+    parts = st.sampled_from(sorted({*marks, *more}))
     partial = st.tuples(parts, st.integers(0, 12)).map(lambda pair: pair[0][: pair[1]])
     return st.lists(parts | parts | partial | words, max_size=24).map("".join)
 
@@ -147,7 +148,7 @@ def test_no_single_cut_changes_an_answer_with_everything(format_: ToolFormat):
     think = REASONING_FORMATS[-1]
     made = [("get_weather", {"city": 'a\\b"c</x>'}), ("nobody", {}), ("add-up.2", {"days": 2})]
     for render in RENDERERS[format_.names[0]]:
-        text = f"<think>\nso <b\n</think>\n\n{render('Well.', made)}\nand <so on"
+        text = f"<think>\nso <b\n</think>\n\n{render('Well.' + ' ' * 40, made)}\nand <so on"
         whole = events(parser(format_, think), [text])
         for place in range(len(text)):
             assert events(parser(format_, think), [text[:place], text[place:]]) == whole, place
