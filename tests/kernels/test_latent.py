@@ -65,16 +65,16 @@ class Case:
         kv = query + np.array(prefix, np.int32)
         table = np.full((len(kv), -(-int(kv.max()) // PAGE_TOKENS) + 1), -1, np.int32)
         free = np.random.default_rng(5).permutation(PAGES).astype(np.int32)
-        self.cache = torch.full((PAGES, PAGE_TOKENS, 1, sizes.kept), torch.nan, dtype=dtype)
+        self.cache = torch.full((PAGES, PAGE_TOKENS, 1, sizes.head_size), torch.nan, dtype=dtype)
         self.latents: list[Tensor] = []
         for row, length in enumerate(kv):
             pages = -(-int(length) // PAGE_TOKENS)
             table[row, :pages], free = free[:pages], free[pages:]
-            kept = torch.randn(int(length), sizes.kept, generator=generator).to(dtype)
+            kept = torch.randn(int(length), sizes.head_size, generator=generator).to(dtype)
             seen = np.arange(length)
             self.cache[table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS, 0] = kept
             self.latents.append(kept)
-        shape = KvShape(PAGE_TOKENS, 1, sizes.heads, sizes.kept, dtype)
+        shape = KvShape(PAGE_TOKENS, 1, sizes.heads, sizes.head_size, dtype)
         self.rows = AttentionRows(shape, table, query, kv)
         width = sizes.content + sizes.position
         size = (int(query.sum()), sizes.heads, width)

@@ -31,12 +31,12 @@ def load_script():
     return module
 
 
-def run_on_one_rank(folder: Path) -> tuple[Stepper, list[list[int]]]:
+def run_on_one_rank(folder: Path, vocabulary: int = VOCABULARY) -> tuple[Stepper, list[list[int]]]:
     model = open_model(folder, page_tokens=PAGE_TOKENS, pages=PAGES, dtype="float32")
     batch = Stepper(model.runner, model.groups)
     random = np.random.default_rng(3)
     for length in (3, 18, 40):
-        line = batch.add(random.integers(0, VOCABULARY, length).tolist())
+        line = batch.add(random.integers(0, vocabulary, length).tolist())
         line.temperature, line.seed = (0.0 if length == 3 else 0.8), length
     tokens: list[list[int]] = []
     run = model.runner.run

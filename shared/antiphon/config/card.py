@@ -13,6 +13,13 @@ from antiphon.config.model_fields import PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.quantization import Quantization
 from antiphon.config.quantization_file import read_quantization
+from antiphon.config.sparse import (
+    ExpertsCard,
+    LatentCard,
+    SparseFields,
+    experts_of,
+    latent_of,
+)
 from antiphon.config.states import States, read_states
 from antiphon.config.weights import Weights, read_weights
 
@@ -60,11 +67,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     """What config.json says; None: linears are stored in plain numbers, or in a GGUF file."""
     gguf: bool = False
     """Whether the weights are in a GGUF file."""
+    experts: ExpertsCard | None = None
+    latent: LatentCard | None = None
 
     def kv_bytes(self, dtype: Dtype) -> int:
-        """Keys and values of one token, in all layers that keep them."""
+        """Keys and values of one token, or its latents, in all layers that keep them."""
         layers = self.layers if self.states is None else self.states.attending
-        return 2 * layers * self.kv_heads * self.head_size * item_bytes(dtype)
+        kept = 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.kept
+        return layers * kept * item_bytes(dtype)
 
     def state_bytes(self, dtype: Dtype) -> int:
         """One recurrent state, in all layers; 0 where there are none."""
@@ -93,7 +103,9 @@ def read_card(place: Place) -> ModelCard:
         raise ConfigError(f"{folder / 'config.json'}: architectures names none")
     states = read_states(config.architectures[0], files.config())
     quantization = read_quantization(files.config())
-    weights = _weights(files, config, quantization, states)
+    sparse = _convert(files.config(), folder / "config.json", SparseFields)
+    weights = _weights(files, config, quantization, states, sparse)
+    width = config.intermediate_size or 4 * config.hidden_size
     rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelCard(
         architecture=config.architectures[0],
@@ -102,7 +114,7 @@ def read_card(place: Place) -> ModelCard:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
-        mlp_width=config.intermediate_size or 4 * config.hidden_size,
+        mlp_width=width,
         vocabulary_size=config.vocab_size,
         context_tokens=config.max_position_embeddings,
         dtype=_dtype(config, weights, folder),
@@ -116,6 +128,8 @@ def read_card(place: Place) -> ModelCard:
         states=states,
         quantization=quantization,
         gguf=files.format is LoadFormat.GGUF,
+        experts=experts_of(sparse, config.num_hidden_layers, width),
+        latent=latent_of(sparse),
     )
 
 
@@ -164,42 +178,68 @@ def _convert(content: bytes, file: Path, type_: type[T]) -> T:
 
 
 def _weights(
-    files: ModelFiles, config: _Config, quantization: Quantization | None, states: States | None
+    files: ModelFiles,
+    config: _Config,
+    quantization: Quantization | None,
+    states: States | None,
+    sparse: SparseFields,
 ) -> Weights:
     if files.format is LoadFormat.DUMMY:
-        return Weights(count=_parameters(config, states), bytes=0, dtype=None)
+        return Weights(count=_parameters(config, states, sparse), bytes=0, dtype=None)
     if files.format is LoadFormat.PT and quantization is not None:
         # Files whose outlines only torch reads: how many weights a byte stands for is not known.
         size_bytes = sum(file.stat().st_size for file in files.weights if file.exists())
-        linears = _in_linears(config, states)
-        return Weights(_parameters(config, states), size_bytes, None, quantized=linears)
+        linears = _in_linears(config, states, sparse)
+        return Weights(_parameters(config, states, sparse), size_bytes, None, quantized=linears)
     named = config.dtype or config.torch_dtype
     wide = named in (None, Dtype.FLOAT32)
     of_number = item_bytes(Dtype.FLOAT32 if wide else Dtype.BFLOAT16)
-    return read_weights(files, of_number, quantization)
+    layers = config.num_hidden_layers
+    further = range(layers, layers + sparse.num_nextn_predict_layers)
+    passed_over = tuple(f"{name}.{layer}." for layer in further for name in _LAYER_NAMES)
+    return read_weights(files, of_number, quantization, passed_over)
 
 
-def _parameters(config: _Config, states: States | None) -> int:
-    """About how many a dense model of this shape has, or a hybrid one."""
+_LAYER_NAMES = ("model.layers", "blk")
+"""What tensors of a layer begin with, before its number."""
+
+
+def _parameters(config: _Config, states: States | None, sparse: SparseFields) -> int:
+    """About how many a model of this shape has."""
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
     if config.model_type in PLACED:
         tables += config.max_position_embeddings
-    return _in_linears(config, states) + config.hidden_size * tables
+    return _in_linears(config, states, sparse) + config.hidden_size * tables
 
 
-def _in_linears(config: _Config, states: States | None) -> int:
+def _in_linears(config: _Config, states: States | None, sparse: SparseFields) -> int:
     """How many of them are in its layers, nearly all in linears."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_size = config.head_dim or config.hidden_size // heads
-    attention = 2 * (heads + (kv_heads or heads)) * head_size
-    linears = 2 if config.model_type in UNGATED else 3
-    mlp = linears * (config.intermediate_size or 4 * config.hidden_size)
-    attending, recurrent = config.num_hidden_layers, 0
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    width = config.intermediate_size or 4 * hidden
+    dense = (2 if config.model_type in UNGATED else 3) * hidden * width
+    experts = experts_of(sparse, layers, width)
+    sparse_layers = 0 if experts is None else experts.layers
+    blocks = (layers - sparse_layers) * dense
+    if experts is not None:
+        blocks += sparse_layers * experts.layer_parameters(hidden)
+    attending, recurrent, attention = layers, 0, _attention_parameters(config, sparse)
     if states is not None:
         attending, recurrent = states.attending, states.layers * states.parameters
-        attention += heads * head_size if states.gated else 0
-    blocks = config.num_hidden_layers * mlp + attending * attention
-    return config.hidden_size * blocks + recurrent
+        attention += config.num_attention_heads * _head_size(config) * hidden * states.gated
+    return attending * attention + recurrent + blocks
+
+
+def _attention_parameters(config: _Config, sparse: SparseFields) -> int:
+    """Of the matrices of one layer, without gates."""
+    heads = config.num_attention_heads
+    if (latent := latent_of(sparse)) is not None:
+        return latent.layer_parameters(config.hidden_size, heads)
+    kv_heads = config.num_key_value_heads or heads
+    return 2 * (heads + kv_heads) * _head_size(config) * config.hidden_size
+
+
+def _head_size(config: _Config) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from antiphon.config.card import ModelCard, item_bytes
-from antiphon.config.model import Linear
-
-if TYPE_CHECKING:
-    from antiphon.config.model import Dtype
+from antiphon.config.model import Dtype, Linear
 
 IN_BYTES = (Linear.INT8, Linear.INT8_DYNAMIC)
 """How linears are kept that take a byte a weight."""
@@ -18,6 +13,8 @@ LOGIT_BYTES = 4
 """Logits are float32, whatever the model is."""
 LOGIT_COPIES = 3
 """The logits, what filters make of them, and the sorted or summed copy that is drawn from."""
+EXPANDED_BYTES_MAX = 512 * 1024**2
+"""What keys and values that are made of latents take at most, with what they are made by."""
 SCORED_BYTES_MAX = 32 * 1024**2
 """Most memory that the logits of prompt tokens take at once: a long prompt is scored in pieces."""
 
@@ -70,11 +67,22 @@ def weight_bytes(
     """
     item = item_bytes(dtype)
     plain = card.weights.count - count
-    stored = count * (1 if quantized in IN_BYTES else item)
+    stored = count * (1 if quantized in IN_BYTES else item) + _beside_bytes(card, dtype)
     if linear not in IN_BYTES:
         return stored + plain * item
     looked_up = 0 if card.tied else card.vocabulary_size * card.hidden_size
     return stored + plain - looked_up + looked_up * item
+
+
+def _beside_bytes(card: ModelCard, dtype: Dtype) -> int:
+    """What is kept beside a number format's own: wider routers, and latents' second copy."""
+    beside = 0
+    if card.experts is not None:
+        wider = item_bytes(Dtype.FLOAT32) - item_bytes(dtype)
+        beside += card.experts.router_parameters(card.hidden_size) * wider
+    if card.latent is not None:
+        beside += card.layers * card.latent.up_parameters(card.heads) * item_bytes(dtype)
+    return beside
 
 
 def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
@@ -84,10 +92,21 @@ def activation_bytes(card: ModelCard, dtype: Dtype, tokens: int) -> int:
     blocks count, though one follows the other: what the first gives back the allocator keeps, and
     it is not of the size that the second asks for.
     """
-    attention = (2 * card.heads + 4 * card.kv_heads) * card.head_size
-    width = 3 * card.hidden_size + attention + 4 * card.mlp_width
+    attention, expanded = (2 * card.heads + 4 * card.kv_heads) * card.head_size, 0
+    if card.latent is not None:
+        attention, expanded = card.latent.token_numbers(card.heads), EXPANDED_BYTES_MAX
+    width = 3 * card.hidden_size + attention + _feed_forward_numbers(card)
     recurrent = 0 if card.states is None else card.states.activation_bytes(tokens)
-    return tokens * item_bytes(dtype) * width + recurrent
+    return tokens * item_bytes(dtype) * width + expanded + recurrent
+
+
+def _feed_forward_numbers(card: ModelCard) -> int:
+    """Of a token: what enters and leaves its experts, and their blocks if all take the same."""
+    dense, experts = 4 * card.mlp_width, card.experts
+    if experts is None:
+        return dense
+    moved = 4 * experts.chosen * card.hidden_size
+    return max(dense, moved + 4 * experts.width + 4 * experts.shared_width)
 
 
 def logits_bytes(card: ModelCard, rows: int) -> int:

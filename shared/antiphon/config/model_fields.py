@@ -28,6 +28,8 @@ NAMES: Mapping[str, str] = {
     "norm_epsilon": "layer_norm_eps",
     "rotary_pct": "partial_rotary_factor",
     "rotary_emb_base": "rope_theta",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
 }
 """What some families call a field, and what most do."""
 

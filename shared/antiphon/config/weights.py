@@ -42,7 +42,10 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def read_weights(
-    files: ModelFiles, item_bytes: int, quantization: Quantization | None = None
+    files: ModelFiles,
+    item_bytes: int,
+    quantization: Quantization | None = None,
+    passed_over: tuple[str, ...] = (),
 ) -> Weights:
     """Add up the headers of what is there; no tensor is read, and a file that is missing is none.
 
@@ -50,6 +53,7 @@ def read_weights(
         files: Of the model.
         item_bytes: Of a number in a format whose header says only how long all of them are.
         quantization: Says how many parameters a number stands for that is no plain one.
+        passed_over: How names of tensors begin that nobody loads.
 
     Raises:
         ConfigError: A file is not of its format.
@@ -63,6 +67,8 @@ def read_weights(
     for file in there:
         read = _gguf if files.format is LoadFormat.GGUF else _safetensors
         for name, dtype, count, tensor_bytes in read(file):
+            if name.startswith(passed_over):
+                continue
             size_bytes += tensor_bytes
             if dtype is None and files.format is not LoadFormat.GGUF:
                 quantized += count if quantization is None else quantization.counted(name, count)

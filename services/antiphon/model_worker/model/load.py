@@ -108,7 +108,10 @@ def fill(
         checkpoint.respell(quantization.spelled)
         ignored += quantization.ignored
         blank = quantization.blank
-    checkpoint.compare(sources, ignored, blank)
+    count = len(spec.layers)
+    further = range(count, count + spec.further_layers)
+    passed_over = tuple(spec.layer_name.format(index) + "." for index in further)
+    checkpoint.compare(sources, ignored, blank, passed_over)
     checkpoint.load(sources)
     decoder.pack()
 

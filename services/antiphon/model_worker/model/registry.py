@@ -29,6 +29,13 @@ FAMILIES: dict[str, str] = {
     "GPTNeoXForCausalLM": "antiphon.model_worker.model.families.gpt_neox:GPT_NEOX",
     "GPT2LMHeadModel": "antiphon.model_worker.model.families.gpt2:GPT2",
     "Qwen3NextForCausalLM": "antiphon.model_worker.model.families.qwen3_next:QWEN3_NEXT",
+    "DeepseekV2ForCausalLM": "antiphon.model_worker.model.families.deepseek:DEEPSEEK_V2",
+    "DeepseekV3ForCausalLM": "antiphon.model_worker.model.families.deepseek:DEEPSEEK_V3",
+    "Glm4MoeForCausalLM": "antiphon.model_worker.model.families.glm4_moe:GLM4_MOE",
+    "GptOssForCausalLM": "antiphon.model_worker.model.families.gpt_oss:GPT_OSS",
+    "MixtralForCausalLM": "antiphon.model_worker.model.families.mixtral:MIXTRAL",
+    "Qwen2MoeForCausalLM": "antiphon.model_worker.model.families.qwen2_moe:QWEN2_MOE",
+    "Qwen3MoeForCausalLM": "antiphon.model_worker.model.families.qwen3_moe:QWEN3_MOE",
 }
 
 

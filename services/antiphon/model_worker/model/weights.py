@@ -67,6 +67,7 @@ class Checkpoint:
         sources: Iterable[WeightSource],
         ignored: tuple[str, ...],
         blank: tuple[str, ...] = (),
+        passed_over: tuple[str, ...] = (),
     ) -> None:
         """Hold the checkpoint against what the model takes.
 
@@ -74,6 +75,7 @@ class Checkpoint:
             sources: What it takes.
             ignored: Endings of names that may be there all the same.
             blank: Endings of names that may be there if all their numbers are zero.
+            passed_over: How names begin that may be there all the same.
 
         Raises:
             ModelLoadError: Tensors are missing, of another shape or number format, or taken by
@@ -83,7 +85,7 @@ class Checkpoint:
         held = [(self.tensors[name], one) for name, one in wanted.items() if name in self.tensors]
         complaints = (
             _listed("missing", sorted(wanted.keys() - self.tensors)),
-            _listed("unexpected", sorted(self._unexpected(wanted, ignored, blank))),
+            _listed("unexpected", sorted(self._unexpected(wanted, ignored, blank, passed_over))),
             _listed(
                 "of another shape",
                 [
@@ -105,10 +107,14 @@ class Checkpoint:
             raise ModelLoadError("weights: " + "; ".join(filter(None, complaints)))
 
     def _unexpected(
-        self, wanted: Container[str], ignored: tuple[str, ...], blank: tuple[str, ...]
+        self,
+        wanted: Container[str],
+        ignored: tuple[str, ...],
+        blank: tuple[str, ...],
+        passed_over: tuple[str, ...],
     ) -> Iterator[str]:
         for name, tensor in self.tensors.items():
-            if name in wanted or name.endswith(ignored):
+            if name in wanted or name.endswith(ignored) or name.startswith(passed_over):
                 continue
             if not (name.endswith(blank) and not tensor.decode(tensor.data.read()).any()):
                 yield name

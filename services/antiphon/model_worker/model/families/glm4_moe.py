@@ -1,0 +1,49 @@
+"""GLM-4.5 and later with experts: half of each head rotated, experts chosen as DeepSeek V3 does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.mixture import GroupedFields, corrected, feed_forwards
+from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class Fields(GroupedFields, frozen=True, kw_only=True):
+    """What GLM alone has."""
+
+    use_qk_norm: bool = False
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in whether they have experts."""
+    norm, fields = rms_norm(config), config.own(Fields)
+    mixer = replace(
+        attention(config),
+        qkv_bias=config.attention_bias,
+        qk_norm=norm if fields.use_qk_norm else None,
+    )
+
+    def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
+        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+    blocks = feed_forwards(config, fields, gated(config), corrected(config, fields))
+    spec = model("glm4-moe", config, layers(blocks, layer), norm)
+    return msgspec.structs.replace(spec, further_layers=fields.num_nextn_predict_layers)
+
+
+GLM4_MOE = Family(
+    name="glm4-moe",
+    declare=declare,
+    features=(
+        *("biases", "qk-norm", "partial rotation", "shared block", "scaling", "groups"),
+        *("sigmoid scores", "correction", "groups by their two best", "renormalised routing"),
+    ),
+)

@@ -1,0 +1,69 @@
+"""gpt-oss: attention sinks, every second layer with a window, experts with biases and a clamp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.kernels.routing import Routing
+from antiphon.layers.experts import Clamp, ExpertsSpec, StackedExperts
+from antiphon.layers.moe import MoeSpec
+from antiphon.model_worker.model.declare import attention, layers, model, rms_norm
+from antiphon.model_worker.model.mixture import Count, check_choice
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What gpt-oss alone has."""
+
+    num_experts: Count
+    num_experts_per_tok: Count = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    attention_bias: bool = True
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in their window alone."""
+    norm, fields = rms_norm(config), config.own(Fields)
+    check_choice(fields.num_experts, fields.num_experts_per_tok)
+    experts = MoeSpec(
+        routing=Routing(chosen=fields.num_experts_per_tok, renormalised=True),
+        experts=ExpertsSpec(
+            count=fields.num_experts,
+            width=config.width,
+            activation=Clamp(sharpness=fields.swiglu_alpha, limit=fields.swiglu_limit),
+            bias=True,
+            names=StackedExperts(interleaved=True),
+        ),
+        router="mlp.router",
+        router_bias=True,
+    )
+
+    def layer(window: int | None) -> LayerSpec:
+        mixer = replace(
+            attention(config, window=window),
+            qkv_bias=fields.attention_bias,
+            out_bias=fields.attention_bias,
+            sinks=True,
+        )
+        return LayerSpec(mixer=mixer, feed_forward=experts, norm=norm)
+
+    return model("gpt-oss", config, layers(config.windows(), layer), norm)
+
+
+GPT_OSS = Family(
+    name="gpt-oss",
+    declare=declare,
+    features=(
+        *("sinks", "window", "biases", "rope scaling"),
+        *("expert biases", "router bias", "renormalised routing"),
+        *("clamped gate", "sharpened gate", "gates and ups in turn"),
+    ),
+)

@@ -1,0 +1,129 @@
+"""What config.json says of experts and of latent attention: their sizes, for the plan of memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SparseFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that say it, of all families; a dense model has none of them."""
+
+    num_experts: int | None = None
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+    n_shared_experts: int = 0
+    shared_expert_intermediate_size: int | None = None
+    first_k_dense_replace: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    num_nextn_predict_layers: int = 0
+    """Layers after the last, which a checkpoint may have and nobody loads."""
+
+
+class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a model.
+
+    Attributes:
+        layers: So many have experts; the others have dense blocks.
+        count: Of a layer.
+        chosen: Experts that a token meets.
+        width: Of one.
+        shared_width: Of the block that all tokens go through besides; 0 without one.
+        shared_gated: Whether that has a gate of its own.
+    """
+
+    layers: int
+    count: int
+    chosen: int
+    width: int
+    shared_width: int
+    shared_gated: bool
+
+    def layer_parameters(self, hidden: int) -> int:
+        """Of the matrices of one layer's feed-forward part."""
+        blocks = 3 * (self.count * self.width + self.shared_width)
+        return hidden * (blocks + self.count + int(self.shared_gated))
+
+    def router_parameters(self, hidden: int) -> int:
+        """Of all routers."""
+        return self.layers * self.count * hidden
+
+
+class LatentCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Latent attention.
+
+    Attributes:
+        latent: Numbers of a latent.
+        content: Of a head's keys, made of the latent.
+        position: Of a head's keys, rotated and shared by all heads.
+        value: Of a head's values.
+        query: Of the bottleneck of queries; None without one.
+    """
+
+    latent: int
+    content: int
+    position: int
+    value: int
+    query: int | None
+
+    @property
+    def kept(self) -> int:
+        """Numbers of a token in the cache, a layer."""
+        return self.latent + self.position
+
+    def layer_parameters(self, hidden: int, heads: int) -> int:
+        """Of the matrices of one layer's attention."""
+        key = self.content + self.position
+        queries = hidden * heads * key
+        if self.query is not None:
+            queries = self.query * (hidden + heads * key)
+        return (
+            queries + hidden * self.kept + self.up_parameters(heads) + heads * self.value * hidden
+        )
+
+    def up_parameters(self, heads: int) -> int:
+        """Of the matrix from latents to heads, of which a copy is kept in another order."""
+        return self.latent * heads * (self.content + self.value)
+
+    def token_numbers(self, heads: int) -> int:
+        """About what a token's queries and their results take in one layer."""
+        return heads * (2 * self.kept + 2 * (self.content + self.position) + 2 * self.value)
+
+
+def experts_of(fields: SparseFields, layers: int, dense_width: int) -> ExpertsCard | None:
+    """The experts of a model of so many layers; None of a dense one."""
+    if not fields.num_experts:
+        return None
+    sparse = [
+        layer
+        for layer in range(fields.first_k_dense_replace, layers)
+        if layer not in fields.mlp_only_layers and (layer + 1) % fields.decoder_sparse_step == 0
+    ]
+    width = fields.moe_intermediate_size or dense_width
+    shared = fields.shared_expert_intermediate_size
+    return ExpertsCard(
+        layers=len(sparse),
+        count=fields.num_experts,
+        chosen=fields.num_experts_per_tok,
+        width=width,
+        shared_width=shared or fields.n_shared_experts * width,
+        shared_gated=shared is not None,
+    )
+
+
+def latent_of(fields: SparseFields) -> LatentCard | None:
+    """The latent attention of a model; None of one that keeps keys and values."""
+    if fields.kv_lora_rank is None:
+        return None
+    return LatentCard(
+        latent=fields.kv_lora_rank,
+        content=fields.qk_nope_head_dim,
+        position=fields.qk_rope_head_dim,
+        value=fields.v_head_dim,
+        query=fields.q_lora_rank,
+    )

@@ -1,0 +1,184 @@
+"""Rows of the families with experts and of those with latent attention; see `families`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import transformers
+from tests.models import mutants as no
+from tests.models import mutants_moe as no_moe
+from tests.models.families import WINDOWS_IN_TURN, Row, stretched
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.models.mutants import Mutant
+
+GROUPED: Mapping[str, object] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+CORRECTED: Mapping[str, Mutant] = {
+    "shared block": no_moe.shared_block,
+    "scaling": no_moe.scaling,
+    "groups": no_moe.groups,
+    "sigmoid scores": no_moe.sigmoid_scores,
+    "correction": no_moe.correction,
+    "groups by their two best": no_moe.two_best,
+    "renormalised routing": no_moe.renormalised,
+}
+LATENT: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    **stretched(
+        "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7
+    ),
+}
+LATENT_MUTANTS: Mapping[str, Mutant] = {
+    "rope scaling": no.rope_scaling,
+    "grown scores": no_moe.grown_scores,
+    "neighbouring pairs": no.neighbouring_pairs,
+}
+
+ROWS = (
+    Row(
+        name="mixtral",
+        architecture=transformers.MixtralForCausalLM,
+        config=transformers.MixtralConfig,
+        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
+        mutants={"renormalised routing": no_moe.renormalised, "window": no.windows},
+    ),
+    Row(
+        name="qwen2-moe",
+        architecture=transformers.Qwen2MoeForCausalLM,
+        config=transformers.Qwen2MoeConfig,
+        fields={
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": WINDOWS_IN_TURN,
+        },
+        mutants={
+            "biases": no_moe.biases,
+            "window": no.windows,
+            "shared block": no_moe.shared_block,
+            "shared gate": no_moe.shared_gate,
+            "plain shares": no_moe.plain_shares,
+        },
+    ),
+    Row(
+        name="qwen3-moe",
+        architecture=transformers.Qwen3MoeForCausalLM,
+        config=transformers.Qwen3MoeConfig,
+        fields={
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+        mutants={
+            "qk-norm": no.qk_norm,
+            "biases": no_moe.biases,
+            "window": no.windows,
+            "renormalised routing": no_moe.renormalised,
+        },
+    ),
+    Row(
+        name="glm4-moe",
+        architecture=transformers.Glm4MoeForCausalLM,
+        config=transformers.Glm4MoeConfig,
+        fields={
+            **GROUPED,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        mutants={
+            "biases": no_moe.biases,
+            "qk-norm": no.qk_norm,
+            "partial rotation": no.partial_rotation,
+            **CORRECTED,
+        },
+    ),
+    Row(
+        name="gpt-oss",
+        architecture=transformers.GptOssForCausalLM,
+        config=transformers.GptOssConfig,
+        fields={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "swiglu_limit": 0.5,
+            **stretched("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+        },
+        mutants={
+            "sinks": no.sinks,
+            "window": no.windows,
+            "biases": no_moe.biases,
+            "rope scaling": no.rope_scaling,
+            "expert biases": no_moe.expert_biases,
+            "router bias": no_moe.router_bias,
+            "renormalised routing": no_moe.renormalised,
+            "clamped gate": no_moe.clamped_gate,
+            "sharpened gate": no_moe.sharpened_gate,
+            "gates and ups in turn": no_moe.in_turn,
+        },
+    ),
+    Row(
+        name="deepseek-v2",
+        architecture=transformers.DeepseekV2ForCausalLM,
+        config=transformers.DeepseekV2Config,
+        fields={**GROUPED, **LATENT, "topk_method": "group_limited_greedy"},
+        mutants={
+            **LATENT_MUTANTS,
+            "shared block": no_moe.shared_block,
+            "scaling": no_moe.scaling,
+            "groups": no_moe.groups,
+        },
+    ),
+    Row(
+        name="deepseek-v2 without groups and bottleneck",
+        architecture=transformers.DeepseekV2ForCausalLM,
+        config=transformers.DeepseekV2Config,
+        fields={**GROUPED, **LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.0},
+        mutants=LATENT_MUTANTS,
+    ),
+    Row(
+        name="deepseek-v3",
+        architecture=transformers.DeepseekV3ForCausalLM,
+        config=transformers.DeepseekV3Config,
+        fields={**GROUPED, **LATENT, "attention_bias": True},
+        mutants={**LATENT_MUTANTS, **CORRECTED},
+    ),
+    Row(
+        name="deepseek-v3 with halves rotated",
+        architecture=transformers.DeepseekV3ForCausalLM,
+        config=transformers.DeepseekV3Config,
+        fields={**GROUPED, **LATENT, "rope_interleave": False, "v_head_dim": 24},
+    ),
+)

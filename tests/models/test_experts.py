@@ -1,0 +1,185 @@
+"""Experts cut over ranks, and what a config may not ask of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models import families_moe
+from tests.models.parity import check_logits, save
+from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
+
+from antiphon.config.card import read_card
+from antiphon.kernels.op import Device
+from antiphon.kernels.ops import select
+from antiphon.kernels.routing import Routing
+from antiphon.layers.block import Site
+from antiphon.layers.context import ForwardContext
+from antiphon.layers.experts import Clamp, Experts, ExpertsSpec, SeparateExperts, StackedExperts
+from antiphon.layers.methods import METHODS, PlainLinear
+from antiphon.layers.tp import SingleRank
+from antiphon.layers.weights import Build
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+BY_NAME = {row.name: row for row in families_moe.ROWS}
+HIDDEN, COUNT, WIDTH = 24, 6, 20
+SPECS = {
+    "separate": ExpertsSpec(count=COUNT, width=WIDTH),
+    "separate with biases": ExpertsSpec(count=COUNT, width=WIDTH, bias=True),
+    "stacked": ExpertsSpec(
+        count=COUNT, width=WIDTH, names=StackedExperts(), activation="gelu", weighs_input=True
+    ),
+    "stacked in turn with biases": ExpertsSpec(
+        count=COUNT,
+        width=WIDTH,
+        names=StackedExperts(interleaved=True),
+        activation=Clamp(sharpness=1.7, limit=1.0),
+        bias=True,
+    ),
+}
+
+
+class Rank(SingleRank):
+    """One of several, that sums nothing."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+
+def unspoken(*_: object) -> Tensor:
+    raise AssertionError("experts do not attend")
+
+
+CONTEXT = ForwardContext(ops=select(Device("cpu")), tp=SingleRank(), attend=unspoken)
+
+
+def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> Experts:
+    build = Build(Rank(rank, ranks), torch.float32, torch.device("cpu"))
+    site = Site(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinear())
+    experts = Experts(site, spec)
+    taken = {source.name: source for source in experts.sources()}
+    assert {name: source.shape for name, source in taken.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    for name, source in taken.items():
+        source.load(tensors[name])
+    experts.pack()
+    return experts
+
+
+def drawn(spec: ExpertsSpec) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint of the spec."""
+    build = Build(SingleRank(), torch.float32, torch.device("meta"))
+    site = Site(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinear())
+    generator = torch.Generator().manual_seed(0)
+    return {
+        source.name: 0.3 * torch.randn(source.shape, generator=generator)
+        for source in Experts(site, spec).sources()
+    }
+
+
+@pytest.mark.parametrize("spread", ["width", "experts"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_what_ranks_make_sums_to_what_one_makes(spec: ExpertsSpec, spread) -> None:
+    tensors, generator = drawn(spec), torch.Generator().manual_seed(1)
+    x = torch.randn(30, HIDDEN, generator=generator)
+    scores = torch.randn(30, COUNT, generator=generator)
+    chosen, shares = CONTEXT.ops.route(scores, None, Routing(chosen=2))
+    alone = built(spec, 0, 1, tensors)(CONTEXT, x, chosen, shares)
+    cut = replace(spec, spread=spread)
+    parts = [built(cut, rank, 2, tensors)(CONTEXT, x, chosen, shares) for rank in range(2)]
+    assert float(alone.std()) > 0.1
+    torch.testing.assert_close(sum(parts), alone)
+    assert not torch.allclose(parts[0], alone)
+
+
+def test_separate_and_stacked_tensors_are_the_same_experts() -> None:
+    separate, stacked = SPECS["separate"], ExpertsSpec(count=COUNT, width=WIDTH)
+    tensors = drawn(separate)
+    names = SeparateExperts()
+
+    def of(name: str, number: int) -> Tensor:
+        return tensors[f"layer.{name.format(number)}.weight"].T
+
+    fused = {
+        "layer.mlp.experts.gate_up_proj": torch.stack(
+            [torch.cat((of(names.gate, n), of(names.up, n)), dim=1) for n in range(COUNT)]
+        ),
+        "layer.mlp.experts.down_proj": torch.stack([of(names.down, n) for n in range(COUNT)]),
+    }
+    x, chosen = torch.randn(9, HIDDEN), torch.arange(9)[:, None] % COUNT
+    one = built(separate, 0, 1, tensors)(CONTEXT, x, chosen, torch.ones(9, 1))
+    other = built(replace(stacked, names=StackedExperts()), 0, 1, fused)
+    assert torch.equal(one, other(CONTEXT, x, chosen, torch.ones(9, 1)))
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_sample_the_tokens_of_one(tmp_path: Path) -> None:
+    script = load_script()
+    expected: dict[Path, list[list[int]]] = {}
+    for name in ("qwen2-moe", "gpt-oss", "deepseek-v3"):
+        case = tmp_path / f"case-{name}"
+        case.mkdir()
+        save(BY_NAME[name], case / "model")
+        batch, expected[case] = run_on_one_rank(case / "model", vocabulary=128)
+        recorded = [script.record(plan) for plan in batch.plans]
+        (case / "plans.json").write_bytes(msgspec.json.encode(recorded))
+    run_on(2, tmp_path)
+    for case, tokens in expected.items():
+        for rank in range(2):
+            sampled = msgspec.json.decode((case / f"tokens.{rank}.json").read_bytes())
+            assert sampled == tokens, f"rank {rank} of {case.name}"
+
+
+@pytest.mark.parametrize("linear", sorted(METHODS))
+def test_experts_are_kept_in_every_way(tmp_path: Path, linear: str) -> None:
+    saved = save(BY_NAME["deepseek-v3"], tmp_path)
+    if linear in ("plain", "packed"):
+        check_logits(saved, linear)
+    else:
+        with pytest.raises(AssertionError):
+            check_logits(saved, linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "match"),
+    [
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek-v3", {"n_group": 3}, "no 3 of 8 experts .* within 2 of 3 groups"),
+        ("deepseek-v3", {"topk_group": 1}, "no 3 of 8 experts .* within 1 of 4 groups"),
+        ("mixtral", {"num_experts_per_tok": 7}, "no 7 of 6 experts"),
+        ("qwen2-moe", {"layer_types": None}, "layer_types must say"),
+    ],
+)
+def test_what_no_model_has_is_refused(
+    tmp_path: Path, name: str, fields: dict[str, object], match: str
+) -> None:
+    save(BY_NAME[name], tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with pytest.raises(ModelLoadError, match=match):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
+    saved = save(BY_NAME[name], tmp_path)
+    card = read_card(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file)
+    check_logits(saved, "plain")
+    assert read_card(tmp_path).weights.count == card.weights.count

@@ -1,0 +1,100 @@
+"""A latent cache: its pages, its group, and the bits of what is computed over it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from tests.kernels.rows import ISAS
+from tests.models import families_moe
+from tests.models.parity import Saved, save, texts
+from tests.models.stepper import Stepper
+from tests.models.test_llama_parity import spy_on_logits
+
+from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
+from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.open import open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BY_NAME = {row.name: row for row in families_moe.ROWS}
+needs_kernels = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(BY_NAME["deepseek-v3"], tmp_path_factory.mktemp("deepseek"))
+
+
+def test_all_layers_share_a_group_of_one_vector_a_token(deepseek: Saved) -> None:
+    model = open_model(deepseek.folder, page_tokens=4, pages=8, dtype="bfloat16")
+    (group,) = model.groups
+    assert (group.kind, group.layers) == (GroupKind.LATENT, (0, 1, 2))
+    latent, position, item = 16, 8, 2
+    assert group.page_bytes == 4 * 3 * (latent + position) * item
+
+
+def test_a_page_of_latents_travels_whole(deepseek: Saved) -> None:
+    here, there = (
+        open_model(deepseek.folder, page_tokens=4, pages=32, dtype="float32") for _ in range(2)
+    )
+    ids = texts()[-1]
+    first, second = Stepper(here.runner, here.groups), Stepper(there.runner, there.groups)
+    line = first.add(ids)
+    seen = spy_on_logits(here.runner)
+    first.step({0: 40})
+    first.step({0: len(ids) - 40}, all_logits=True)
+    codecs = PageCodec(here.runner.pools[0]), PageCodec(there.runner.pools[0])
+    other = second.add(ids)
+    other.pages[0] = [second._free[0].pop() for _ in range(10)]
+    other.computed = 40
+    for page, into in zip(line.pages[0][:10], other.pages[0], strict=True):
+        codecs[1].decode(into, codecs[0].encode(page))
+    again = spy_on_logits(there.runner)
+    second.step({0: len(ids) - 40}, all_logits=True)
+    assert torch.equal(again[-1], seen[-1])
+    with pytest.raises(PageCorrupt):
+        codecs[1].decode(0, codecs[0].encode(0)[:-1])
+
+
+def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> torch.Tensor:
+    """Logits of a prompt in such chunks, beside so many others, by a deterministic runner."""
+    model = load(folder, dtype=dtype, linear="packed")
+    groups = cache_groups(model.spec, model.build, page_tokens=4, pages=256)
+    runner = Runner(model, groups, deterministic=True)
+    batch = Stepper(runner, groups)
+    seen = spy_on_logits(runner)
+    batch.add(texts()[-1])
+    for other in range(others):
+        batch.add(texts()[other % 2])
+    parts: list[torch.Tensor] = []
+    for index, chunk in enumerate(chunks):
+        beside = dict.fromkeys(range(1, others + 1), 3) if index < 3 else {}
+        batch.step({0: chunk, **beside}, all_logits=True)
+        parts.append(seen[-1][:chunk])
+    return torch.cat(parts)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "glm4-moe", "deepseek-v2", "deepseek-v3"])
+def test_deterministic_bits_do_not_depend_on_chunks_and_neighbours(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    folder, length = save(BY_NAME[name], tmp_path).folder, len(texts()[-1])
+    alone = bits(folder, dtype, [1] * length, others=0)
+    for chunks, others in (([length], 0), ([length], 5), ([7, 20, length - 27], 2)):
+        assert torch.equal(bits(folder, dtype, chunks, others), alone), (chunks, others)
+
+
+@needs_kernels
+def test_sinks_cannot_be_deterministic_yet(tmp_path: Path) -> None:
+    folder = save(BY_NAME["gpt-oss"], tmp_path).folder
+    with pytest.raises(KernelUnavailable, match=r"attention\.shaped runs on torch"):
+        bits(folder, "float32", [1], others=0)
