@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import transformers
 from tests.models import mutants as no
 from tests.models import mutants_moe as no_moe
+from tests.models import state_rows as states
 from tests.models.families import WINDOWS_IN_TURN, Row, stretched
 
 if TYPE_CHECKING:
@@ -101,6 +102,26 @@ ROWS = (
             "window": no.windows,
             "renormalised routing": no_moe.renormalised,
         },
+    ),
+    Row(
+        name="qwen3-next with experts",
+        architecture=transformers.Qwen3NextForCausalLM,
+        config=transformers.Qwen3NextConfig,
+        fields={
+            **states.QWEN,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+        mutants={
+            "shared block": no_moe.shared_block,
+            "shared gate": no_moe.shared_gate,
+            "renormalised routing": no_moe.renormalised,
+        },
+        limit=states.LIMIT,
     ),
     Row(
         name="glm4-moe",

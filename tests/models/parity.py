@@ -186,9 +186,11 @@ def check_tensors(saved: Saved) -> None:
     names = {source.name for source in opened(saved).runner._model.decoder.sources()}
     for kind in {_NUMBER.sub("*", name) for name in names}:
         model = opened(saved)
-        for source in model.runner._model.decoder.sources():
+        decoder = model.runner._model.decoder
+        for source in decoder.sources():
             if _NUMBER.sub("*", source.name) == kind:
                 source.load(torch.zeros(source.shape))
+        decoder.pack()
         missed = error(logits_of(model, texts()[-1], chunk=64), saved.of_prompt)
         assert not missed < MISSED * saved.row.limit, f"nobody misses {kind}: {missed:.1e}"
 

@@ -139,6 +139,7 @@ QWEN = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
     "num_experts": 4,
+    "num_experts_per_tok": 2,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 500.0,

@@ -17,17 +17,35 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class Fields(AlternatingFields, frozen=True, kw_only=True):
-    """What Qwen2-MoE alone has."""
+class SharedFields(AlternatingFields, frozen=True, kw_only=True):
+    """What Qwen's models with a gated block for all tokens have."""
 
     shared_expert_intermediate_size: Count
+
+
+class Fields(SharedFields, frozen=True, kw_only=True):
+    """What Qwen2-MoE alone has."""
+
     qkv_bias: bool = True
 
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in their window, and in whether they have experts."""
     norm, fields = rms_norm(config), config.own(Fields)
-    sparse = MoeSpec(
+
+    def layer(kind: tuple[int | None, FeedForwardSpec]) -> LayerSpec:
+        window, feed_forward = kind
+        mixer = replace(attention(config, window=window), qkv_bias=fields.qkv_bias)
+        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
+
+    blocks = alternating(config, fields, gated(config), mixture(config, fields))
+    kinds = list(zip(windows(config), blocks, strict=True))
+    return model("qwen2-moe", config, layers(kinds, layer), norm)
+
+
+def mixture(config: ConfigFile, fields: SharedFields) -> MoeSpec:
+    """Experts beside a block for all tokens, which counts as much as its gate says."""
+    return MoeSpec(
         routing=fields.routing(),
         experts=fields.experts(config),
         shared=GatedSpec(
@@ -39,15 +57,6 @@ def declare(config: ConfigFile) -> ModelSpec:
         ),
         shared_gate="mlp.shared_expert_gate",
     )
-
-    def layer(kind: tuple[int | None, FeedForwardSpec]) -> LayerSpec:
-        window, feed_forward = kind
-        mixer = replace(attention(config, window=window), qkv_bias=fields.qkv_bias)
-        return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
-
-    blocks = alternating(config, fields, gated(config), sparse)
-    kinds = list(zip(windows(config), blocks, strict=True))
-    return model("qwen2-moe", config, layers(kinds, layer), norm)
 
 
 def windows(config: ConfigFile) -> tuple[int | None, ...]:

@@ -11,7 +11,9 @@ from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.declare import attention, gated, layers, model
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.families.qwen2_moe import SharedFields, mixture
+from antiphon.model_worker.model.mixture import alternating
+from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -28,20 +30,27 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     linear_conv_kernel_dim: int
     full_attention_interval: int = 4
     num_experts: int = 0
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Layers that differ in their mixer."""
+    """Layers that differ in their mixer, and in whether they have experts."""
     fields = config.own(Fields)
     norm = NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
-    _refuse_experts(config, fields)
 
-    def layer(kind: str) -> LayerSpec:
-        return LayerSpec(mixer=_mixer(kind, config, fields), feed_forward=gated(config), norm=norm)
+    def layer(kind: tuple[str, FeedForwardSpec]) -> LayerSpec:
+        mixer, feed_forward = kind
+        return LayerSpec(mixer=_mixer(mixer, config, fields), feed_forward=feed_forward, norm=norm)
 
-    return model("qwen3-next", config, layers(_kinds(config, fields), layer), norm)
+    kinds = list(zip(_kinds(config, fields), _feed_forwards(config, fields), strict=True))
+    return model("qwen3-next", config, layers(kinds, layer), norm)
+
+
+def _feed_forwards(config: ConfigFile, fields: Fields) -> tuple[FeedForwardSpec, ...]:
+    dense = gated(config)
+    if fields.num_experts == 0:
+        return (dense,) * config.num_hidden_layers
+    sparse = config.own(SharedFields)
+    return alternating(config, sparse, dense, mixture(config, sparse))
 
 
 def _kinds(config: ConfigFile, fields: Fields) -> tuple[str, ...]:
@@ -77,22 +86,11 @@ def _mixer(kind: str, config: ConfigFile, fields: Fields) -> MixerSpec:
             raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
 
 
-def _refuse_experts(config: ConfigFile, fields: Fields) -> None:
-    if fields.num_experts == 0:
-        return
-    for index in range(config.num_hidden_layers):
-        if index not in fields.mlp_only_layers and (index + 1) % fields.decoder_sparse_step == 0:
-            raise ModelLoadError(
-                f"config.json: layer {index} has {fields.num_experts} experts: this build serves"
-                " qwen3-next with dense layers only (mlp_only_layers)"
-            )
-
-
 QWEN3_NEXT = Family(
     name="qwen3-next",
     declare=declare,
     features=(
         *("gated norm", "gated attention", "partial rotation", "qk-norm", "biases"),
-        "norms of one and a weight",
+        *("norms of one and a weight", "shared block", "shared gate", "renormalised routing"),
     ),
 )
