@@ -9,6 +9,7 @@ import msgspec
 from tests.models.specs import mixed
 
 from antiphon.layers.experts import Clamp, StackedExperts
+from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ def weighed_input(spec: ModelSpec) -> ModelSpec:
 
 def grown_scores(spec: ModelSpec) -> ModelSpec:
     """Scores scaled by the size of a head."""
-    sizes = spec.layers[0].mixer.sizes
+    latent = spec.layers[0].mixer
+    assert isinstance(latent, LatentSpec)
+    sizes = latent.sizes
     return mixed(spec, scale=(sizes.content + sizes.position) ** -0.5)
 
 

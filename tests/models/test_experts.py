@@ -19,7 +19,7 @@ from antiphon.kernels.op import Device
 from antiphon.kernels.ops import select
 from antiphon.kernels.routing import Routing
 from antiphon.layers.block import Site
-from antiphon.layers.context import ForwardContext
+from antiphon.layers.context import ForwardContext, Manner
 from antiphon.layers.experts import Clamp, Experts, ExpertsSpec, SeparateExperts, StackedExperts
 from antiphon.layers.methods import METHODS, PlainLinear
 from antiphon.layers.tp import SingleRank
@@ -58,8 +58,8 @@ class Rank(SingleRank):
         self.rank, self.ranks = rank, ranks
 
 
-def unspoken(*_: object) -> Tensor:
-    raise AssertionError("experts do not attend")
+def unspoken(layer: int, heads: Tensor, manner: Manner) -> Tensor:
+    raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {manner}")
 
 
 CONTEXT = ForwardContext(ops=select(Device("cpu")), tp=SingleRank(), attend=unspoken)
