@@ -154,6 +154,7 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
             quantized=resolved.quantized.value,
             device=resolved.device.value,
             deterministic=resolved.deterministic.value,
+            implementation=resolved.implementation.value,
         )
     except ModelLoadError as error:
         raise CannotStart(str(error)) from error

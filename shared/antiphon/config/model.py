@@ -71,6 +71,13 @@ class ModelConfig(Config):
             "numbers, fp8 and torchao-int8wo round at loading. Unset: what the checkpoint says."
         ),
     ] = None
+    implementation: Annotated[
+        Literal["auto", "antiphon", "transformers"],
+        Help(
+            "Whose layers run: antiphon's own, or the modules of transformers over our cache; auto "
+            "takes its own for every family that it has."
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool,
         Help(

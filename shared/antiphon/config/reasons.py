@@ -47,7 +47,6 @@ REASONS: Mapping[str, str] = {
     "metric_buckets": "histogram buckets are fixed",
     "metric_labels": "metric labels are fixed",
     "metrics_file": "metrics are served over HTTP, not written to files",
-    "model_impl": "there is one implementation of each model family, ours",
     "moe": "mixture-of-experts models are not built yet",
     "multimodal": "multimodal models are not built yet",
     "nodes": "ranks on several machines are not built yet",

@@ -41,6 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
     quantization: Decided[str]
     linear: Decided[Linear]
     quantized: Decided[Linear]
+    implementation: Decided[str]
     deterministic: Decided[bool]
     bits: Decided[str]
     threads: Decided[int]
@@ -100,6 +101,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
         bits=_bits(device, dtype.value, linear.value, kept),
+        implementation=Decided(settings.model.implementation, "model.implementation"),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),

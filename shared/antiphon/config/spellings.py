@@ -44,6 +44,11 @@ def _dtype(text: str) -> Written:
     return Written({"half": "float16", "float": "float32"}.get(text, text))
 
 
+def _impl(text: str) -> Written:
+    """What SGLang calls its own layers are ours here."""
+    return Written({"sglang": "antiphon"}.get(text, text))
+
+
 def _lower(text: str) -> Written:
     return Written(text.lower())
 
@@ -127,6 +132,7 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "deterministic": _deterministic,
     "dtype": _dtype,
     "http": _http,
+    "impl": _impl,
     "lower": _lower,
     "off": _off,
     "on": _on,

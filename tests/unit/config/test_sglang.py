@@ -26,6 +26,7 @@ SETTABLE = {
     "model.device": "cpu",
     "gateway.reasoning_parser": "qwen3",
     "gateway.tool_call_parser": "qwen25",
+    "model.implementation": "sglang",
     "queue.policy": "lpm",
     "cache.eviction": "lfu",
     "telemetry.log_level": "DEBUG",

@@ -85,6 +85,11 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         return self.intermediate_size or 4 * self.hidden_size
 
     @property
+    def rope_kind(self) -> str:
+        """`default`, or the name of a scaling."""
+        return (self.rope_parameters or self.rope_scaling or RopeField()).kind
+
+    @property
     def activation(self) -> Activation:
         """Of the feed-forward block.
 

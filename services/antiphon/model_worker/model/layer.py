@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import WeightSource
     from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec
 
+
 # A line a kind: its spec, and the block that computes it.
 MIXERS: Mapping[type, Callable[..., Block]] = {
     AttentionSpec: Attention,
@@ -61,7 +62,9 @@ class DecoderLayer:
         self._multiplier = spec.multiplier
         self._parallel = spec.parallel
         self._mixer = mixer_of(site, spec.mixer)
-        self._feed_forward = feed_forward_of(site, spec.feed_forward)
+        self._feed_forward = None
+        if spec.feed_forward is not None:
+            self._feed_forward = feed_forward_of(site, spec.feed_forward)
 
         def norm(name: str | None) -> Norm | None:
             if name is None:
@@ -77,7 +80,7 @@ class DecoderLayer:
     @property
     def operations(self) -> frozenset[str]:
         """Names of the kernels that it calls."""
-        parts = (self._mixer, self._feed_forward, *self._norms())
+        parts = (*self._parts(), *self._norms())
         return frozenset[str]().union(*(part.operations for part in parts))
 
     def __call__(
@@ -89,6 +92,8 @@ class DecoderLayer:
         """
         entered, residual = _enter(ctx, self._before_mixer, pending, residual)
         mixed = self._leave(ctx, self._after_mixer, self._mixer(ctx, entered))
+        if self._feed_forward is None:
+            return mixed, residual
         if self._parallel:
             if self._before_feed_forward is not None:
                 entered = self._before_feed_forward(ctx, residual)
@@ -127,19 +132,23 @@ class DecoderLayer:
 
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of all parts."""
-        for part in (*self._norms(), self._mixer, self._feed_forward):
+        for part in (*self._norms(), *self._parts()):
             yield from part.sources()
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
-        self._mixer.pack()
-        self._feed_forward.pack()
+        for part in self._parts():
+            part.pack()
 
     def _leave(self, ctx: ForwardContext, norm: Norm | None, x: Tensor) -> Tensor:
         """What a part adds to the stream."""
         if norm is not None:
             x = norm(ctx, x)
         return x if self._multiplier == 1.0 else x * self._multiplier
+
+    def _parts(self) -> tuple[Block, ...]:
+        own = (self._mixer, self._feed_forward)
+        return tuple(part for part in own if part is not None)
 
     def _norms(self) -> tuple[Norm, ...]:
         norms = (

@@ -21,13 +21,14 @@ from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.lending import borrow, family_for
 from antiphon.model_worker.model.quantization import StoredLinears
-from antiphon.model_worker.model.remote_code import family_of
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles, Place
     from antiphon.layers.tp import Tp
+    from antiphon.model_worker.model.borrowed import BorrowedDecoder
     from antiphon.model_worker.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +39,7 @@ class Model:
     """A decoder with its weights, on one rank."""
 
     spec: ModelSpec
-    decoder: Decoder
+    decoder: Decoder | BorrowedDecoder
     build: Build
 
 
@@ -51,6 +52,7 @@ def load(
     quantized: str | None = None,
     device: str = "cpu",
     tp: Tp | None = None,
+    implementation: str = "auto",
 ) -> Model:
     """Build the decoder that config.json describes and fill it from the weights.
 
@@ -63,6 +65,8 @@ def load(
         quantized: How those are kept that it does not store in plain numbers; unset: like others.
         device: A torch device.
         tp: This rank among those that share the layers; unset for one alone.
+        implementation: `antiphon` for our decoder, `transformers` for its own modules over our
+            cache, `auto` for ours where there is a family.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; nothing has run by then.
@@ -70,7 +74,8 @@ def load(
     try:
         files = files_at(place)
         config = read_config(files)
-        spec = read_spec(family_of(config.architectures, files), config)
+        family = family_for(files, config, implementation)
+        spec = None if family is None else read_spec(family, config)
         number = _dtype(dtype, config.dtype or config.torch_dtype, files)
         stored = _quantization(files, quantization)
     except ConfigError as error:
@@ -79,6 +84,10 @@ def load(
     for kept in {linear, quantized or linear}:
         if lacks := unfit(kept, device_, number):
             raise ModelLoadError(f"linears cannot be kept as {kept!r} here: {lacks}")
+    if spec is None:
+        build = Build(tp or SingleRank(), number, device_)
+        decoder = borrow(files, config, build, linear, quantized=stored is not None)
+        return Model(decoder.spec, decoder, build)
     build = Build(tp or SingleRank(), number, device_, _linears(stored, spec, quantized or linear))
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])

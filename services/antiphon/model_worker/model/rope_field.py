@@ -44,6 +44,11 @@ class RopeField(msgspec.Struct, frozen=True):
     full_attention: RopeField | None = None
     sliding_attention: RopeField | None = None
 
+    @property
+    def kind(self) -> str:
+        """`default`, or the name of a scaling."""
+        return self.rope_type or self.type or "default"
+
     def of(self, kind: str) -> RopeField:
         """The field for layers of a type."""
         own = self.sliding_attention if kind == "sliding_attention" else self.full_attention
@@ -77,7 +82,7 @@ class RopeField(msgspec.Struct, frozen=True):
         return Rotary(rotated, self.rope_theta or theta, scaling)
 
     def _scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
-        match self.rope_type or self.type or "default":
+        match self.kind:
             case "default" | "dynamic":
                 # A dynamic rotation stretches beyond the context, where no request comes.
                 return None

@@ -79,6 +79,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer.
 
     Attributes:
+        feed_forward: None: the layer has a mixer only.
         norm: The kind of all its norms.
         norms: Which of them there are.
         parallel: Both parts see the stream that enters the layer; without a norm of its own the
@@ -87,7 +88,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     mixer: MixerSpec
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | None
     norm: NormSpec
     norms: Norms = PRE
     parallel: bool = False

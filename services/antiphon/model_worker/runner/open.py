@@ -44,6 +44,7 @@ def open_model(
     tp: Tp | None = None,
     adapters: Adapters | None = None,
     deterministic: bool = False,
+    implementation: str = "auto",
 ) -> OpenModel:
     """Load a model and make room for `pages` pages a cache group, or `states`.
 
@@ -61,6 +62,7 @@ def open_model(
         quantized=quantized,
         device=device,
         tp=tp,
+        implementation=implementation,
     )
     groups = cache_groups(
         model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states

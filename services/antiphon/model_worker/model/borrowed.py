@@ -1,0 +1,308 @@
+"""Models that no family here declares: transformers' own modules over our paged cache.
+
+transformers calls what is registered under the name of an attention implementation in place of its
+own attention. Ours keeps keys and values in the cache of the pass and attends over the pages of
+each row, so that such a model is batched, chunked and cached as all others are. What its layers
+keep and how far they look is not declared anywhere: one token is run through the model before it
+serves, and whatever its attention asks for that we cannot give is refused then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Left
+
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.context import Manner
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.decoder import Hidden
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.layer import NotPlain
+from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from transformers import PreTrainedModel
+
+    from antiphon.kernels.cpu.stack import Stack
+    from antiphon.kernels.kv import LayerCache
+    from antiphon.kernels.rotary import Rotary
+    from antiphon.layers.context import ForwardContext
+
+IMPLEMENTATION = "antiphon"
+"""What a config calls our attention."""
+HARMLESS = frozenset(
+    {
+        *("dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "return_dict", "layer_idx", "training"),
+        *("past_key_values", "past_key_value", "position_embeddings", "attention_mask"),
+        *("logits_to_keep", "num_items_in_batch", "head_mask"),
+    }
+)
+"""What attention is told that changes nothing here: the cache, the mask and the pass know it."""
+
+
+class Config(Protocol):
+    """What every config of transformers says of a text model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention. Axes: T tokens, Q query heads, H kv heads, D head size.
+
+    Attributes:
+        query, key, value: (1, Q or H, T, D), rotated as the model does it.
+        mask: What our mask function gave; None in a pass.
+        said: All else, by name.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    said: Mapping[str, object]
+
+
+_ATTEND: ContextVar[Callable[[Call], Tensor]] = ContextVar("attend")
+_PROBED: ContextVar[int] = ContextVar("probed", default=0)
+"""The context of the model that is being looked at; 0 in a pass."""
+
+
+class BorrowedDecoder:
+    """The modules of transformers in the place of a `Decoder`."""
+
+    invariant = False
+    """torch multiplies."""
+    operations = frozenset({"attention.heads", "attention.paged", "attention.shaped"})
+    rotary: Rotary | None = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._base = cast("Callable[..., Left]", model.base_model)
+        self._given = _Given()
+        self._head = _headed(model, self._given)
+        config = cast("Config", model.config)
+        self.spec, self._manners = _look(model, config, self._base, self.logits)
+
+    def forward(
+        self,
+        ctx: ForwardContext,
+        *,
+        tokens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        aux_layers: frozenset[int] = frozenset(),
+    ) -> Hidden:
+        """Run all layers on `tokens` (T,), or on `inputs_embeds` (T, hidden)."""
+        assert not aux_layers, "transformers' modules hand out no stream between layers"
+        assert ctx.positions is not None
+
+        def attend(call: Call) -> Tensor:
+            heads = torch.cat((call.query, call.key, call.value), dim=1)[0].transpose(0, 1)
+            return ctx.attend(call.layer, heads, self._manners[call.layer])
+
+        if inputs_embeds is not None:
+            entered = {"inputs_embeds": inputs_embeds[None]}
+        else:
+            assert tokens is not None, "either tokens or their embeddings"
+            entered = {"input_ids": tokens[None]}
+        with _attending(attend):
+            left = self._base(
+                **entered,
+                position_ids=ctx.positions[None].long(),
+                use_cache=False,
+            )
+        assert left.last_hidden_state is not None
+        return Hidden(left.last_hidden_state[0], {})
+
+    def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
+        """Score hidden (L, hidden)  ->  (L, V) float32."""
+        self._given.hidden = hidden
+        return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
+
+    def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
+        """There is none.
+
+        Raises:
+            NotPlain: Always.
+        """
+        raise NotPlain("the layers are those of transformers")
+
+
+class _Given(torch.nn.Module):
+    """In the place of a model's layers, so that its head alone runs."""
+
+    hidden: Tensor
+
+    @property
+    def decoder(self) -> _Given:
+        """Some heads ask the layers of their layers."""
+        return self
+
+    def forward(self, *_: object, **__: object) -> Left:
+        """What the layers have left."""
+        left = cast("torch.FloatTensor", self.hidden[None])
+        return Left(last_hidden_state=left)
+
+
+class _Scores(Protocol):
+    logits: Tensor
+
+
+def _headed(model: PreTrainedModel, given: _Given) -> Callable[..., _Scores]:
+    """The model with `given` for its layers: whatever it does to logits it still does."""
+    head = copy.copy(model)
+    parts = {**dict(model.named_children()), model.base_model_prefix: given}
+    head.__dict__["_modules"] = parts
+    return cast("Callable[..., _Scores]", head)
+
+
+@contextmanager
+def _attending(attend: Callable[[Call], Tensor], probed: int = 0) -> Generator[None]:
+    """Let attention of this thread be `attend`."""
+    attending, probing = _ATTEND.set(attend), _PROBED.set(probed)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(attending)
+        _PROBED.reset(probing)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **said: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer: (1, Q, T, D)  ->  (1, T, Q, D)."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelLoadError(f"{type(module).__name__} does not say which layer it is of")
+    said = {**said, "is_causal": said.get("is_causal", getattr(module, "is_causal", True))}
+    return _ATTEND.get()(Call(layer, query, key, value, attention_mask, said))[None], None
+
+
+def _mask(
+    *, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object
+) -> Tensor | None:
+    """None in a pass, whose cache knows the mask; the window, as (1, 1, 1, 1), when looked at."""
+    context_tokens = _PROBED.get()
+    if not context_tokens:
+        return None
+    zero, keys = torch.tensor(0), torch.arange(context_tokens)
+
+    def seen(query: int) -> Tensor:
+        return mask_function(zero, zero, torch.tensor(query), keys).expand(context_tokens)
+
+    window = int(seen(context_tokens - 1).sum())
+    for query in {0, window // 2, window - 1, window, window + 1, context_tokens - 1}:
+        if not 0 <= query < context_tokens:
+            continue
+        expected = (keys <= query) & (keys > query - window)
+        if not torch.equal(seen(query), expected):
+            raise ModelLoadError("its mask is neither causal nor a window")
+    return torch.full((1, 1, 1, 1), 0 if window == context_tokens else window)
+
+
+_Register = Callable[[str, Callable[..., object]], None]
+cast("_Register", AttentionInterface.register)(IMPLEMENTATION, _attention)  # pyright: ignore[reportUnknownMemberType]
+cast("_Register", AttentionMaskInterface.register)(IMPLEMENTATION, _mask)  # pyright: ignore[reportUnknownMemberType]
+
+
+@torch.inference_mode()
+def _look(
+    model: PreTrainedModel,
+    config: Config,
+    base: Callable[..., Left],
+    logits: Callable[[None, Tensor], Tensor],
+) -> tuple[ModelSpec, tuple[Manner, ...]]:
+    """Run one token, and write down what each layer asks for.
+
+    Raises:
+        ModelLoadError: Something that we cannot give.
+    """
+    found: dict[int, tuple[AttentionSpec, Manner]] = {}
+
+    def attend(call: Call) -> Tensor:
+        if call.layer in found:
+            raise ModelLoadError(f"layer {call.layer} attends twice")
+        found[call.layer] = _understood(call)
+        return torch.zeros_like(call.query[0].transpose(0, 1))
+
+    token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
+    at = {"position_ids": torch.zeros(1, 1, dtype=torch.int64)}
+    with _attending(attend, probed=config.max_position_embeddings):
+        hidden = base(**token, **at).last_hidden_state
+    layers = config.num_hidden_layers
+    if sorted(found) != list(range(layers)):
+        raise ModelLoadError(f"{len(found)} of its {layers} layers attend as others do")
+    with _attending(lambda call: torch.zeros_like(call.query[0].transpose(0, 1))):
+        whole = cast("Callable[..., _Scores]", model)(**token, **at).logits[0].float()
+    assert hidden is not None
+    if not torch.equal(whole, logits(None, hidden[0])):
+        raise ModelLoadError("its head cannot be told from its layers")
+    mixers = [found[layer] for layer in range(layers)]
+    return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
+
+
+def _understood(call: Call) -> tuple[AttentionSpec, Manner]:
+    said = dict(call.said)
+    scale, softcap = said.pop("scaling", None), said.pop("softcap", None)
+    sinks = said.pop("s_aux", None)
+    if said.pop("is_causal") is False:
+        raise ModelLoadError("its attention looks ahead")
+    if unknown := [name for name in said if name not in HARMLESS and said[name] is not None]:
+        raise ModelLoadError(f"its attention wants {', '.join(unknown)}")
+    if call.mask is None or call.mask.numel() != 1:
+        raise ModelLoadError("its attention has a mask of its own")
+    if call.value.shape != call.key.shape or call.key.shape[-1] != call.query.shape[-1]:
+        raise ModelLoadError("its keys and values are of different sizes")
+    assert scale is None or isinstance(scale, float | int)
+    assert softcap is None or isinstance(softcap, float | int)
+    assert sinks is None or isinstance(sinks, Tensor)
+    size = call.query.shape[-1]
+    spec = AttentionSpec(
+        query_heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        head_size=size,
+        scale=size**-0.5 if scale is None else scale,
+        rotary=None,
+        window=int(call.mask) or None,
+        softcap=softcap,
+        sinks=sinks is not None,
+    )
+    return spec, Manner(scale=spec.scale, rotary=None, softcap=softcap, sinks=sinks)
+
+
+def _spec(config: Config, mixers: list[AttentionSpec]) -> ModelSpec:
+    """What a runner must know of it; the layers themselves are transformers'."""
+    norm = NormSpec(eps=0.0)
+    layers = (
+        LayerSpec(mixer=mixer, feed_forward=None, norm=norm, norms=Norms()) for mixer in mixers
+    )
+    return ModelSpec(
+        family="transformers",
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=tuple(layers),
+        context_tokens=config.max_position_embeddings,
+        norm=norm,
+        head=HeadSpec(tied=False),
+    )

@@ -1,0 +1,151 @@
+"""Whether transformers has a model whose modules we may borrow, and getting it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+
+from antiphon.config.card import read_card
+from antiphon.config.loading import LoadFormat
+from antiphon.config.model import Dtype
+from antiphon.kernels.kv import KvSpec
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.remote_code import family_of
+
+NAMED_MAX = 5
+"""Tensors that an error names."""
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from antiphon.config.model_files import ModelFiles
+    from antiphon.layers.weights import Build
+    from antiphon.model_worker.model.borrowed import BorrowedDecoder
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import Family
+
+log = logging.getLogger(__name__)
+
+
+def unlent(config: ConfigFile) -> str | None:
+    """Why transformers' modules cannot run this model here, or None."""
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 (it takes a second)
+
+    names = cast("dict[str, str]", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    architecture = (*config.architectures, "a model without architecture")[0]
+    if names.get(config.model_type) != architecture:
+        return f"transformers has no causal model {architecture} of type {config.model_type!r}"
+    return None
+
+
+def family_for(files: ModelFiles, config: ConfigFile, implementation: str) -> Family | None:
+    """The family that is to serve a model; None: transformers' modules are.
+
+    Raises:
+        ModelLoadError: Neither can.
+    """
+    if implementation == "transformers":
+        return None
+    try:
+        return family_of(config.architectures, files)
+    except ModelLoadError:
+        if implementation == "antiphon" or unlent(config) is not None:
+            raise
+        log.info(
+            "no family of ours: transformers' own modules run this model",
+            extra={"architectures": config.architectures},
+        )
+        return None
+
+
+def borrow(
+    files: ModelFiles, config: ConfigFile, build: Build, linear: str, *, quantized: bool
+) -> BorrowedDecoder:
+    """Load a model with transformers' modules, which attend over our cache.
+
+    Raises:
+        ModelLoadError: They cannot; says why.
+    """
+    refusals = (
+        (linear not in ("plain", "packed"), f"keep no linears as {linear!r}"),
+        (quantized, "are not asked for quantized checkpoints"),
+        (build.tp.ranks > 1, "run on one rank only"),
+        (files.format is LoadFormat.GGUF, "take no GGUF files"),
+        # They choose the rotation by the longest text of a batch, for all of it.
+        (config.rope_kind == "longrope", "rotate a text by its neighbours: longrope"),
+    )
+    for holds, reason in refusals:
+        if holds:
+            raise ModelLoadError(f"{files.folder}: transformers' modules {reason}")
+    if reason := unlent(config):
+        raise ModelLoadError(f"config.json: {reason}")
+    decoder = _opened(files, build)
+    _hold_against_plan(files, decoder)
+    return decoder
+
+
+def _hold_against_plan(files: ModelFiles, decoder: BorrowedDecoder) -> None:
+    """The plan divides memory by what config.json says of the cache."""
+    planned = read_card(files).kv_bytes(Dtype.FLOAT32)
+    groups = decoder.spec.cache_groups()
+    kept = sum(
+        len(layers) * spec.token_bytes(1, torch.float32)
+        for spec, layers in groups
+        if isinstance(spec, KvSpec)
+    )
+    if kept > planned:
+        raise ModelLoadError(
+            f"{files.folder}: a token takes {kept} bytes of cache, and config.json says {planned}"
+        )
+
+
+def _opened(files: ModelFiles, build: Build) -> BorrowedDecoder:
+    import transformers  # noqa: PLC0415
+
+    from antiphon.model_worker.model import borrowed  # noqa: PLC0415
+
+    fields = msgspec.json.decode(files.config(), type=dict[str, object])
+    # transformers leaves these classes largely untyped.
+    config = cast("Any", transformers.AutoConfig).for_model(fields.pop("model_type"), **fields)
+    auto = cast("Any", transformers.AutoModelForCausalLM)
+    try:
+        if files.format is LoadFormat.DUMMY:
+            torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+            model = auto.from_config(
+                config, dtype=build.dtype, attn_implementation=borrowed.IMPLEMENTATION
+            )
+        else:
+            model, told = auto.from_pretrained(
+                files.folder,
+                config=config,
+                dtype=build.dtype,
+                attn_implementation=borrowed.IMPLEMENTATION,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=files.format is LoadFormat.SAFETENSORS,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            _refuse_drawn(told)
+        return borrowed.BorrowedDecoder(model.eval())
+    except (
+        ModelLoadError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        raise ModelLoadError(f"{files.folder}: transformers' modules: {error}") from error
+
+
+def _refuse_drawn(told: Mapping[str, object]) -> None:
+    """Refuse what transformers would draw by itself, and only warn of."""
+    kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape"}
+    for kind, shown in kinds.items():
+        if found := sorted(map(str, cast("Iterable[object]", told[kind]))):
+            raise ModelLoadError(f"weights: {shown}: {', '.join(found[:NAMED_MAX])}")

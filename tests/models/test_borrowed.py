@@ -1,0 +1,174 @@
+"""Models without a family of ours: transformers' modules over our cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.models.families import ROWS, Row
+from tests.models.parity import (
+    Saved,
+    check_prefix,
+    check_text,
+    error,
+    logits_of,
+    save,
+    texts,
+)
+
+from antiphon.model_worker.model.borrowed import BorrowedDecoder
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BORROWED = (
+    Row(
+        name="helium",
+        architecture=transformers.HeliumForCausalLM,
+        config=transformers.HeliumConfig,
+        fields={"head_dim": 16},
+    ),
+    Row(
+        name="stablelm",
+        architecture=transformers.StableLmForCausalLM,
+        config=transformers.StableLmConfig,
+        fields={"use_qkv_bias": True, "qk_layernorm": True},
+    ),
+    Row(
+        name="exaone4",
+        architecture=transformers.Exaone4ForCausalLM,
+        config=transformers.Exaone4Config,
+        fields={
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    Row(
+        name="cohere2",
+        architecture=transformers.Cohere2ForCausalLM,
+        config=transformers.Cohere2Config,
+        fields={
+            "sliding_window": 20,
+            "logit_scale": 0.3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+)
+OURS = {row.name: row for row in ROWS}
+
+
+@pytest.fixture(scope="module", params=BORROWED, ids=str)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(request.param, tmp_path_factory.mktemp("model"))
+
+
+def opened(saved: Saved, implementation: str = "auto", linear: str = "plain") -> OpenModel:
+    return open_model(
+        saved.folder,
+        page_tokens=4,
+        pages=128,
+        dtype="float32",
+        linear=linear,
+        implementation=implementation,
+    )
+
+
+def test_logits_and_text_are_those_of_transformers(saved: Saved) -> None:
+    ours = logits_of(opened(saved), texts()[-1], chunk=23)
+    assert error(ours, saved.of_prompt) < saved.row.limit
+    check_text(saved, "plain")
+    check_prefix(saved)
+
+
+def test_windows_are_found_and_have_pages_of_their_own(saved: Saved) -> None:
+    said = saved.row.fields.get("sliding_window")
+    windows = {group.window for group in opened(saved).groups}
+    assert windows == ({None} if said is None else {None, said})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt neox", "gpt2"])
+def test_a_family_of_ours_may_be_borrowed_too(tmp_path: Path, name: str) -> None:
+    saved = save(OURS[name], tmp_path)
+    model = opened(saved, "transformers")
+    ours = logits_of(model, texts()[-1], chunk=23)
+    assert error(ours, saved.of_prompt) < saved.row.limit
+    assert model.runner.choices[0].refused == (("cpu", "the layers are those of transformers"),)
+
+
+def test_a_line_in_the_log_says_whose_layers_run(
+    saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert isinstance(load(saved.folder).decoder, BorrowedDecoder)
+    assert "no family of ours: transformers' own modules run this model" in caplog.messages
+
+
+def test_only_our_own_decoder_may_be_asked_for(saved: Saved) -> None:
+    with pytest.raises(ModelLoadError, match=f"{saved.row.architecture.__name__} is not supported"):
+        load(saved.folder, implementation="antiphon")
+
+
+def test_only_our_own_decoder_keeps_weights_in_bytes(saved: Saved) -> None:
+    with pytest.raises(ModelLoadError, match="keep no linears as 'int8'"):
+        load(saved.folder, linear="int8")
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
+    saved = save(BORROWED[0], tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file({other: tensors[other] for other in tensors if other != name}, file)
+    with pytest.raises(ModelLoadError, match=f"missing: {name}"):
+        opened(saved)
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
+    with pytest.raises(ModelLoadError, match=rf"of another shape: .*{name}"):
+        opened(saved)
+
+
+REFUSED = {
+    "a bias that grows with distance": (
+        Row(
+            name="bloom",
+            architecture=transformers.BloomForCausalLM,
+            config=transformers.BloomConfig,
+            sizes={
+                "vocab_size": 128,
+                "hidden_size": 64,
+                "n_layer": 3,
+                "n_head": 4,
+                "max_position_embeddings": 256,
+            },
+        ),
+        "0 of its 3 layers attend as others do",
+    ),
+    "a rotation by the longest neighbour": (
+        Row(
+            name="phi3",
+            architecture=transformers.Phi3ForCausalLM,
+            config=transformers.Phi3Config,
+            fields=OURS["phi3"].fields,
+        ),
+        "longrope",
+    ),
+    "layers without attention": (
+        Row(
+            name="mamba",
+            architecture=transformers.MambaForCausalLM,
+            config=transformers.MambaConfig,
+            sizes={"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2},
+        ),
+        "num_attention_heads",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_our_cache_cannot_give_is_refused(tmp_path: Path, row: Row, reason: str) -> None:
+    saved = save(row, tmp_path)
+    with pytest.raises(ModelLoadError, match=reason):
+        opened(saved, "transformers")
