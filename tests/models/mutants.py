@@ -9,6 +9,8 @@ import msgspec
 from tests.models.specs import attention_of, fed, layered, mixed, windowed
 
 from antiphon.kernels.rotary import LongScaling, Rotary
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mla import LatentSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
 
@@ -138,7 +140,9 @@ def _normed(spec: ModelSpec, norm: NormSpec) -> ModelSpec:
 
 
 def _rotary(spec: ModelSpec) -> Rotary:
-    rotary = attention_of(spec.layers[0]).rotary
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec | LatentSpec)
+    rotary = mixer.rotary
     assert rotary is not None
     return rotary
 
