@@ -23,6 +23,7 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import RequestId
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints, Plan
+    from antiphon.model_worker.batching.walking import Walk
 
 AFTER = (7, 8)
 """What a deferred grammar begins after."""
@@ -120,11 +122,39 @@ def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
     return said, FinishReason.LENGTH, None
 
 
+class SlowWalker:
+    """Follows some guides at once, and others steps later, in any order."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.waiting: list[Walk] = []
+        self.late = 0
+
+    def walk(self, walks: Sequence[Walk]) -> None:
+        self.waiting += walks
+        self.dice.shuffle(self.waiting)
+        self._run(self.dice.randint(0, len(self.waiting)))
+        self.late += len(self.waiting)
+
+    def wait(self) -> None:
+        self._run(1)
+
+    def forget(self, walk: Walk) -> None:
+        if walk in self.waiting:
+            self.waiting.remove(walk)
+
+    def _run(self, count: int) -> None:
+        for walk in self.waiting[:count]:
+            walk.run()
+        del self.waiting[:count]
+
+
 class World:
     """A worker with few pages."""
 
-    def __init__(self, seed: int, *, overlap: bool) -> None:
+    def __init__(self, seed: int, *, overlap: bool, slow: bool = False) -> None:
         self.random = random.Random(seed)
+        self.slow = SlowWalker(random.Random(seed)) if slow else None
         group = CacheGroup(
             kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=32
         )
@@ -138,11 +168,17 @@ class World:
             weights_digest="w",
             conservativeness=0.0,
         )
-        self.batching = Batching(limits, CachePools([group]))
+        self.batching = Batching(limits, CachePools([group]), walker=self.slow)
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
-            self.batching, self.runner, Mailbox(1), self.hear, clock=lambda: 0.0, overlap=overlap
+            self.batching,
+            self.runner,
+            Mailbox(1),
+            self.hear,
+            clock=lambda: self.now,
+            overlap=overlap,
         )
+        self.now = 0.0
         self.states: dict[ChoiceKey, RequestState] = {}
         self.ids: dict[ChoiceKey, list[int]] = {}
         self.ends: dict[ChoiceKey, Finish] = {}
@@ -205,6 +241,49 @@ def test_every_choice_says_what_it_says_alone(seed: int, overlap: bool) -> None:
     world.drain()
     for key in world.states:
         world.verify(key)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("seed", range(8))
+def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bool) -> None:
+    world = World(seed, overlap=overlap, slow=True)
+    for turn in range(40):
+        world.send([world.new_state() for _ in range(world.random.choice([0, 1, 4]))])
+        if turn % 9 == 5:
+            mode = world.random.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
+            orders = (PauseWorker(mode=mode), ContinueWorker())
+            world.hear(world.loop.turn(Mail(orders=orders)))
+    world.drain()
+    for key in world.states:
+        world.verify(key)
+    assert world.slow is not None
+    assert world.slow.late > 20
+    assert not world.slow.waiting
+
+
+def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() -> None:
+    world = World(1, overlap=False, slow=True)
+    assert world.slow is not None
+    world.slow.walk = lambda walks: None  # type: ignore[method-assign]
+    world.slow.wait = lambda: None  # type: ignore[method-assign]
+    sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    free = msgspec.structs.replace(world.new_state(), sampling=sampling)
+    grammar = Grammar(kind=GrammarKind.REGEX, text="a")
+    guided = msgspec.structs.replace(
+        free, sampling=msgspec.structs.replace(sampling, grammar=grammar)
+    )
+    stuck, runs = world.send([guided, free])
+    for _ in range(30):
+        world.hear(world.loop.turn(Mail()))
+    assert world.ends[runs].error is None
+    assert len(world.ids[runs]) == 20
+    assert stuck not in world.ends
+    world.now = 11.0
+    world.hear(world.loop.turn(Mail()))
+    error = world.ends[stuck].error
+    assert error is not None
+    assert error.code == "overloaded"
+    assert world.batching.pools.used() == [0]
 
 
 def test_the_worlds_reach_retraction_and_every_end_of_a_grammar() -> None:

@@ -28,6 +28,9 @@ class GrammarConfig(Config):
     compile_timeout_s: Annotated[
         Seconds, Help("A grammar that takes longer to compile is refused for a while.")
     ] = 20.0
+    follow_timeout_s: Annotated[
+        Seconds, Help("An answer of which one token takes longer to follow ends as overloaded.")
+    ] = 10.0
     workers: Annotated[Threads, Help("Grammars compiled at once, at low priority.")] = 1
     cache_entries: Annotated[
         Entries, Help("Most compiled grammars kept, those that do not compile included.")

@@ -34,6 +34,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         running_timeout_s: How long a request may take once it is started. None: for ever.
         checkpoint_tokens: A state is kept for others each so many tokens; whole pages. Of models
             without recurrent states it says nothing.
+        follow_timeout_s: How long a token may take to be followed through a grammar.
         conservativeness: By how much more of their answers is kept free for running requests than
             experience asks for; see `NewTokenRatio`.
     """
@@ -55,6 +56,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
     checkpoint_tokens: int = 256
+    follow_timeout_s: float = 10.0
     conservativeness: float = 1.0
 
 

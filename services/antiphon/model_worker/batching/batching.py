@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +11,7 @@ from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.credit import Credit, credit
 from antiphon.model_worker.batching.holdings import Holdings
+from antiphon.model_worker.batching.late import LateRow, LateRows
 from antiphon.model_worker.batching.plan import RowStatus, future
 from antiphon.model_worker.batching.planner import Planner
 from antiphon.model_worker.batching.policy import Order, Rules
@@ -24,6 +26,7 @@ from antiphon.model_worker.batching.request import (
 )
 from antiphon.model_worker.batching.telling import Told
 from antiphon.model_worker.batching.timeouts import Timeouts
+from antiphon.model_worker.batching.walking import Walk, WalksHere
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
 from antiphon.wire.base import FinishReason
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Outcome
     from antiphon.model_worker.batching.slots import Slots
+    from antiphon.model_worker.batching.walking import Walker
     from antiphon.model_worker.cache.table import CachePools
 
 _RETRY_AFTER_S = 1.0
@@ -57,6 +61,7 @@ class Batching:
         index: PrefixIndex | None = None,
         rules: Rules | None = None,
         namespace: Namespace | None = None,
+        walker: Walker | None = None,
     ) -> None:
         assert limits.context_tokens <= pools.tokens_max, "the longest request would never fit"
         assert limits.running_max <= limits.step_tokens_max, "not everybody could decode"
@@ -68,6 +73,7 @@ class Batching:
         namespace = namespace or Namespace(model_digest=limits.weights_digest)
         self._holdings = Holdings(limits, pools, self.index, namespace)
         self._timeouts = Timeouts(limits)
+        self._late = LateRows(walker or WalksHere(), limits.follow_timeout_s)
         self._planner = Planner(limits, self.rules, self._holdings, self.waiting, self._timeouts)
         self._order = Order(self.rules)
         self._requests: dict[ChoiceKey, Request] = {}
@@ -152,15 +158,21 @@ class Batching:
 
         Nothing only if nothing is left to do, or nothing before launched rows are committed.
         """
-        for request, error in self._timeouts.take_due(now):
-            self._end(request, Finish.failed(error))
+        self._settle_late()
+        overdue = [*self._timeouts.take_due(now), *self._late.overdue(now)]
+        for request, error in overdue:
+            if request.phase is not Phase.ENDED:
+                self._end(request, Finish.failed(error))
         rows = [
             self._launch(request, end)
             for request, end in self._planner.wants(now)
             if request.phase is Phase.RUNNING
         ]
         self._rows_launched += len(rows)
-        assert rows or self._rows_launched or self.idle, "requests wait and nothing runs"
+        stands = not rows and not self._rows_launched
+        if stands and self._late:
+            self._late.wait()
+        assert not stands or self._late or self.idle, "requests wait and nothing runs"
         return rows
 
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
@@ -168,14 +180,20 @@ class Batching:
         self._rows_launched -= len(rows)
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
+        drawn = [token_ids[start:end] for start, end in pairwise(starts)]
         details = outcome.details
+        walks = {
+            index: Walk(row.request.guide, drawn[index])
+            for index, row in enumerate(rows)
+            if row.request.guide is not None and drawn[index] and row.current
+        }
+        self._late.walk(list(walks.values()))
         for index, row in enumerate(rows):
             if not row.current:
                 continue
             if status[index] == RowStatus.OK:
-                accepted = token_ids[starts[index] : starts[index + 1]]
                 told = None if details is None else Told.of(details, index)
-                self._commit_row(row, accepted, told)
+                self._commit_drawn(LateRow(row, drawn[index], told, walks.get(index)))
             elif status[index] == RowStatus.NO_TOKEN:
                 error = InvalidRequest("what the request allows leaves no token to go on with")
                 self._end(row.request, Finish.failed(error))
@@ -283,7 +301,29 @@ class Batching:
         request.launch(end, draws=draws)
         return row
 
-    def _commit_row(self, row: Row, accepted: list[int], told: Told | None) -> None:
+    def _commit_drawn(self, drawn: LateRow) -> None:
+        if drawn.walk is None or drawn.walk.done:
+            self._commit_row(drawn)
+            return
+        self._late.put(drawn)
+        request, table = drawn.row.request, drawn.row.request.table
+        assert table is not None, "a running request has no pages"
+        table.commit(drawn.row.end)
+        request.computed = drawn.row.end
+        if request.prefilling:  # whoever waits for its prompt need not wait for its grammar
+            self._holdings.share(request)
+            self._holdings.sharing.retire(request)
+
+    def _settle_late(self) -> None:
+        """Commit the rows whose guides have arrived, as if their step had just ended."""
+        for late in self._late.take_done():
+            if late.row.current:
+                self._commit_row(late)
+            elif late.row.request.guide is not None:  # it was retracted, and draws them again
+                late.row.request.guide.take_back()
+
+    def _commit_row(self, drawn: LateRow) -> None:
+        row, accepted, told = drawn.row, drawn.accepted, drawn.told
         request, table = row.request, row.request.table
         assert table is not None, "a running request has no pages"
         assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
@@ -296,7 +336,7 @@ class Batching:
         else:
             request.resume(computed)
         if accepted:
-            request.accept(accepted)
+            request.accept(accepted, drawn.ends())
             self.slots.length[request.slot] = request.length
         if told is not None:
             told.tell(request, accepted=len(accepted), kept=request.outputs - outputs)

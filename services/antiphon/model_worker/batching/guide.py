@@ -39,7 +39,7 @@ class GrammarState(Protocol):
         """Write which tokens may come next into `words`, (W,); False if all may.
 
         Raises:
-            EngineError: The choice cannot go on: no token may come, or following takes too long.
+            EngineError: The choice cannot go on: no token may come.
         """
         ...
 
@@ -52,11 +52,13 @@ class Guide:
     """Follows one choice through its grammar and has the mask of its next token ready.
 
     The mask is made as soon as its token is known, and so belongs to no step: whoever plans finds
-    it done, and a choice that cannot go on has ended by then.
+    it done, or leaves the choice out; one that cannot go on has ended by then. Belongs to one
+    thread at a time.
 
     Attributes:
         mask: (W,) which tokens may come next; None if all may.
         end_ids: The tokens that end a complete answer.
+        slow: It has held up a step once.
     """
 
     def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
@@ -72,8 +74,13 @@ class Guide:
         """
         self.mask: Ints | None = None
         self.end_ids = end_ids
+        self.slow = False
         self._state = state
-        self._words = np.zeros(words_count(vocab_size), np.int32)
+        # Two, of which the one of the mark is left alone.
+        self._words = np.zeros((2, words_count(vocab_size)), np.int32)
+        self._turn = 0
+        self._marked: Ints | None = None
+        self._since_mark = 0
         self._others = pack(~np.isin(np.arange(vocab_size), list(end_ids)))
         self._refresh()
 
@@ -88,6 +95,7 @@ class Guide:
             if not self._state.accept(token):
                 # The mask forbade it: whoever drew it is wrong, or the mask was.
                 return Finish.failed(Internal(f"token {token} was drawn against the grammar"))
+            self._since_mark += 1
             if self._state.terminated:
                 return Finish(reason=FinishReason.STOP, matched_stop=token)
             self._refresh()
@@ -95,8 +103,20 @@ class Guide:
             return Finish.failed(error)
         return None
 
+    def mark(self) -> None:
+        """Remember where it stands; see `take_back`."""
+        self._marked, self._since_mark = self.mask, 0
+        self._turn ^= 1
+
+    def take_back(self) -> None:
+        """Stand where it stood at the mark, whatever has come since."""
+        self._state.rollback(self._since_mark)
+        self.mask, self._since_mark = self._marked, 0
+        self._turn ^= 1
+
     def _refresh(self) -> None:
-        self.mask = self._words if self._state.fill(self._words) else None
+        words = self._words[self._turn]
+        self.mask = words if self._state.fill(words) else None
 
 
 class Deferred:

@@ -8,6 +8,7 @@ from antiphon.config.worker import Policy, QueueConfig
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.walking import WalkThreads
 from antiphon.model_worker.cache.events import Blocks
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.hashing import Namespace
@@ -51,6 +52,7 @@ def open_batching(
             quantization=resolved.linear.value,
             arithmetic=resolved.bits.value,
         ),
+        walker=WalkThreads(),
     )
 
 
@@ -81,6 +83,7 @@ def limits_of(
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
         checkpoint_tokens=settings.cache.checkpoint_tokens,
+        follow_timeout_s=settings.grammar.follow_timeout_s,
         conservativeness=batching.conservativeness,
     )
 

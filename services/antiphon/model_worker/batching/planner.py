@@ -166,7 +166,9 @@ class Planner:
         return wants
 
     def _better_later(self, request: Request) -> bool:
-        """Whether somebody computes what it shares, so that it is cheaper when that is done."""
+        """Whether it cannot start yet, or is cheaper when somebody has computed what it shares."""
+        if request.late:
+            return True
         if request.urgent:
             return False
         return self._holdings.sharing.holds(request, self._holdings.cached_tokens)

@@ -121,6 +121,7 @@ class Request:
         namespace: What has computed its pages, from its start on.
         guide: Where it stands in its grammar, if it has one.
         filter: What its processors allow; made when it first gets a slot, if it has any.
+        late: Its guide is still on the way over its last tokens: it waits for that.
         stepwise: What may be drawn depends on the token before, which must be known here.
     """
 
@@ -154,6 +155,7 @@ class Request:
         self.end_ids = _end_ids(state.sampling, end_ids)
         self.guide = guide
         self.filter: TokenFilter | None = None
+        self.late = False
         self.stepwise = guide is not None or looks_back(state.sampling.processors)
         self.emitted = state.emitted
         self.slot = -1
@@ -267,11 +269,15 @@ class Request:
         self.ahead = 0
         self.life += 1
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Append what a step drew, up to the end. The token that ends a choice is not kept."""
+    def accept(self, token_ids: Sequence[int], ends: Sequence[Finish | None] = ()) -> None:
+        """Append what a step drew, up to the end. The token that ends a choice is not kept.
+
+        `ends` says how each of the tokens ends it by its grammar, if it has one.
+        """
         assert self.finish is None, "tokens were drawn for a request that has ended"
-        for token in token_ids:
-            if self.guide is not None and (finish := self.guide.follow(token)) is not None:
+        assert (self.guide is None) == (not ends), "a grammar was not followed"
+        for index, token in enumerate(token_ids):
+            if ends and (finish := ends[index]) is not None:
                 self.finish = finish
                 return
             if token in self.end_ids:

@@ -14,7 +14,7 @@ import numpy as np
 from antiphon.model_worker.batching.guide import Deferred, GrammarState, Guide
 from antiphon.model_worker.batching.request import WIRE_IDS
 from antiphon.model_worker.grammar.cache import RecentlyUsed
-from antiphon.model_worker.grammar.lateness import Lateness
+from antiphon.model_worker.grammar.lateness import PAUSE_S, Lateness
 from antiphon.model_worker.grammar.source import Source, source_of
 from antiphon.model_worker.grammar.threads import CompileThreads
 from antiphon.wire.errors import (
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 LATE_ENTRIES_MAX = 1024
 """Grammars that took too long and are remembered."""
+BEGINNINGS_MAX = 4
+"""Choices that are begun at once."""
 
 
 class Compiled(Protocol):
@@ -97,10 +99,12 @@ class Grammars:
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
         self._group = group
-        # Beginning a choice is short work, and waits for nobody's compile. The compiler is opened
-        # there, too: that is Python, and at low priority would keep the interpreter from a step.
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="guides")
+        # Python, which at low priority would keep the interpreter from a step.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._threads = CompileThreads(config.workers)
+        # Beginning a choice is short work, and waits for nobody's compile; but an answer that is
+        # followed again from its beginning may take as long as it did.
+        self._beginnings = CompileThreads(BEGINNINGS_MAX, nice=0)
         self._compiling: dict[Source, asyncio.Task[Compiled | ErrorReply]] = {}
         self._kept: RecentlyUsed[Source, Compiled | ErrorReply] = RecentlyUsed(
             entries_max=config.cache_entries, bytes_max=config.cache_bytes, size_bytes=_size_bytes
@@ -115,7 +119,8 @@ class Grammars:
 
         Raises:
             InvalidRequest: Its grammar has a mistake, or allows nothing.
-            Overloaded: It takes too long to compile, or too many grammars wait to be compiled.
+            Overloaded: It takes too long to compile, its answer so far too long to follow, or too
+                many wait for that.
         """
         grammar = state.sampling.grammar
         assert grammar is not None, "a choice without a grammar needs no guide"
@@ -125,9 +130,13 @@ class Grammars:
             compiled = await asyncio.shield(self._compile(asked))
         if isinstance(compiled, ErrorReply):
             raise decode_error(compiled)
-        loop = asyncio.get_running_loop()
         begin = functools.partial(_begin, compiled, state, self._vocab_size)
-        return await loop.run_in_executor(self._executor, begin)
+        timeout_s = self._config.follow_timeout_s
+        try:
+            return await self._beginnings.run(begin, timeout_s)
+        except TimeoutError:
+            message = f"grammar: the answer takes longer than {timeout_s:g} s to follow"
+            raise Overloaded(message, retry_after_s=PAUSE_S) from None
 
     def close(self) -> None:
         """Begin no more choices. Compiles that run are left to end with the process."""

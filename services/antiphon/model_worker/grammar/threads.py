@@ -30,7 +30,8 @@ class CompileThreads:
     process ends. One that takes too long gives up its place and runs on, a few of them at most.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, nice: int = _NICE) -> None:
+        self._nice = nice
         self._places = asyncio.Semaphore(workers)
         self._lost = 0
 
@@ -57,7 +58,7 @@ class CompileThreads:
     async def _run(self, job: Callable[[], T], timeout_s: float) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
-        body = functools.partial(_body, job, done, loop)
+        body = functools.partial(_body, job, done, loop, self._nice)
         threading.Thread(target=body, name="grammar", daemon=True).start()
         try:
             async with asyncio.timeout(timeout_s):
@@ -72,9 +73,11 @@ class CompileThreads:
         done.exception()  # nobody waits for it any more
 
 
-def _body(job: Callable[[], T], done: asyncio.Future[T], loop: asyncio.AbstractEventLoop) -> None:
-    if sys.platform == "linux":  # where each thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+def _body(
+    job: Callable[[], T], done: asyncio.Future[T], loop: asyncio.AbstractEventLoop, nice: int
+) -> None:
+    if nice and sys.platform == "linux":  # where each thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     try:
         tell = functools.partial(done.set_result, job())
     except Exception as error:  # noqa: BLE001 (raised again where it is waited for)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import pytest
 from tests.unit.model_worker.grammar.schemas import random_pattern, random_schema
 from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
 
+from antiphon.model_worker.batching.walking import Walk, WalkThreads
 from antiphon.model_worker.grammar.matcher import CompiledGrammar
 from antiphon.model_worker.grammar.source import Source, source_of
 from antiphon.wire.base import FinishReason
@@ -249,18 +251,28 @@ def test_a_mistake_is_told_in_a_line_without_the_compilers_places(
     assert len(caught.value.message) < 320
 
 
-def test_an_answer_that_can_be_read_in_too_many_ways_ends_before_it_stalls_the_step(
+def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
     compiled: Compile, vocabulary: Vocabulary
 ) -> None:
-    """Each further letter doubles the work and more; a bound on one token's time finds it."""
-    guide = guide_of(
-        compiled(GrammarKind.REGEX, "((((a{1,90}){1,90}){1,90}){1,90}){1,90}"), vocabulary
-    )
+    """Each further letter takes longer, here up to many seconds; a step waits for a moment."""
+    monster = compiled(GrammarKind.REGEX, "((((a{1,90}){1,90}){1,90}){1,90}){1,90}")
+    slow = [guide_of(monster, vocabulary) for _ in range(16)]
+    plain = guide_of(compiled(GrammarKind.REGEX, "a*"), vocabulary)
     letter = vocabulary.tokens.index(b"a")
-    for _ in range(90):
-        finish = guide.follow(letter)
-        if finish is not None:
-            assert finish.error is not None
-            assert finish.error.code == "invalid_request"
-            return
-    raise AssertionError("nothing stops it")
+    threads = WalkThreads(patience_s=0.02)
+    on_the_way: list[Walk] = []
+    longest_s = 0.0
+    for _ in range(25):
+        busy = {id(walk.guide) for walk in on_the_way if not walk.done}
+        walks = [Walk(guide, [letter]) for guide in slow if id(guide) not in busy]
+        mine = Walk(plain, [letter])
+        began = time.perf_counter()
+        threads.walk([*walks, mine])
+        longest_s = max(longest_s, time.perf_counter() - began)
+        while not mine.done:
+            threads.wait()
+        on_the_way += walks
+    assert any(guide.slow for guide in slow)
+    assert longest_s < 0.5, "a step stood still"
+    for walk in on_the_way:
+        threads.forget(walk)

@@ -1,0 +1,95 @@
+"""Rows whose tokens are drawn, and whose guides are still on the way over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.request import Phase
+from antiphon.wire.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.request import Finish, Request
+    from antiphon.model_worker.batching.telling import Told
+    from antiphon.model_worker.batching.walking import Walk, Walker
+
+_RETRY_AFTER_S = 5.0
+
+
+@dataclass(slots=True)
+class LateRow:
+    """What a row is committed with.
+
+    Attributes:
+        accepted: The tokens that it has drawn.
+        told: What is told of them.
+        walk: Of its guide, if it has one and has drawn any.
+        since: When it was first waited for.
+    """
+
+    row: Row
+    accepted: list[int]
+    told: Told | None
+    walk: Walk | None
+    since: float | None = None
+
+    def ends(self) -> Sequence[Finish | None]:
+        """How each token ends the choice by its grammar; none without one. Its walk is done."""
+        if self.walk is None:
+            return ()
+        self.walk.check()
+        return self.walk.finishes
+
+
+class LateRows:
+    """They wait, and their requests with them; nobody else does.
+
+    Whoever waits too long ends as an overload: the time is the machine's, and no part of what a
+    grammar means.
+    """
+
+    def __init__(self, walker: Walker, timeout_s: float) -> None:
+        self._walker = walker
+        self._timeout_s = timeout_s
+        self._rows: list[LateRow] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def walk(self, walks: Sequence[Walk]) -> None:
+        """Begin walks, and wait a moment for them."""
+        self._walker.walk(walks)
+
+    def wait(self) -> None:
+        """Wait a moment, for there is nothing else to do."""
+        self._walker.wait()
+
+    def put(self, late: LateRow) -> None:
+        """A row whose walk is not done."""
+        late.row.request.late = True
+        self._rows.append(late)
+
+    def take_done(self) -> Iterator[LateRow]:
+        """Those that have arrived, each once. Requests that have ended are forgotten."""
+        rows, self._rows = self._rows, []
+        for late in rows:
+            request = late.row.request
+            assert late.walk is not None, "a row waits for nothing"
+            if request.phase is Phase.ENDED:
+                self._walker.forget(late.walk)
+            elif late.walk.done:
+                request.late = False
+                yield late
+            else:
+                self._rows.append(late)
+
+    def overdue(self, now: float) -> Iterator[tuple[Request, Overloaded]]:
+        """Those that have waited for too long, with the reason."""
+        for late in self._rows:
+            late.since = now if late.since is None else late.since
+            if now - late.since > self._timeout_s:
+                message = f"grammar: a token takes longer than {self._timeout_s:g} s to follow"
+                yield late.row.request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)
