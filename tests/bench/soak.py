@@ -1,0 +1,334 @@
+"""Random load with aborts in every state for minutes: nothing is held after it, no memory grows.
+
+    python -m tests.bench.soak --minutes 10
+
+A stack of real processes serves the embedded model with so little room that requests wait, share
+prefixes and are retracted. Clients ask over HTTP and NATS, and most of them leave early: at once,
+while they wait, while their prompt is computed, or between two tokens. Then everything must be
+empty by the services' own metrics, and the resident memory of each service flat: the slope of a
+line through the second half of its samples. The result is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import aiohttp
+import msgspec
+import numpy as np
+from tests.system.stack import Stack, serving
+
+from antiphon.bus.bus import Bus, Delivery
+from antiphon.bus.nats import NatsTransport
+from antiphon.client import Client
+from antiphon.config.process import BusConfig
+from antiphon.wire.base import Process
+from antiphon.wire.errors import EngineError
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
+from antiphon.wire.routes import HEARTBEAT
+from antiphon.wire.sampling import DetailParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+CLIENTS = 24
+FLAGS = (
+    *("--batching-running-max", "16"),
+    # Small, so that all of it has been written to before the second half: until then it grows.
+    *("--cache-tokens-max", "4096"),
+    *("--batching-conservativeness", "0.05"),
+    *("--scheduler-queue-max", "12"),
+    # Ended requests leave tombstones until their deadlines: these must come within the first half.
+    *("--gateway-request-timeout-s", "30"),
+)
+SAMPLE_S = 1.0
+EMPTY_WITHIN_S = 30.0
+GROWTH_KIB_MAX = 5 * 1024.0
+"""Most that a line through the second half of a run may climb in that half. What allocators and
+caches still settle is below it, and of ten minutes a leak of 300 bytes a request is above."""
+EMPTY = (
+    "antiphon_worker_pages_used",
+    "antiphon_worker_running",
+    "antiphon_worker_waiting",
+    "antiphon_worker_held",
+    "antiphon_scheduler_waiting",
+    "antiphon_gateway_open_requests",
+)
+"""Gauges that are zero when nobody asks for anything."""
+_REFUSED = ("503", "overloaded")
+LONG_WORDS = 700
+STEM = "You are a patient helper who counts, copies and remembers. " * 12
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Resident memory of one service over the run."""
+
+    first_kib: int
+    last_kib: int
+    kib_per_minute: float
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What a soak found; `failures` is empty if nothing is wrong."""
+
+    seed: int
+    minutes: float
+    requests: int
+    outcomes: dict[str, int]
+    output_tokens: int
+    retractions: int
+    left: dict[str, float]
+    growth: dict[str, Growth]
+    growth_kib_max: float
+    failures: list[str]
+
+
+def soak(minutes: float, seed: int = 0) -> Result:
+    """Run a stack under load for so long, and look at what is left."""
+    with serving(*FLAGS) as stack:
+        return asyncio.run(_soak(stack, minutes, seed))
+
+
+async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
+    ports = await _health_ports(stack)
+    pids = stack.pids()
+    samples: dict[str, list[tuple[float, int]]] = {name: [] for name in pids}
+    outcomes: Counter[str] = Counter()
+    ends_at = time.monotonic() + 60 * minutes
+    async with Client(stack.nats_url) as client, aiohttp.ClientSession() as session:
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                dice = random.Random(seed * CLIENTS + number)
+                asker = _Asker(stack, client, session, dice, outcomes)
+                group.create_task(asker.run(ends_at))
+            group.create_task(_watch(pids, samples, ends_at))
+        left = await asyncio.to_thread(_settled, ports)
+    growth = {name: _growth(points) for name, points in samples.items()}
+    counted = _metrics(ports)
+    result = Result(
+        seed=seed,
+        minutes=minutes,
+        requests=outcomes.total(),
+        outcomes=dict(sorted(outcomes.items())),
+        output_tokens=int(counted["antiphon_worker_output_tokens_total"]),
+        retractions=int(counted["antiphon_worker_retractions_total"]),
+        left=left,
+        growth=growth,
+        growth_kib_max=GROWTH_KIB_MAX,
+        failures=[],
+    )
+    result.failures.extend(_failures(result, alive=stack.pids() == pids))
+    return result
+
+
+def _failures(result: Result, *, alive: bool) -> list[str]:
+    found = [f"{name} = {value:g}" for name, value in result.left.items() if value]
+    found += [
+        f"{name} grows by {growth.kib_per_minute:.0f} KiB a minute"
+        for name, growth in result.growth.items()
+        if growth.kib_per_minute * result.minutes / 2 > result.growth_kib_max
+    ]
+    found += [f"{n} requests: {name}" for name, n in result.outcomes.items() if "internal" in name]
+    if not alive:
+        found.append("a service has died")
+    return found
+
+
+class _More(TypedDict, total=False):
+    details: DetailParams
+    grammar: Grammar
+
+
+class _Asker:
+    """One client, which asks at random and often leaves."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        client: Client,
+        session: aiohttp.ClientSession,
+        dice: random.Random,
+        outcomes: Counter[str],
+    ) -> None:
+        self._stack = stack
+        self._client = client
+        self._session = session
+        self._dice = dice
+        self._outcomes = outcomes
+
+    async def run(self, ends_at: float) -> None:
+        """Ask one thing after the other. What is still open at the end is left, too."""
+        ways: Sequence[Callable[[], object]] = (self._over_nats, self._streamed, self._whole)
+        while (left_s := ends_at - time.monotonic()) > 0:
+            way = self._dice.choice(ways)
+            leaves_s = self._dice.expovariate(2.0) if self._dice.random() < 0.6 else 60.0
+            try:
+                async with asyncio.timeout(min(leaves_s, left_s)):
+                    outcome = await way()  # pyright: ignore[reportGeneralTypeIssues]
+            except TimeoutError:
+                outcome = "left at some time"
+            except EngineError as error:
+                outcome = error.code
+            if outcome in _REFUSED:
+                await asyncio.sleep(self._dice.expovariate(2.0))
+            self._outcomes[f"{way.__name__.strip('_')}: {outcome}"] += 1
+
+    async def _over_nats(self) -> str:
+        dice = self._dice
+        options: _More = {}
+        if dice.random() < 0.5:
+            options["details"] = DetailParams(logprobs=True, top=2, prompt_start=0)
+        if dice.random() < 0.2:
+            options["grammar"] = Grammar(kind=GrammarKind.REGEX, text="[a-z]+( [a-z]+)*")
+        answer = self._client.generate(
+            self._stack.model,
+            self._prompt(),
+            max_tokens=dice.choice([1, 20, 200]),
+            n=dice.choice([1, 1, 3]),
+            stop=dice.choice([(), ("e",)]),
+            timeout_s=dice.choice([0.3, 20.0, 20.0]),
+            ignore_eos=dice.random() < 0.3,
+            **options,
+        )
+        pieces = dice.choice([1, 3, 1000])
+        async for _ in answer:
+            pieces -= 1
+            if not pieces:
+                await answer.aclose()
+                return "left after a piece"
+        return "ended"
+
+    async def _streamed(self) -> str:
+        events = self._dice.choice([1, 5, 1000])
+        async with self._post({"stream": True}) as reply:
+            async for line in reply.content:
+                if line.startswith(b"data:"):
+                    events -= 1
+                if not events:
+                    reply.close()
+                    return "left after an event"
+            return "ended" if reply.status == 200 else str(reply.status)
+
+    async def _whole(self) -> str:
+        async with self._post({"n": self._dice.choice([1, 2])}) as reply:
+            await reply.read()
+            return "ended" if reply.status == 200 else str(reply.status)
+
+    def _post(self, more: dict[str, object]) -> aiohttp.client._RequestContextManager:
+        body: dict[str, object] = {
+            "model": self._stack.model,
+            "messages": [{"role": "user", "content": self._prompt()}],
+            "max_tokens": self._dice.choice([1, 20, 200]),
+            "temperature": self._dice.choice([0, 1]),
+            "logprobs": self._dice.random() < 0.2,
+        }
+        return self._session.post(f"{self._stack.url}/v1/chat/completions", json=body | more)
+
+    def _prompt(self) -> str:
+        dice = self._dice
+        match dice.randrange(4):
+            case 0:
+                return f"Count from {dice.randrange(50)} to {dice.randrange(50, 90)}."
+            case 1:
+                return STEM + f"What is {dice.randrange(90)} + {dice.randrange(90)}?"
+            case 2:
+                words = ("one", "two", "sky", "red", "cat")
+                return " ".join(dice.choice(words) for _ in range(dice.randrange(LONG_WORDS)))
+            case _:
+                return "Say hello."
+
+
+async def _watch(
+    pids: dict[str, int], samples: dict[str, list[tuple[float, int]]], ends_at: float
+) -> None:
+    began = time.monotonic()
+    while (now := time.monotonic()) < ends_at:
+        for name, pid in pids.items():
+            samples[name].append((now - began, _resident_kib(pid)))
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _resident_kib(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
+    except (OSError, IndexError):
+        return 0
+
+
+def _growth(points: list[tuple[float, int]]) -> Growth:
+    seconds, kib = np.array(points[len(points) // 2 :]).T
+    slope = float(np.polyfit(seconds / 60, kib, 1)[0])
+    return Growth(first_kib=points[0][1], last_kib=points[-1][1], kib_per_minute=round(slope, 1))
+
+
+def _settled(ports: dict[str, int]) -> dict[str, float]:
+    """What is left of each that should be zero, as soon as all are, or when the time is over."""
+    until = time.monotonic() + EMPTY_WITHIN_S
+    while True:
+        counted = _metrics(ports)
+        left = {name: counted[name] for name in EMPTY}
+        if not any(left.values()) or time.monotonic() > until:
+            return left
+        time.sleep(0.25)
+
+
+def _metrics(ports: dict[str, int]) -> dict[str, float]:
+    """Every plain number that the services tell."""
+    found: dict[str, float] = {}
+    for port in ports.values():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+            for line in reply.read().decode().splitlines():
+                name, _, value = line.partition(" ")
+                if not line.startswith("#") and "{" not in name:
+                    found[name] = float(value)
+    return found
+
+
+async def _health_ports(stack: Stack) -> dict[str, int]:
+    """Where each service tells its numbers, by its heartbeat."""
+    config = msgspec.convert({"url": stack.nats_url}, BusConfig)
+    here = Process(instance=InstanceId("soak"), incarnation=new_incarnation())
+    ports: dict[str, int] = {}
+    roles = {name.rpartition("-")[0] for name in stack.pids()}
+    complete = asyncio.Event()
+
+    async def deliver(delivery: Delivery) -> None:
+        beat = delivery.read(HEARTBEAT)
+        ports[beat.process.instance] = beat.health_port
+        if len(ports) == len(roles):
+            complete.set()
+
+    async with Bus(NatsTransport(config, name="soak"), ClusterName("antiphon"), here) as bus:
+        for role in sorted(roles):
+            await bus.listen(HEARTBEAT, deliver, role=role)
+        async with asyncio.timeout(10):
+            await complete.wait()
+    return ports
+
+
+def main() -> int:
+    """Soak, and print what was found. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="Where the result is written, too.")
+    arguments = parser.parse_args()
+    result = soak(arguments.minutes, arguments.seed)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    sys.stdout.write(text.decode() + "\n")
+    if arguments.json is not None:
+        arguments.json.write_bytes(text)
+    return 1 if result.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
