@@ -183,10 +183,10 @@ def check_prefix(saved: Saved) -> None:
 
 def check_tensors(saved: Saved) -> None:
     """A model whose tensors of one name are zero, in all layers, is far from what is said."""
-    names = {source.name for source in opened(saved).runner._model.decoder.sources()}
+    names = {source.name for source in opened(saved).runner._model.own.sources()}
     for kind in {_NUMBER.sub("*", name) for name in names}:
         model = opened(saved)
-        decoder = model.runner._model.decoder
+        decoder = model.runner._model.own
         for source in decoder.sources():
             if _NUMBER.sub("*", source.name) == kind:
                 source.load(torch.zeros(source.shape))

@@ -55,10 +55,13 @@ def mixed_kind(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
 
 def fed(spec: ModelSpec, **changes: object) -> ModelSpec:
     """The feed-forward part of every layer changed."""
-    changed = tuple(
-        msgspec.structs.replace(layer, feed_forward=replace(layer.feed_forward, **changes))
-        for layer in spec.layers
-    )
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        assert layer.feed_forward is not None
+        fed = replace(layer.feed_forward, **changes)
+        return msgspec.structs.replace(layer, feed_forward=fed)
+
+    changed = tuple(map(change, spec.layers))
     return msgspec.structs.replace(spec, layers=changed)
 
 

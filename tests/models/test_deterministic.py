@@ -75,13 +75,13 @@ class Bench:
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=1024)
         runner = Runner(model, groups, fused=kind.fused, deterministic=True)
         seen: list[Tensor] = []
-        logits = model.decoder.logits
+        logits = model.own.logits
 
         def keeping(ctx, hidden: Tensor) -> Tensor:
             seen.append(logits(ctx, hidden).clone())
             return seen[-1]
 
-        model.decoder.logits = keeping
+        model.own.logits = keeping
         return cls(Stepper(runner, groups), seen)
 
     def warm(self, ids: list[int], seed: int) -> Line:

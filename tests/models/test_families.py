@@ -67,7 +67,7 @@ def test_every_tensor_that_is_zero_is_missed(saved: Saved) -> None:
 
 def test_the_plan_counts_the_bytes_that_the_decoder_takes(saved: Saved) -> None:
     model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
-    taken = {source.name: source.shape for source in model.decoder.sources()}
+    taken = {source.name: source.shape for source in model.own.sources()}
     tensors = {name: _numbers(shape) for name, shape in taken.items()}
     copied = sum(_copied(layer.mixer) for layer in model.spec.layers)
     numbers = sum(tensors.values()) + copied
@@ -88,7 +88,7 @@ def test_the_plan_counts_the_bytes_that_the_decoder_takes(saved: Saved) -> None:
 def test_a_model_without_weights_is_counted_nearly(saved: Saved) -> None:
     """Norms and biases are left out, which are a greater part of a tiny model than of any other."""
     card = read_card(find_files(saved.folder, LoadFormat.DUMMY))
-    sources = {source.name: source.shape for source in load(saved.folder).decoder.sources()}
+    sources = {source.name: source.shape for source in load(saved.folder).own.sources()}
     matrices = sum(
         _numbers(shape)
         for name, shape in sources.items()

@@ -230,7 +230,7 @@ def test_stages_of_layers_give_what_the_whole_gives(llama: Path) -> None:
 
 def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
     model = opened(llama)
-    decoder = model.runner._model.decoder
+    decoder = model.runner._model.own
     seen: dict[int, Tensor] = {}
     forward, norm = decoder.forward, decoder._norm
     assert norm is not None
@@ -252,7 +252,7 @@ def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
 
 def test_embeddings_may_stand_in_for_tokens(llama: Path) -> None:
     model = opened(llama)
-    decoder = model.runner._model.decoder
+    decoder = model.runner._model.own
     forward = decoder.forward
 
     def embedding(ctx, *, tokens=None, **_):

@@ -47,7 +47,7 @@ def weights(place: Path | ModelFiles) -> dict[str, Tensor]:
     """What a decoder holds after loading, source by source."""
     model = load(place, dtype="float32")
     kept: dict[str, Tensor] = {}
-    decoder = model.decoder
+    decoder = model.own
     for source in decoder.sources():
         kept[source.name] = torch.full(source.shape, float("nan"))
     checkpoint = Checkpoint.open(place, list(decoder.sources()))

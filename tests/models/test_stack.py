@@ -45,7 +45,7 @@ def stepper_of(runner: Runner) -> Stepper:
 
 def written(runner: Runner) -> tuple[list[list[int]], list[Tensor]]:
     """Some requests in chunks and then side by side: what they say, and all logits."""
-    decoder, seen = runner._model.decoder, []
+    decoder, seen = runner._model.own, []
     logits = decoder.logits
 
     def keeping(ctx, hidden: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_pass_with_adapters_goes_layer_by_layer_and_the_next_does_not(llama: P
 
 def test_a_row_that_is_not_finite_is_told_by_the_stack(llama: Path) -> None:
     runner = runner_of(llama)
-    embedding = runner._model.decoder._embedding
+    embedding = runner._model.own._embedding
     assert embedding is not None
     poison = PROMPTS[1][2]
     embedding._weights.tensors["weight"][poison] = torch.nan

@@ -259,7 +259,7 @@ def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor
         tp=Rank(rank, ranks),
     )
     weights: list[Tensor] = []
-    for layer in model.decoder.layers.values():
+    for layer in model.own.layers.values():
         for block in vars(layer).values():
             if not hasattr(block, "__dict__"):
                 continue

@@ -43,7 +43,7 @@ def sample_warmly(line: Line, seed: int) -> None:
 def poisoned(llama: Path) -> OpenModel:
     """A model in which one token's embedding is NaN: its row fails, and only its own."""
     model = opened(llama)
-    table = model.runner._model.decoder._embedding
+    table = model.runner._model.own._embedding
     assert table is not None
     table._weights.tensors["weight"][POISON] = torch.nan
     return model
@@ -145,7 +145,7 @@ def test_top_k_of_one_is_greedy(llama: Path) -> None:
 
 def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
     model = opened(llama)
-    decoder, rows = model.runner._model.decoder, []
+    decoder, rows = model.runner._model.own, []
     logits = decoder.logits
 
     def counting(ctx: ForwardContext, hidden: Tensor) -> Tensor:

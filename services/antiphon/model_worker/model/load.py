@@ -42,6 +42,12 @@ class Model:
     decoder: Decoder | BorrowedDecoder
     build: Build
 
+    @property
+    def own(self) -> Decoder:
+        """The decoder of a model whose family is ours."""
+        assert isinstance(self.decoder, Decoder), "its layers are those of transformers"
+        return self.decoder
+
 
 def load(
     place: Place,
