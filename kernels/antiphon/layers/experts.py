@@ -6,24 +6,31 @@ D hidden size, W width of an expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from antiphon.kernels.experts import by_expert
+from antiphon.layers.linear import Part, weight_sources
 from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.weights import WeightSource
+from antiphon.layers.quantization.storage import numbers
+from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from antiphon.kernels.activation import Activation
     from antiphon.layers.block import Site
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.methods import LinearWeights
+    from antiphon.layers.methods import LinearMethod, LinearWeights
+    from antiphon.layers.quantization.storage import Field, Storage
+    from antiphon.layers.weights import Build
+
+    Take = Callable[["_Expert", Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +87,37 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    """A linear of an expert: what keeps it, and where."""
+
+    method: LinearMethod
+    weights: LinearWeights
+
+    @classmethod
+    def of(cls, method: LinearMethod, shape: LinearShape, build: Build) -> _Kept:
+        return cls(method, method.create(shape, build))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.method.apply(self.weights, x)
+
+    def load(self, tensor: Tensor, cut: Cut) -> None:
+        """Put a part of a weight (O, I) or of a bias (O,) into place."""
+        field = "weight" if tensor.dim() > 1 else "bias"
+        self.method.load(self.weights, field, tensor, cut)
+
+
+@dataclass(frozen=True, slots=True)
 class _Expert:
-    gate_up: LinearWeights
-    down: LinearWeights
+    gate_up: _Kept
+    down: _Kept
 
 
 class Experts:
     """The experts that this rank has a part of; each is two linears of the method by itself."""
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
-        build, method, name = site.build, site.method, f"{site.name}.experts"
-        self._site, self._spec, self._method = site, spec, method
+        build, name = site.build, f"{site.name}.experts"
+        self._site, self._spec = site, spec
         if spec.spread == "experts":
             count, self._width = build.share(spec.count, name), spec.width
             self._first, self._start = build.tp.rank * count, 0
@@ -99,11 +126,7 @@ class Experts:
             self._first, self._start = 0, build.tp.rank * self._width
         # What is summed over ranks has its bias once.
         self._down_bias = spec.bias and (spec.spread == "experts" or build.tp.rank == 0)
-        wide = LinearShape(site.hidden, 2 * self._width, spec.bias, halves=True)
-        back = LinearShape(self._width, site.hidden, self._down_bias)
-        self._experts = [
-            _Expert(method.create(wide, build), method.create(back, build)) for _ in range(count)
-        ]
+        self._experts = [self._expert(self._first + index) for index in range(count)]
 
     @property
     def operations(self) -> frozenset[str]:
@@ -144,12 +167,28 @@ class Experts:
     def pack(self) -> None:
         """Called once all sources are loaded."""
         for expert in self._experts:
-            self._method.pack(expert.gate_up)
-            self._method.pack(expert.down)
+            for linear in (expert.gate_up, expert.down):
+                linear.method.pack(linear.weights)
+
+    def _expert(self, number: int) -> _Expert:
+        build, method, names = self._site.build, self._site.method, self._spec.names
+        if isinstance(names, SeparateExperts):
+            wide, back = (
+                (names.gate.format(number), names.up.format(number)),
+                (names.down.format(number),),
+            )
+        else:
+            wide, back = (names.gate_up,), (names.down,)
+        gate_up = build.method(map(self._site.named, wide), method)
+        down = build.method(map(self._site.named, back), method)
+        hidden, width, bias = self._site.hidden, self._width, self._spec.bias
+        return _Expert(
+            _Kept.of(gate_up, LinearShape(hidden, 2 * width, bias, halves=True), build),
+            _Kept.of(down, LinearShape(width, hidden, self._down_bias), build),
+        )
 
     def _block(self, ctx: ForwardContext, expert: _Expert, rows: Tensor) -> Tensor:
-        gate_up = self._method.apply(expert.gate_up, rows)
-        return self._method.apply(expert.down, self._gated(ctx, gate_up))
+        return expert.down.multiply(self._gated(ctx, expert.gate_up.multiply(rows)))
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
         activation = self._spec.activation
@@ -171,59 +210,100 @@ class Experts:
         """Of every expert in the checkpoint: those of other ranks are passed over."""
         hidden, width = self._site.hidden, self._spec.width
         for number in range(self._spec.count):
-            here = 0 <= number - self._first < len(self._experts)
-            expert = self._experts[number - self._first] if here else None
+            index = number - self._first
+            expert = self._experts[index] if 0 <= index < len(self._experts) else None
             gate_up, down = (expert.gate_up, expert.down) if expert else (None, None)
             parts = (
-                (names.gate, gate_up, self._cut(0), (width, hidden), True),
-                (names.up, gate_up, self._cut(self._width), (width, hidden), True),
-                (names.down, down, self._down_cut, (hidden, width), self._down_bias),
+                (names.gate, (width, hidden), self._cut(0), gate_up, gate_up),
+                (names.up, (width, hidden), self._cut(self._width), gate_up, gate_up),
+                (names.down, (hidden, width), self._down_cut, down, self._with_bias(down)),
             )
-            for template, weights, cut, shape, biased in parts:
-                name = self._site.named(template.format(number))
-                yield self._source(f"{name}.weight", weights, cut, shape)
+            for template, shape, cut, kept, biased in parts:
+                part = Part(self._site.named(template.format(number)), shape[0], shards=1)
+                yield from self._weight(part, shape[1], cut, kept)
                 if self._spec.bias:
-                    kept = weights if biased else None
-                    yield self._source(f"{name}.bias", kept, cut, shape[:1])
+                    yield WeightSource(f"{part.name}.bias", shape[:1], _into(biased, cut))
 
-    def _source(
-        self, name: str, weights: LinearWeights | None, cut: Cut, shape: tuple[int, ...]
-    ) -> WeightSource:
-        def load(tensor: Tensor) -> None:
-            if weights is not None:
-                self._method.load(weights, _field(tensor), tensor, cut)
+    def _weight(
+        self, part: Part, inputs: int, cut: Cut, kept: _Kept | None
+    ) -> Iterator[WeightSource]:
+        """However the checkpoint stores it; None: nothing of it is kept."""
+        into = kept or self._experts[0].down
+        found = weight_sources(part, inputs, cut, self._site.build, into.method, into.weights)
+        for source in found:
+            yield source if kept is not None else replace(source, load=void)
 
-        return WeightSource(name, shape, load)
+    def _with_bias(self, down: _Kept | None) -> _Kept | None:
+        return down if self._down_bias else None
 
     def _stacked(self, names: StackedExperts) -> Iterator[WeightSource]:
         count, hidden, width = self._spec.count, self._site.hidden, self._spec.width
         gate_up, down = self._site.named(names.gate_up), self._site.named(names.down)
-        yield WeightSource(gate_up, (count, hidden, 2 * width), self._load_gate_up)
-        yield WeightSource(down, (count, width, hidden), self._load_down)
+        for name, outputs, inputs, take in (
+            (gate_up, 2 * width, hidden, self._take_gate_up),
+            (down, hidden, width, self._take_down),
+        ):
+            storage = self._site.build.storage(name)
+            if storage is not None:
+                yield from self._stored(name, storage, (outputs, inputs), take)
+                continue
+            yield WeightSource(name, (count, inputs, outputs), self._each(take))
         if self._spec.bias:
-            yield WeightSource(gate_up + names.bias, (count, 2 * width), self._load_gate_up)
-            yield WeightSource(down + names.bias, (count, hidden), self._load_down)
+            wide = self._each(self._take_gate_up)
+            yield WeightSource(gate_up + names.bias, (count, 2 * width), wide)
+            yield WeightSource(down + names.bias, (count, hidden), self._each(self._take_down))
 
-    def _load_gate_up(self, tensor: Tensor) -> None:
-        """Of all experts: weights (E, D, 2 W) or biases (E, 2 W)."""
+    def _stored(
+        self, name: str, storage: Storage, shape: tuple[int, int], take: Take
+    ) -> Iterator[WeightSource]:
+        """Tensors that hold all experts' weights, outputs before inputs, one after the other.
+
+        The last to come is the largest; those before it are kept until then.
+        """
+        fields = storage.fields(*shape)
+        held: dict[str, Tensor] = {}
+
+        def load(field: Field, tensor: Tensor) -> None:
+            held[field.suffix] = tensor.clone() if field is not fields[-1] else tensor
+            if field is fields[-1]:
+                for number, expert in enumerate(self._experts, self._first):
+                    own = {suffix: tensor[number] for suffix, tensor in held.items()}
+                    take(expert, numbers(storage.whole(own, *shape)))
+                held.clear()
+
+        for field in fields:
+            yield WeightSource(
+                name + field.suffix,
+                (self._spec.count, *field.shape(*shape)),
+                partial(load, field),
+                field.dtypes,
+            )
+
+    def _each(self, take: Take) -> Callable[[Tensor], None]:
+        """Take what is each expert's of weights (E, I, O) or biases (E, O)."""
+
+        def load(tensor: Tensor) -> None:
+            for number, expert in enumerate(self._experts, self._first):
+                take(expert, tensor[number].t())
+
+        return load
+
+    def _take_gate_up(self, expert: _Expert, both: Tensor) -> None:
+        """A weight (2 W, D) or a bias (2 W,)."""
         names, width = self._spec.names, self._spec.width
         assert isinstance(names, StackedExperts), "tensors of another layout"
-        for number, expert in enumerate(self._experts, self._first):
-            both = tensor[number].t()  # (2 W, D) or (2 W,)
-            halves = (both[:width], both[width:])
-            if names.interleaved:
-                halves = (both[::2], both[1::2])
-            for index, half in enumerate(halves):
-                cut = self._cut(index * self._width)
-                self._method.load(expert.gate_up, _field(half), half.contiguous(), cut)
+        halves = (both[:width], both[width:])
+        if names.interleaved:
+            halves = (both[::2], both[1::2])
+        for index, half in enumerate(halves):
+            expert.gate_up.load(half.contiguous(), self._cut(index * self._width))
 
-    def _load_down(self, tensor: Tensor) -> None:
-        """Of all experts: weights (E, W, D) or biases (E, D)."""
-        for number, expert in enumerate(self._experts, self._first):
-            one = tensor[number].t().contiguous()  # (D, W) or (D,)
-            if _field(one) == "weight" or self._down_bias:
-                self._method.load(expert.down, _field(one), one, self._down_cut)
+    def _take_down(self, expert: _Expert, one: Tensor) -> None:
+        """A weight (D, W) or a bias (D,)."""
+        if one.dim() > 1 or self._down_bias:
+            expert.down.load(one.contiguous(), self._down_cut)
 
 
-def _field(tensor: Tensor) -> str:
-    return "weight" if tensor.dim() > 1 else "bias"
+def _into(kept: _Kept | None, cut: Cut) -> Callable[[Tensor], None]:
+    """Loads a tensor, or does nothing with it."""
+    return void if kept is None else lambda tensor: kept.load(tensor, cut)

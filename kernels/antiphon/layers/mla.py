@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.layers.context import LatentManner
-from antiphon.layers.linear import ColumnLinear, Part, ReplicatedLinear, RowLinear
+from antiphon.layers.linear import ColumnLinear, Part, ReplicatedLinear, RowLinear, weight_sources
 from antiphon.layers.methods import Cut, LinearShape
 from antiphon.layers.norm import NormSpec, norm_of
-from antiphon.layers.weights import WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from antiphon.layers.block import Site
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearWeights
+    from antiphon.layers.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,8 @@ class LatentUp:
         self._name, self._sizes = site.named(spec.names.up), sizes
         self._tp, self._device = build.tp, build.device
         self._heads = build.share(sizes.heads, self._name)
-        self._method = method
+        self._method = method = build.method((self._name,), method)
+        self._build = build
         self._per_head = sizes.content + sizes.value
         outputs = self._heads * self._per_head
         self._weights = method.create(LinearShape(sizes.latent, outputs, bias=False), build)
@@ -161,10 +162,9 @@ class LatentUp:
         outputs = self._heads * self._per_head
         first = self._tp.rank * outputs
         cut = Cut(slice(first, first + outputs), slice(None), into=0)
-        yield WeightSource(
-            f"{self._name}.weight",
-            (self._sizes.heads * self._per_head, self._sizes.latent),
-            lambda tensor: self._method.load(self._weights, "weight", tensor, cut),
+        part = Part(self._name, self._sizes.heads * self._per_head, shards=1)
+        yield from weight_sources(
+            part, self._sizes.latent, cut, self._build, self._method, self._weights
         )
 
     def pack(self) -> None:
