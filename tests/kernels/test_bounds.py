@@ -141,6 +141,7 @@ def test_a_child_of_a_fork_computes_alone() -> None:
     """It has none of the pool's threads, and would wait for them for ever."""
     run_alone("""
         import os
+        import signal
 
         weight = PackedWeight(256, 4096, bias=False, dtype=torch.float32, format_="packed")
         weight.write(0, torch.ones(4096, 256))
@@ -148,6 +149,7 @@ def test_a_child_of_a_fork_computes_alone() -> None:
         assert weight.linear.multiply(x)[15, 4095].item() == 256
         child = os.fork()
         if child == 0:
+            signal.alarm(30)
             os._exit(0 if weight.linear.multiply(x)[15, 4095].item() == 256 else 1)
         assert os.waitpid(child, 0)[1] == 0
     """)
