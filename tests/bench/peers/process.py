@@ -102,7 +102,8 @@ def _healthy_in(process: subprocess.Popen[bytes], url: str, timeout_s: float) ->
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask once; end what is left of the group, which is ours alone."""
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        # Not SIGINT, which whoever was started in the background by a shell ignores.
+        process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
     with suppress(ProcessLookupError):
