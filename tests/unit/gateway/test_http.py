@@ -379,7 +379,13 @@ async def test_unknown_model_is_404(at: House) -> None:
 
 @pytest.mark.parametrize(
     ("content_type", "data"),
-    [("application/json", b"{"), ("application/json", b""), ("text/plain", b"{}"), ("", b"{}")],
+    [
+        ("application/json", b"{"),
+        ("application/json", b""),
+        ("application/json", b'{"messages": [], "tools": "\xff"}'),
+        ("text/plain", b"{}"),
+        ("", b"{}"),
+    ],
 )
 async def test_what_is_not_json_is_400(at: House, content_type: str, data: bytes) -> None:
     headers = {"Content-Type": content_type} if content_type else {}

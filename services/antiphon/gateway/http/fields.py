@@ -62,6 +62,7 @@ def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B,
     for name, why in refused.items():
         if name in fields:
             _check_refused(name, fields[name], why)
+    _check_text(body)
     known = kind.__struct_encode_fields__
     unknown = sum(
         name not in known and name not in refused and name not in NO_EFFECT for name in fields
@@ -88,6 +89,14 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
 @cache
 def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     return msgspec.json.Decoder(kind)
+
+
+def _check_text(body: bytes) -> None:
+    """Refuse what is not UTF-8 here: msgspec does not look into values that it leaves raw."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
 def _invalid(text: str, field: str) -> InvalidRequest:
