@@ -189,7 +189,10 @@ async def test_slow_receiver_loses_the_newest_and_is_counted(
         go.set()
         await until(lambda: len(box.packets) + transport.errors.dropped == 100)
         assert transport.errors.dropped >= 80
-        assert box.data == [b"%d" % n for n in range(len(box.packets))]
+        # The first is taken from the ten that wait, at some time: that makes room for a later one.
+        kept = [int(data) for data in box.data]
+        assert kept[:10] == list(range(10))
+        assert kept == sorted(set(kept))
         # Logged at each doubling: 1, 2, 4, ... 64.
         assert caplog.messages.count("slow receiver lost messages") == 7
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +51,8 @@ def one_by_one(
         for i in range(rows.query_len[row]):
             position = int(rows.kv_len[row] - rows.query_len[row] + i)
             first = 0 if rows.shape.window is None else max(0, position + 1 - rows.shape.window)
+            if rows.shape.chunk is not None:
+                first = position // rows.shape.chunk * rows.shape.chunk
             seen = np.arange(first, position + 1)
             pages, offsets = rows.page_table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS
             for head in range(q.shape[1]):
@@ -243,3 +246,15 @@ def test_a_page_that_the_cache_does_not_have_is_refused(attention: Row) -> None:
     case.rows.page_table[0, 1] = PAGES
     with pytest.raises(RuntimeError, match="page 300 of 300"):
         attention(*case.arguments())
+
+
+@every_backend
+@pytest.mark.parametrize("chunk", [4, 20, 1000])
+def test_a_query_sees_no_other_run_than_its_own(attention: Row, chunk: int) -> None:
+    case = Case(0, [1, 50, 1, 7, 21], [0, 13, 39, 20, 0], a_shape())
+    whole = replace(case.rows, shape=replace(case.rows.shape, chunk=chunk))
+    rows = AttentionRows.of(whole.shape, whole.page_table, whole.query_len, whole.kv_len)
+    assert torch.equal(rows.write_places, case.rows.write_places)
+    expected = one_by_one(case.q, case.keys, case.values, whole, case.scale)
+    found = attention(case.q, case.keys, case.values, rows, case.scale)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

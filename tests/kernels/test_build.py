@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="they are written for x86-64")
+def test_where_there_is_a_compiler_the_kernels_run() -> None:
+    """Tests of theirs are skipped without them: this one says that they were not."""
+    assert extension.lacking() is None
+
+
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two units and a header that one of them includes; built into a folder of their own."""

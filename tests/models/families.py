@@ -49,6 +49,8 @@ class Row:
         sizes: Those of `SIZES` that the config has, by the names that it has for them.
         mutants: By feature of the family, the spec without it.
         limit: Greatest difference of logits, in their standard deviations.
+        types: How many types of tokens the model tells apart; 0: it knows of none.
+        idle: Endings of tensors that change nothing.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Row:
     sizes: Mapping[str, object] = field(default_factory=lambda: SIZES)
     mutants: Mapping[str, Mutant] = field(default_factory=dict)
     limit: float = 2e-5
+    types: int = 0
+    idle: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name

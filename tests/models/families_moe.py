@@ -34,6 +34,17 @@ CORRECTED: Mapping[str, Mutant] = {
     "groups by their two best": no_moe.two_best,
     "renormalised routing": no_moe.renormalised,
 }
+LLAMA4: Mapping[str, object] = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 20,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "attention_bias": True,
+}
 LATENT: Mapping[str, object] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -169,6 +180,47 @@ ROWS = (
             "sharpened gate": no_moe.sharpened_gate,
             "gates and ups in turn": no_moe.in_turn,
         },
+    ),
+    Row(
+        name="llama4",
+        architecture=transformers.Llama4ForCausalLM,
+        config=transformers.Llama4TextConfig,
+        fields={
+            **LLAMA4,
+            **stretched(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
+        mutants={
+            "unrotated layers": no.unrotated_layers,
+            "runs of tokens": no.runs_of_tokens,
+            "temperature": no.temperature,
+            "qk-norm": no.qk_norm,
+            "neighbouring pairs": no.neighbouring_pairs,
+            "rope scaling": no.rope_scaling,
+            "biases": no_moe.biases,
+            "sigmoid scores": no_moe.sigmoid_scores,
+            "weighed input": no_moe.weighed_input,
+            "shared block": no_moe.shared_block,
+        },
+    ),
+    Row(
+        name="llama4 with two experts a token and no norms of heads",
+        architecture=transformers.Llama4ForCausalLM,
+        config=transformers.Llama4TextConfig,
+        fields={
+            **LLAMA4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "moe_layers": None,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+        mutants={"runs of tokens": no.runs_of_tokens},
     ),
     Row(
         name="deepseek-v2",

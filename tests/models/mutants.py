@@ -27,6 +27,16 @@ def windows(spec: ModelSpec) -> ModelSpec:
     return windowed(spec, (None,) * len(spec.layers))
 
 
+def runs_of_tokens(spec: ModelSpec) -> ModelSpec:
+    """A window in the place of each run."""
+    return mixed(spec, chunked=False)
+
+
+def temperature(spec: ModelSpec) -> ModelSpec:
+    """Scores of all queries as they come."""
+    return mixed(spec, temperature=None)
+
+
 def qk_norm(spec: ModelSpec) -> ModelSpec:
     """Queries and keys as they are projected."""
     return mixed(spec, qk_norm=None)
@@ -94,12 +104,12 @@ def biased_head(spec: ModelSpec) -> ModelSpec:
 
 def scaled_embedding(spec: ModelSpec) -> ModelSpec:
     """Embeddings as they come."""
-    return _embedded(spec, scale=1.0)
+    return embedded(spec, scale=1.0)
 
 
 def learned_positions(spec: ModelSpec) -> ModelSpec:
     """No word on where a token is."""
-    return _embedded(spec, positions=None)
+    return embedded(spec, positions=None)
 
 
 def scaled_parts(spec: ModelSpec) -> ModelSpec:
@@ -148,10 +158,12 @@ def _rotary(spec: ModelSpec) -> Rotary:
 
 
 def _headed(spec: ModelSpec, **changes: object) -> ModelSpec:
+    assert isinstance(spec.head, HeadSpec)
     head: HeadSpec = msgspec.structs.replace(spec.head, **changes)
     return msgspec.structs.replace(spec, head=head)
 
 
-def _embedded(spec: ModelSpec, **changes: object) -> ModelSpec:
+def embedded(spec: ModelSpec, **changes: object) -> ModelSpec:
+    """The embedding changed."""
     embedding: EmbeddingSpec = msgspec.structs.replace(spec.embedding, **changes)
     return msgspec.structs.replace(spec, embedding=embedding)

@@ -13,7 +13,7 @@ from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.side_by_side import Branch, SideBySideSpec
-from antiphon.model_worker.model.spec import EmbeddingSpec, ModelSpec
+from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
 
 Mutant = Callable[[ModelSpec], ModelSpec]
 LIMIT = 5e-5
@@ -112,6 +112,7 @@ def no_embedding_scale(spec: ModelSpec) -> ModelSpec:
 
 def no_logit_scale(spec: ModelSpec) -> ModelSpec:
     """Logits as they are."""
+    assert isinstance(spec.head, HeadSpec)
     return msgspec.structs.replace(spec, head=msgspec.structs.replace(spec.head, scale=1.0))
 
 

@@ -11,12 +11,13 @@ from antiphon.detokenizer.actions import SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Said, Submit
 from antiphon.gateway.owner.machine import Limits, Owner
-from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.output import Output, Run
 from antiphon.scheduler.actions import SendCommands, SendNotice
 from antiphon.scheduler.leader import Leader
 from antiphon.scheduler.rules import Rules
 from antiphon.service.peers import Change, Patience, Peer, Peers
+from antiphon.service.precedence import Precedence
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, Role, State
@@ -58,6 +59,7 @@ BEAT_S = 0.5
 JUDGEMENTS_A_BEAT = 5
 STEP_S = 0.02
 RUNNING_MAX = 4
+PRECEDENCE = Precedence(priority=True, preempt_threshold=4, max_overtake_s=2.0)
 PROMPT_ID = 99
 HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
@@ -249,7 +251,9 @@ class SchedulerNode(Node):
         self, timeline: Timeline, network: Network, instance: str, life: int, queue_max: int
     ) -> None:
         super().__init__(timeline, network, instance, life)
-        rules = Rules(beat_s=BEAT_S, queue_max=queue_max)
+        rules = Rules(
+            beat_s=BEAT_S, queue_max=queue_max, waiting_max=RUNNING_MAX, precedence=PRECEDENCE
+        )
         self.leader = Leader(self.process, MODEL, rules, self.clock, self.peers)
         self._doors: list[Interest] = []
         self._said = self.leader.term
@@ -314,13 +318,13 @@ class Running:
     def __init__(
         self,
         key: ChoiceKey,
-        request_id: RequestId,
+        state: RequestState,
         answer: bytes,
         said: int,
         details_from: int | None,
     ) -> None:
         self.key = key
-        self.request_id = request_id
+        self.state = state
         self.begun = False
         self.answer = answer
         self.said = said
@@ -347,7 +351,7 @@ class WorkerNode(Node):
 
     Attributes:
         fickle: How likely it gives back what waits, at each of its ticks.
-        begun: Called with each request that it begins to run.
+        begun: Called with each choice of a request that it begins to run.
         left: Called when it has drained.
     """
 
@@ -359,7 +363,7 @@ class WorkerNode(Node):
         network: Network,
         instance: str,
         life: int,
-        answer: Callable[[bytes], bytes],
+        answer: Callable[[bytes, int], bytes],
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.seqs = SeqSender()
@@ -367,8 +371,9 @@ class WorkerNode(Node):
         self.running: deque[Running] = deque()
         self.step = 0
         self.fickle = 0.0
-        self.begun: Callable[[RequestId], None] = _nobody
+        self.begun: Callable[[RequestId, int], None] = _nobody
         self.left: Callable[[], None] | None = None
+        self._paused_until = 0.0
         self._answer = answer
         self._random = random.Random(self.name)
         self.peers.watch(self._watch)
@@ -394,8 +399,19 @@ class WorkerNode(Node):
             context_tokens=4096,
             term=self.output.term,
             commands_seq=self.output.commands_seq,
+            paused=self.paused,
         )
         return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
+
+    @property
+    def paused(self) -> bool:
+        """Whether it runs no steps: an operator has said so."""
+        return self.clock.now() < self._paused_until
+
+    def pause(self, seconds: float) -> None:
+        """Run no steps for a while, and say so."""
+        self._paused_until = max(self._paused_until, self.clock.now() + seconds)
+        self.run(self.beat)
 
     def drain(self, left: Callable[[], None]) -> None:
         """Take nothing new, give back what has not begun, and leave when the rest has ended."""
@@ -425,17 +441,17 @@ class WorkerNode(Node):
         for action in actions:
             if isinstance(action, Run):
                 said = len(action.state.output_ids) // 4
-                answer = self._answer(action.state.prompt_ids)
+                answer = self._answer(action.state.prompt_ids, action.state.choice)
                 prompt_tokens = len(action.state.prompt_ids) // 4
                 told = action.state.sampling.details_from(prompt_tokens)
-                request_id = action.state.request_id
-                self.running.append(Running(action.key, request_id, answer, said, told))
+                self.running.append(Running(action.key, action.state, answer, said, told))
             else:
                 self.running = deque(one for one in self.running if one.key != action.key)
         self._publish()
 
     def _step(self) -> None:
-        progress = [self._advance(one) for one in list(self.running)[:RUNNING_MAX]]
+        running = [] if self.paused else list(self.running)[:RUNNING_MAX]
+        progress = [self._advance(one) for one in running]
         if progress:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
@@ -456,7 +472,7 @@ class WorkerNode(Node):
         if not one.begun:
             one.begun = True
             self.output.started([one.key])
-            self.begun(one.request_id)
+            self.begun(one.state.request_id, one.state.choice)
         ids = one.answer[one.said : one.said + self._random.randint(1, 3)]
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
@@ -479,7 +495,7 @@ class WorkerNode(Node):
                 self.say(TOKENS, batch, detokenizer=detokenizer)
 
 
-def _nobody(_: RequestId) -> None:
+def _nobody(_: RequestId, __: int) -> None:
     """Nobody counts."""
 
 

@@ -19,7 +19,8 @@ from tests.simulation.protocol_nodes import (
     WorkerNode,
 )
 
-from antiphon.gateway.owner.actions import Accepted, Ended, Finished, Said, StreamEvent
+from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
+from antiphon.gateway.owner.actions import Said as Text
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId, TenantId
 from antiphon.wire.sampling import DetailParams, SamplingParams, StopStrings
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 STOP = "<end>"
 LETTERS: tuple[str, ...] = ("a", "b", " ", "é", "中", "🎶", "<", "<en")
+CHOICES = (1, 1, 3)
+PRIORITIES = (0, 0, 3, 5)
 SETTLE_S = 4.0
 """From the start until a leader binds."""
 FORGET_S = 14.0
@@ -51,42 +54,28 @@ class Truth:
 
 
 @dataclass
-class Story:
-    """One request: what its runs have said, and what its client was told."""
+class Said:
+    """What the client of a request was told of one choice, and what its runs have said.
 
-    submit: SubmitRequest
-    gateway: GatewayNode
+    Attributes:
+        told: The token that is told of next; None if it is told of none.
+    """
+
+    told: int | None
     truths: list[Truth] = field(default_factory=list[Truth])
-    left: bool = False
     text: str = ""
     finished: bool = False
-    ended: Ended | None = None
-    ended_ms: int = 0
     token_ids: list[int] = field(default_factory=list[int])
-    told: int | None = None
 
-    def __post_init__(self) -> None:
-        self.details_from = self.submit.sampling.details_from(len(self.submit.prompt_ids) // 4)
-        self.told = self.details_from
-
-    def tell(self, event: StreamEvent, unix_ms: int) -> None:
-        assert self.ended is None, f"{event} after the end"
-        match event:
-            case Accepted():
-                assert not self.text
-            case Said(_, text_offset, text, _, details):
-                assert text_offset == len(self.text.encode()), "text is missing or repeated"
-                self.text += text
-                assert any(truth.text.startswith(self.text) for truth in self.truths), (
-                    f"{self.text!r} is the beginning of none of {self.truths}"
-                )
-                if details is not None:
-                    self._tell_details(details)
-            case Finished(_, _, _, text_bytes):
-                assert text_bytes == len(self.text.encode())
-                self.finished = True
-            case Ended():
-                self.ended, self.ended_ms = event, unix_ms
+    def tell(self, text_offset: int, text: str, details: DetailPiece | None) -> None:
+        assert not self.finished, f"{text} after the end"
+        assert text_offset == len(self.text.encode()), "text is missing or repeated"
+        self.text += text
+        assert any(truth.text.startswith(self.text) for truth in self.truths), (
+            f"{self.text!r} is the beginning of none of {self.truths}"
+        )
+        if details is not None:
+            self._tell_details(details)
 
     def _tell_details(self, piece: DetailPiece) -> None:
         assert piece.offset == self.told, "details are missing or repeated"
@@ -96,11 +85,48 @@ class Story:
         assert piece.texts.keys() == set(self.token_ids[-piece.details.count :])
         self.told = piece.end
 
-    @property
-    def answer_ids(self) -> list[int]:
-        """The tokens of the answer that were told of."""
-        assert self.details_from is not None
-        return self.token_ids[-self.details_from :]
+    def matches(self, details_from: int | None) -> list[Truth]:
+        """The runs that say just this."""
+        return [
+            truth
+            for truth in self.truths
+            if truth.text == self.text
+            and (
+                details_from is None
+                or (
+                    self.token_ids[-details_from:] == list(truth.token_ids)
+                    and len(self.token_ids) == truth.tokens - details_from
+                )
+            )
+        ]
+
+
+@dataclass
+class Story:
+    """One request: what its runs have said, and what its client was told."""
+
+    submit: SubmitRequest
+    gateway: GatewayNode
+    left: bool = False
+    ended: Ended | None = None
+    ended_ms: int = 0
+
+    def __post_init__(self) -> None:
+        self.details_from = self.submit.sampling.details_from(len(self.submit.prompt_ids) // 4)
+        self.choices = [Said(self.details_from) for _ in range(self.submit.choices)]
+
+    def tell(self, event: StreamEvent, unix_ms: int) -> None:
+        assert self.ended is None, f"{event} after the end"
+        match event:
+            case Accepted():
+                assert not any(choice.text for choice in self.choices)
+            case Text(choice, text_offset, text, _, details):
+                self.choices[choice].tell(text_offset, text, details)
+            case Finished(choice, _, _, text_bytes):
+                assert text_bytes == len(self.choices[choice].text.encode())
+                self.choices[choice].finished = True
+            case Ended():
+                self.ended, self.ended_ms = event, unix_ms
 
     @property
     def error(self) -> EngineError | None:
@@ -119,7 +145,7 @@ class World:
         self.network = Network(self.timeline, seed, weather)
         self.stories: dict[RequestId, Story] = {}
         self._asked: dict[bytes, Story] = {}
-        self.begun: Counter[RequestId] = Counter()
+        self.begun: Counter[tuple[RequestId, int]] = Counter()
         self.fickle = fickle
         self._queue_max = queue_max
         self._last_deadline = 0.0
@@ -223,6 +249,10 @@ class World:
 
         node.run(lambda: node.drain(left))
 
+    def pause_worker(self) -> None:
+        """An operator stops the steps of a worker for a while."""
+        self.random.choice(self.workers).pause(self.random.uniform(0.5, 4))
+
     def crash_worker(self) -> None:
         self.restart(self.workers, self._worker)
 
@@ -277,8 +307,8 @@ class World:
     def _detokenizer(self, instance: str) -> DetokenizerNode:
         return DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
 
-    def _begin(self, request_id: RequestId) -> None:
-        self.begun[request_id] += 1
+    def _begin(self, request_id: RequestId, choice: int) -> None:
+        self.begun[request_id, choice] += 1
 
     def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
         self.stories[request_id].tell(event, self.timeline.clock.unix_ms())
@@ -294,6 +324,8 @@ class World:
             model=MODEL,
             digest=number.to_bytes(4, "little"),
             prompt_ids=prompt_ids,
+            choices=self.random.choice(CHOICES),
+            priority=self.random.choice(PRIORITIES),
             sampling=SamplingParams(max_new_tokens=1000, details=self._details()),
             stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
             deadline_unix_ms=self.timeline.clock.unix_ms() + round(deadline_s * 1000),
@@ -308,7 +340,7 @@ class World:
         start = self.random.choice((-1, -1, 0, 20))
         return DetailParams(logprobs=True, top=1, hidden=True, prompt_start=start)
 
-    def _answer(self, prompt_ids: bytes) -> bytes:
+    def _answer(self, prompt_ids: bytes, choice: int) -> bytes:
         """Make up what a run will say."""
         story = self._asked[prompt_ids]
         letters = self.random.choices(LETTERS, k=self.random.randint(1, 120))
@@ -318,7 +350,7 @@ class World:
         answer = "".join(letters)
         text, found, _ = answer.partition(STOP) if stops else (answer, "", "")
         tokens = (text + found).encode()
-        story.truths.append(Truth(text, len(tokens), tokens))
+        story.choices[choice].truths.append(Truth(text, len(tokens), tokens))
         return answer.encode()
 
 
@@ -332,13 +364,10 @@ def check_story(story: Story) -> None:
     late_ms = story.ended_ms - due_ms
     assert late_ms <= 100, f"{story.submit.request_id} ended {late_ms} ms late"
     if story.error is None:
-        assert story.finished
+        assert all(choice.finished for choice in story.choices)
+        runs = itertools.product(*(choice.matches(story.details_from) for choice in story.choices))
         tokens = story.ended.usage.completion_tokens
-        said = [t for t in story.truths if (t.text, t.tokens) == (story.text, tokens)]
-        assert said
-        if story.details_from is not None:
-            assert any(story.answer_ids == list(truth.token_ids) for truth in said)
-            assert len(story.token_ids) == tokens - story.details_from
+        assert any(sum(truth.tokens for truth in run) == tokens for run in runs)
 
 
 def check_empty(node: Node) -> None:

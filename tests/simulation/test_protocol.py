@@ -19,6 +19,7 @@ Fault = Callable[[World], None]
 FAULTS: tuple[Fault, ...] = (
     World.crash_worker,
     World.drain_worker,
+    World.pause_worker,
     World.crash_scheduler,
     World.crash_leader,
     World.crash_detokenizer,
@@ -30,6 +31,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 UNNOTICED: tuple[Fault, ...] = (
     World.drain_worker,
+    World.pause_worker,
     World.crash_scheduler,
     World.crash_leader,
     World.short_outage,
@@ -109,7 +111,7 @@ def give_back_at_will(seed: int) -> None:
     """Workers give back what waits whenever they like, and are drained one after the other."""
     world = World(seed, Weather(), fickle=0.3)
     world.run(SETTLE_S)
-    world.load(160, 8, deadline_s=(40, 50))
+    world.load(100, 8, deadline_s=(40, 50))
     for when in (3.0, 9.0):
         world.timeline.after(when, world.drain_worker)
     world.run(8 + 2 * RECOVERY_S)

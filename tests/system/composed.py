@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from antiphon.bus.permissions import STORE_PATH
 from antiphon.bus.server import find, log_path, wait_ready
 from antiphon.config.load import child_environment
 from antiphon.config.settings import Settings
@@ -187,6 +188,8 @@ async def broker(service: Mapping, folder: Path) -> AsyncIterator[str]:
     for port in ("4222", "8222"):
         assert text.count(f'"0.0.0.0:{port}"') == 1
         text = text.replace(f'"0.0.0.0:{port}"', '"127.0.0.1:-1"')
+    assert text.count(f'"{STORE_PATH}"') == 1
+    text = text.replace(STORE_PATH, str(folder / "jetstream"))
     config = folder / "nats.conf"
     config.write_text(f'{text}\nports_file_dir: "{folder}"\nlog_file: "{log_path(folder)}"\n')
     program, *arguments = service["command"]

@@ -8,22 +8,19 @@ import shutil
 import stat
 import subprocess
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
 from openai import AsyncOpenAI
 from tests.system.composed import COMPOSE, NATS_CONF, ROOT, composed, read_compose
 
-from antiphon.bus.permissions import users
+from antiphon.bus.permissions import STORE_PATH, users
 from antiphon.client import Client
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.load import child_environment, load
 from antiphon.config.settings import Settings
 from antiphon.wire.ids import ClusterName
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
 OVERLAYS = ("compose.gpu.yaml", "compose.observability.yaml")
@@ -168,7 +165,8 @@ def test_a_file_names_what_is_there(file: str, secrets: dict[str, str]):
 
 
 def test_nats_reads_the_file_that_is_mounted(services: dict[str, dict]):
-    assert services["nats"]["volumes"] == [f"./nats.conf:{NATS_CONF}:ro"]
+    stored = f"stored:{Path(STORE_PATH).parent}"
+    assert services["nats"]["volumes"] == [f"./nats.conf:{NATS_CONF}:ro", stored]
     assert services["nats"]["command"][-1] == NATS_CONF
 
 

@@ -60,7 +60,7 @@ from antiphon.wire.kv_events import (
 )
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
-from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams, StopStrings
+from antiphon.wire.sampling import DetailParams, LogitBias, PoolParams, SamplingParams, StopStrings
 from antiphon.wire.storage import (
     GetPages,
     LeaseReleased,
@@ -88,6 +88,7 @@ from antiphon.wire.tokenize import (
     EncodeReply,
     EncodeRequest,
     MessageToolCall,
+    PoolingCard,
     SamplingDefaults,
     TemplateParams,
 )
@@ -133,6 +134,7 @@ DETAILS = TokenDetails(
     top_logprobs=pack_floats((-0.5, -2.0, -0.75, -1.25)),
     named_logprobs=pack_floats((-3.0, -4.0, -5.0, -6.0)),
     hidden=pack_floats((0.5, 1.5, -2.5, 3.5)),
+    pooled=pack_floats((0.25, -0.75)),
 )
 PIECE = DetailPiece(
     offset=-2,
@@ -157,6 +159,7 @@ SAMPLING = SamplingParams(
     stop_token_ids=(2, 3),
     ignore_eos=True,
     details=DETAIL_PARAMS,
+    pool=PoolParams(dimensions=256, second_from=12),
 )
 ERROR = ErrorReply(
     code="overloaded",
@@ -221,6 +224,7 @@ EVERY: tuple[Message, ...] = (
         stream=False,
         timeout_s=30.5,
         traceparent=TRACE,
+        api_key="sk-example",
     ),
     GenerateAccepted(key=KEY, request_id=REQUEST, gateway=GATEWAY.instance, details_from=-8),
     GenerateText(request_id=REQUEST, choice=1, text_offset=12, text="né 👋", details=PIECE),
@@ -250,6 +254,7 @@ EVERY: tuple[Message, ...] = (
         model=MODEL,
         messages=CHAT,
         prompt="Once upon",
+        pair="a time",
         continue_final_message=True,
         template=TemplateParams(
             generation_prompt=False, tools='[{"type": "function"}]', options='{"thinking": false}'
@@ -280,6 +285,17 @@ EVERY: tuple[Message, ...] = (
         ),
         tool_parser="hermes",
         reasoning_parser="qwen3",
+        reranks=True,
+        second_from=2,
+        pooling=PoolingCard(
+            scores=True,
+            width=2,
+            matryoshka=True,
+            cuts=(128, 256),
+            labels=("bad", "good"),
+            several=True,
+            plain_score=True,
+        ),
     ),
     EncodeImage(
         request_id=REQUEST,
@@ -310,6 +326,7 @@ EVERY: tuple[Message, ...] = (
         sampling=SAMPLING,
         stop=STOP,
         priority=5,
+        waited_ms=1500,
         deadline_unix_ms=DEADLINE,
         attempt_floor=FIRST,
         traceparent=TRACE,
@@ -348,6 +365,7 @@ EVERY: tuple[Message, ...] = (
                 sampling=SAMPLING,
                 stop=STOP,
                 priority=5,
+                waited_ms=1500,
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
             ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from antiphon.kernels.op import kernel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -30,6 +31,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
     "relu_squared": _relu_squared,
+    "tanh": torch.tanh,
 }
 
 

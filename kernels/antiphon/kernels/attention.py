@@ -49,6 +49,8 @@ class KvShape:
         head_size: D.
         dtype: Of keys, values and queries.
         window: A query sees itself and the window - 1 tokens before it; None: all before it.
+        chunk: Texts are cut into runs of so many tokens, whole pages, and a query sees no other run
+            than its own; None: they are not.
     """
 
     page_tokens: int
@@ -57,6 +59,7 @@ class KvShape:
     head_size: int
     dtype: torch.dtype
     window: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,28 @@ class AttentionRows:
     page_table: Ints
     query_len: Ints
     kv_len: Ints
+
+    @classmethod
+    def of(cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints) -> AttentionRows:
+        """The rows of a pass. Where texts are cut, what a row has in each run is a row by itself.
+
+        So whoever attends need not know of runs: a query sees all of its row that is before it.
+        """
+        if shape.chunk is None:
+            return cls(shape, page_table, query_len, kv_len)
+        start, chunk = kv_len - query_len, shape.chunk
+        first = start // chunk
+        runs = (kv_len - 1) // chunk - first + 1
+        row = np.repeat(np.arange(len(runs)), runs)
+        run = first[row] + np.arange(len(row)) - (np.cumsum(runs) - runs)[row]
+        begin = np.maximum(start[row], run * chunk)
+        end = np.minimum(kv_len[row], (run + 1) * chunk)
+        pages, width = chunk // shape.page_tokens, page_table.shape[1]
+        page = (run * pages)[:, None] + np.arange(min(pages, width))
+        table = page_table[row[:, None], np.minimum(page, width - 1)]
+        table = np.where(page < width, table, -1)
+        lengths = (end - begin, end - run * chunk)
+        return cls(shape, *(part.astype(np.int32) for part in (table, *lengths)))
 
     @cached_property
     def compiled(self) -> CompiledRows:

@@ -18,11 +18,14 @@ class KvSpec:
         heads: Key-value heads.
         head_size: Numbers in a head.
         window: A query sees itself and the window - 1 tokens before it; None: all before it.
+        chunked: Texts are cut into runs of `window` tokens, and a query sees what comes before it
+            in its own run alone.
     """
 
     heads: int
     head_size: int
     window: int | None = None
+    chunked: bool = False
 
     @property
     def tensors(self) -> int:

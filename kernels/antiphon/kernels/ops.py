@@ -30,9 +30,10 @@ from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
 from antiphon.kernels.routing import Routing, route
 from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
 from antiphon.kernels.ssd import ssd
+from antiphon.kernels.whole import whole_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -58,6 +59,7 @@ REGISTRY: Mapping[str, Op[..., object]] = {
         ready_heads,
         paged_attention,
         shaped_attention,
+        whole_attention,
         gated_rmsnorm,
         causal_conv,
         ssd,
@@ -95,6 +97,7 @@ class Ops:
     shaped_attention: Callable[
         [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None], Tensor
     ]
+    whole_attention: Callable[[Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor]
     gated_rmsnorm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, StateRows], Tensor]
     ssd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
@@ -140,6 +143,7 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
         ready_heads=choose(ready_heads),
         paged_attention=choose(paged_attention),
         shaped_attention=choose(shaped_attention),
+        whole_attention=choose(whole_attention),
         gated_rmsnorm=choose(gated_rmsnorm),
         causal_conv=choose(causal_conv),
         ssd=choose(ssd),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.whole import NothingKept
 from antiphon.layers.context import Manner
 from antiphon.layers.head_norms import head_norms
 from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
@@ -54,13 +55,19 @@ class AttentionNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention over cached keys and values.
+    """Grouped-query attention over cached keys and values, or over a text that is there as a whole.
 
     Attributes:
+        causal: Whether a query sees only what comes before it. If not, it sees what comes after it,
+            too: nothing is cached, and a text is computed in one piece.
         scale: Of scores, `head_size ** -0.5` in most models.
         rotary: How queries and keys are rotated; None: they are not.
         neighbours: Whether the pairs that rotate together are neighbours in the checkpoint.
-        window: A query sees itself and the window - 1 tokens before it; None: all before it.
+        window: A query sees itself and the window - 1 tokens before it, and as many after it if it
+            sees any; None: all.
+        chunked: Texts are cut into runs of `window` tokens, and a query sees no other run than its
+            own.
+        temperature: Of the scores of late queries; None: all have the same.
         qk_norm: Of queries and keys, before the rotation.
         qk_norm_over: What is normalised together: each head by itself, or all of a token.
         softcap: Scores become softcap * tanh(score / softcap).
@@ -74,8 +81,11 @@ class AttentionSpec:
     head_size: int
     scale: float
     rotary: Rotary | None
+    causal: bool = True
     neighbours: bool = False
     window: int | None = None
+    chunked: bool = False
+    temperature: Temperature | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: NormSpec | None = None
@@ -86,9 +96,30 @@ class AttentionSpec:
     names: AttentionNames = field(default_factory=AttentionNames)
 
     @property
-    def cache(self) -> KvSpec:
+    def cache(self) -> KvSpec | NothingKept:
         """What it keeps of each token."""
-        return KvSpec(heads=self.kv_heads, head_size=self.head_size, window=self.window)
+        if not self.causal:
+            return NothingKept()
+        chunked = self.chunked and self.window is not None
+        return KvSpec(
+            heads=self.kv_heads, head_size=self.head_size, window=self.window, chunked=chunked
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """Scores of the query at position p are multiplied by 1 + scale * ln(1 + (p + 1) // floor).
+
+    Source: Nakanishi 2025, arXiv:2501.19399, as Llama 4 has it.
+    """
+
+    floor: int
+    scale: float
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The factor of each query: (T,) int32  ->  (T,) float32."""
+        passed = torch.div(positions + 1, self.floor, rounding_mode="floor")
+        return torch.log1p(passed.float()) * self.scale + 1.0
 
 
 class Attention:
@@ -117,6 +148,8 @@ class Attention:
             method=site.method,
             stored=Stored(transposed=names.transposed),
         )
+        self._causal, self._chunked = spec.causal, spec.chunked
+        self._temperature = spec.temperature
         self._norms = None if spec.qk_norm is None else head_norms(site, spec, spec.qk_norm)
         first = build.tp.rank * query_heads
         self._share = slice(first, first + query_heads)
@@ -127,13 +160,19 @@ class Attention:
             norms=None if self._norms is None else self._norms.kernel,
             softcap=spec.softcap,
             sinks=build.empty(query_heads) if spec.sinks else None,
+            kv_heads=max(1, spec.kv_heads // build.tp.ranks),
+            window=spec.window,
         )
         """How it attends."""
+        shaped = spec.softcap is not None or spec.sinks or self.manner.norms is not None
+        assert spec.causal or not shaped, "no kernel has it"
 
     @property
     def operations(self) -> frozenset[str]:
         """Those of its norms, and the kernels of attention."""
         manner = self.manner
+        if not self._causal:
+            return frozenset({"attention.whole"})
         shaped = manner.softcap is not None or manner.sinks is not None
         own = frozenset({"attention.heads", "attention.shaped" if shaped else "attention.paged"})
         return own if self._norms is None else own | self._norms.operations
@@ -147,10 +186,20 @@ class Attention:
             heads, gate = heads[:, :own], heads[:, own:]
         if self._norms is not None:
             heads = self._norms(ctx, heads)
+        if self._temperature is not None:
+            heads = self._tempered(ctx, heads, self._temperature)
         mixed = ctx.attend(self._layer, heads, self.manner)  # (T, Q, D)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return self._out(ctx, mixed.flatten(1))
+
+    def _tempered(self, ctx: ForwardContext, heads: Tensor, temperature: Temperature) -> Tensor:
+        """Heads with their queries, (T, Q) of (T, Q + 2 H), made larger."""
+        assert ctx.positions is not None, "a temperature by position"
+        queries = self._share.stop - self._share.start
+        factor = temperature.of(ctx.positions)[:, None, None]
+        grown = (heads[:, :queries] * factor).to(heads.dtype)
+        return torch.cat((grown, heads[:, queries:]), dim=1)
 
     @property
     def packed(self) -> tuple[Linear, Linear] | None:
@@ -164,7 +213,8 @@ class Attention:
         manner = self.manner
         own_norms = self._norms is not None and self._norms.kernel is None
         shaped = manner.softcap is not None or manner.sinks is not None
-        return not (shaped or own_norms or self._gated)
+        other = self._gated or self._chunked or self._temperature is not None
+        return self._causal and not (shaped or own_norms or other)
 
     def sources(self) -> Iterator[WeightSource]:
         """Tensors of the four linears, of norms and sinks."""

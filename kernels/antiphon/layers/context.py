@@ -31,6 +31,9 @@ class Manner:
         norms: Of each query and key head, before the rotation.
         softcap: Scores become softcap * tanh(score / softcap).
         sinks: (Q,) a score of each query head that takes part in the softmax and adds no value.
+        kv_heads: H on this rank.
+        window: A query sees itself and the window - 1 tokens before it, and as many after it if it
+            sees any; None: all. A cache knows it by itself.
     """
 
     scale: float
@@ -38,6 +41,8 @@ class Manner:
     norms: HeadNorms | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    kv_heads: int = 0
+    window: int | None = None
 
 
 class Attend(Protocol):
@@ -120,6 +125,7 @@ class ForwardContext:
         recur: The recurrent states; unset: no layer has one.
         attend_latent: The same of layers that keep latents; unset: there are none.
         positions: (T,) int32, of each token in its sequence.
+        token_types: (T,) int32, the type of each token; unset: all are of type 0.
         token_adapter: (T,) index of each token's adapter, -1 without one; of use with adapters.
         adapters: Unset: no row of this pass has one.
         fused: Unset: this pass goes layer by layer.
@@ -131,6 +137,7 @@ class ForwardContext:
     recur: Recur | None = None
     attend_latent: AttendLatent | None = None
     positions: Tensor | None = None
+    token_types: Tensor | None = None
     token_adapter: Tensor | None = None
     adapters: Adapters | None = None
     fused: Fused | None = None

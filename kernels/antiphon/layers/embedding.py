@@ -75,16 +75,37 @@ class VocabularyTable:
 
 
 class LearnedPositions:
-    """A vector a position, added to the token's; whole on every rank."""
+    """A vector a position, added to the token's; whole on every rank.
 
-    def __init__(self, name: str, positions: int, hidden: int, build: Build) -> None:
-        self._name = name
-        self._weight = build.empty(positions, hidden)
+    A text begins at row `first` of the table.
+    """
+
+    def __init__(self, name: str, positions: int, first: int, hidden: int, build: Build) -> None:
+        self._name, self._first = name, first
+        self._weight = build.empty(first + positions, hidden)
 
     def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
         """Add each token's position to its embedding: (T, hidden)  ->  (T, hidden)."""
         assert ctx.positions is not None, "a model with learned positions"
-        return embedded + self._weight.index_select(0, ctx.positions)
+        return embedded + self._weight[self._first :].index_select(0, ctx.positions)
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Its weight."""
+        return whole(f"{self._name}.weight", self._weight)
+
+
+class TokenTypes:
+    """A vector a type of token, as the first and the second of two texts; whole on every rank."""
+
+    def __init__(self, name: str, types: int, hidden: int, build: Build) -> None:
+        self._name = name
+        self._weight = build.empty(types, hidden)
+
+    def add(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
+        """Add each token's type to its embedding: (T, hidden)  ->  (T, hidden)."""
+        if ctx.token_types is None:
+            return embedded + self._weight[0]
+        return embedded + self._weight.index_select(0, ctx.token_types)
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""

@@ -7,6 +7,7 @@ current attempt, whatever was lost, repeated or came late. What it lacks it asks
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.command import ResendTokens, StopChoice, TokenPlace
-from antiphon.wire.errors import Overloaded, encode_error
+from antiphon.wire.errors import EngineError, Internal, Overloaded, encode_error
 from antiphon.wire.parts import parts
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+
+log = logging.getLogger(__name__)
 
 REPEAT_S = 0.5
 """How often the same thing is asked of a worker, as long as it does not heed."""
@@ -96,14 +99,20 @@ class Detokenizer:
         return {stream.receiver: stream.seq for stream in self._seqs.streams()}
 
     def on_tokens(self, batch: TokenBatch, now: float) -> list[Action]:
-        """Apply what a step produced."""
+        """Apply what a step produced. A row that fails ends its own request only."""
         last = self._seen.get(batch.worker, 0)
         self._seen[batch.worker] = max(batch.seq, last)
         reaction = Reaction(missing=batch.seq > last + 1)
         for row in batch.rows:
-            request = self._find(row, batch.worker, now, reaction)
-            if request is not None:
-                self._accept(request, row, now, reaction)
+            try:
+                request = self._find(row, batch.worker, now, reaction)
+                if request is not None:
+                    self._accept(request, row, now, reaction)
+            except AssertionError:
+                raise
+            except Exception as error:
+                log.exception("row failed", extra={"request_id": row.request_id})
+                self._fail(row, batch.worker, error, now, reaction)
         if reaction.missing:
             reaction.actions += self._ask(batch.worker, now)
         return [*self._batches(reaction), *reaction.actions]
@@ -191,7 +200,9 @@ class Detokenizer:
             pass  # its worker drops it too; should the owner only be late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
             reaction.actions += self._refuse(row, worker, now)
-            reaction.say(row.stream.owner, [_overloaded(row)])
+            text = "the detokenizer holds as many requests as it may"
+            full = Overloaded(text, retry_after_s=1.0)
+            reaction.say(row.stream.owner, [_ended(row, full)])
         else:
             return self._begin(row, row.stream, worker, now)
         return None
@@ -212,6 +223,9 @@ class Detokenizer:
 
     def _accept(self, request: Request, row: TokenRow, now: float, reaction: Reaction) -> None:
         """Take what is new of a row, and say its text."""
+        if request.error is not None:
+            reaction.actions += self._refuse(row, request.worker, now)
+            return
         choice = request.choices[row.choice]
         if choice.end is not None:
             if row.finish_reason is None:
@@ -229,6 +243,19 @@ class Detokenizer:
         tells = request.stream.details_from is not None and choice.settled > told
         if choice.text_bytes > shown or tells or choice.end is not None:
             reaction.say(request.owner, request.rows(row.choice, shown, told))
+
+    def _fail(
+        self, row: TokenRow, worker: Process, error: Exception, now: float, reaction: Reaction
+    ) -> None:
+        """End the request of a row that could not be applied, and stop it at its worker."""
+        told = error if isinstance(error, EngineError) else Internal("internal error")
+        request = self.requests.get(row.request_id)
+        if request is not None and request.attempt == row.attempt:
+            request.error = encode_error(told)
+            reaction.say(request.owner, request.rows(row.choice, 0, 0))
+        elif row.stream is not None:
+            reaction.say(row.stream.owner, [_ended(row, told)])
+        reaction.actions += self._refuse(row, worker, now)
 
     def _batches(self, reaction: Reaction) -> Iterator[SendText]:
         for gateway, rows in reaction.rows.items():
@@ -303,8 +330,8 @@ def _row_bytes(row: TextRow) -> int:
     return _ROW_BYTES + len(row.text.encode()) + details
 
 
-def _overloaded(row: TokenRow) -> TextRow:
-    error = Overloaded("the detokenizer holds as many requests as it may", retry_after_s=1.0)
+def _ended(row: TokenRow, error: EngineError) -> TextRow:
+    """The end of a request that is not held here."""
     return TextRow(
         request_id=row.request_id,
         choice=row.choice,

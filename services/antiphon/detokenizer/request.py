@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.wire.base import Attempt, Process, Usage
+from antiphon.wire.base import Attempt, FinishReason, Process, Usage
 from antiphon.wire.details import DetailPiece, TokenDetails
 from antiphon.wire.text import TextRow
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from antiphon.detokenizer.choice import Choice
     from antiphon.detokenizer.texts import TokenTexts
+    from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
     from antiphon.wire.tokens import TokenStream
 
@@ -26,6 +27,7 @@ class Request:
         tokens: Single tokens, for whoever wants to be told of them.
         listed_at: When the owner's open list last named it, or when it began.
         stopped_at: When the worker was last told to stop, a choice.
+        error: What all of it ended with, if it met a bug here.
     """
 
     id: RequestId
@@ -36,6 +38,7 @@ class Request:
     tokens: TokenTexts
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
+    error: ErrorReply | None = None
 
     @property
     def owner(self) -> Process:
@@ -45,6 +48,8 @@ class Request:
     @property
     def ended(self) -> bool:
         """Whether every choice has ended."""
+        if self.error is not None:
+            return True
         return all(choice.end is not None for choice in self.choices.values())
 
     @property
@@ -58,6 +63,17 @@ class Request:
 
     def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:
         """Say a choice from here on, text and details; the last row has its end if it has one."""
+        if self.error is not None:
+            yield TextRow(
+                request_id=self.id,
+                choice=index,
+                attempt=self.attempt,
+                continues=self.stream.continues,
+                text_offset=0,
+                finish_reason=FinishReason.ERROR,
+                error=self.error,
+            )
+            return
         choice = self.choices[index]
         texts = list(choice.pieces(text_start))
         pieces = self._detail_pieces(choice, token_start)

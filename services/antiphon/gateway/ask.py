@@ -10,9 +10,9 @@ from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar
 from antiphon.wire.ids import DEFAULT_TENANT, ClientKey, TenantId
-from antiphon.wire.patterns import automaton
+from antiphon.wire.patterns import check_patterns
 from antiphon.wire.processors import LogitProcessor
-from antiphon.wire.sampling import DetailParams, StopStrings
+from antiphon.wire.sampling import DetailParams, PoolParams, StopStrings
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 
@@ -56,6 +56,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         door: The API it came by, for logs.
         template: What the chat template gets beside the messages.
+        prompt_field: What the client called its prompt, where its API has another name for it.
+        pair: A second text, which is read together with `prompt`.
         special_tokens: Whether a prompt of text gets those of the tokenizer.
         model: None takes the one that is served.
         tokens_max: What the client said; `tokens_field` is what it called that.
@@ -64,6 +66,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         choices: How many answers.
         model_defaults: Whether the model's generation config comes before OpenAI's defaults.
         thinking: How the model thinks; its answer's form begins behind that.
+        pool: The prompt becomes a vector, and nothing else is asked for.
+        priority: None takes the tenant's.
         timeout_s: None takes the configured one.
     """
 
@@ -71,6 +75,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
+    prompt_field: str | None = None
+    pair: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()
@@ -84,7 +90,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
     thinking: Thinking | None = None
-    priority: int = 0
+    pool: PoolParams | None = None
+    priority: int | None = None
     tenant: TenantId = DEFAULT_TENANT
     key: ClientKey | None = None
     timeout_s: float | None = None
@@ -104,8 +111,7 @@ def check(ask: Ask) -> None:
                 "continue_final_message needs a last message of the assistant",
                 param="continue_final_message",
             )
-    for pattern in ask.stop.patterns:
-        automaton(pattern)
+    check_patterns(ask.stop.patterns, ask.choices)
     grammar = ask.sampling.grammar
     if grammar is not None and len(grammar.text) > GRAMMAR_TEXT_MAX:
         text = f"{ask.grammar_field} is longer than {GRAMMAR_TEXT_MAX} characters"

@@ -51,6 +51,12 @@ class Answer:
         self.choices = [Spoken() for _ in range(stream.submit.choices)]
 
     @property
+    def name(self) -> str:
+        """What the client calls it, or else its id."""
+        name = self.stream.name
+        return str(self.stream.submit.request_id if name is None else name[1])
+
+    @property
     def usage(self) -> Usage:
         """Its tokens, once it has ended."""
         assert self.stream.ended is not None

@@ -157,7 +157,8 @@ class Driver:
         except BusDown:
             return  # told again, whole, when the link is back
         except EngineError as error:
-            log.warning("open list not sent", extra={"code": error.code, "reason": error.message})
+            extra = {"code": error.code, "reason": error.message}
+            log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line
 
     async def _submit(self, message: SubmitRequest) -> None:
         answer: SubmitAccepted | EngineError

@@ -1,11 +1,13 @@
-"""Prompts to ids: asks a tokenizer, and a second one if the first is slow."""
+"""Prompts to ids: asks a tokenizer; a second one if the first is slow, more if it may be gone."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
+from antiphon.gateway.losses import Losses
 from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import block_digests, namespace
 from antiphon.wire.errors import (
@@ -31,6 +33,7 @@ PATIENCE_S = 5.0
 _WAIT_MAX_S = 30.0
 _CARD_WAIT_S = 5.0
 _DECODE_S = 10.0
+_PAUSE_MAX_S = 2.0
 
 
 class TokenizerCalls:
@@ -40,6 +43,7 @@ class TokenizerCalls:
         self._runtime = runtime
         self._model = model
         self._hedge_s = runtime.settings.gateway.encode_hedge_s
+        self._losses = Losses(runtime, Role.TOKENIZER)
         cluster = runtime.settings.cluster
         self._root = namespace(cluster.model_digest, cluster.hash_salt)
         self._card: EncodeReply | None = None
@@ -61,6 +65,7 @@ class TokenizerCalls:
             model=self._model,
             messages=ask.messages,
             prompt=ask.prompt,
+            pair=ask.pair,
             continue_final_message=ask.continue_final_message,
             template=ask.template,
             special_tokens=ask.special_tokens,
@@ -147,6 +152,8 @@ class TokenizerCalls:
             vocabulary_size=card.vocabulary_size,
             context_tokens=card.context_tokens,
             defaults=card.defaults,
+            reranks=card.reranks,
+            pooling=card.pooling,
         )
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
@@ -158,28 +165,34 @@ class TokenizerCalls:
         raise _plain(outcome)
 
     async def _ask(self, request: EncodeRequest, patience_s: float) -> EncodeReply | EngineError:
-        """Ask again beside a call that is slow, and after one that failed; ever more slowly.
+        """Ask until one answers, with pauses that grow.
 
-        A tokenizer that died took its calls along, and its successor is there in a moment.
+        Again after an error; once beside a call that is merely slow, if there is another tokenizer;
+        and as often as calls may have been lost. A tokenizer that died took its calls along, and
+        its successor is there in a moment.
         """
-        give_up_at = self._runtime.clock.now() + patience_s
-        pause_s = self._hedge_s
-        calls: set[asyncio.Task[EncodeReply | EngineError]] = set()
+        now = self._runtime.clock.now
+        give_up_at, asked_at = now() + patience_s, now()
+        pause_s, hedged = self._hedge_s, False
+        calls = set[asyncio.Task[EncodeReply | EngineError]]()
         async with asyncio.TaskGroup() as group:
             try:
                 while True:
-                    calls.add(group.create_task(self._call(request)))
+                    hedges = bool(calls) and not hedged and self._losses.living > 1
+                    if hedges or not calls or self._losses.may_have_met(asked_at):
+                        hedged, asked_at = hedged or hedges, now()
+                        calls.add(group.create_task(self._call(request)))
                     done, calls = await asyncio.wait(
                         calls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
                     )
                     for call in done:
                         outcome = call.result()
-                        late = self._runtime.clock.now() >= give_up_at
+                        late = now() >= give_up_at
                         if not _another_may_know(outcome) or (late and not calls):
                             return outcome
                     if not calls:
                         await asyncio.sleep(pause_s)
-                    pause_s *= 2
+                    pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             finally:
                 for call in calls:
                     call.cancel()

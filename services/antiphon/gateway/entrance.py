@@ -22,13 +22,17 @@ from antiphon.wire.errors import (
     Overloaded,
     Unavailable,
     UnknownModel,
+    Unsupported,
 )
 from antiphon.wire.ids import new_request_id
+from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.access.tenant import Hold
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.encode import TokenizerCalls
@@ -48,12 +52,14 @@ class Entrance:
         driver: Driver,
         tokenizers: TokenizerCalls,
         metrics: GatewayMetrics,
+        access: Access,
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._driver = driver
         self._tokenizers = tokenizers
         self._metrics = metrics
+        self._access = access
         self._entering = 0
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
@@ -62,27 +68,48 @@ class Entrance:
 
         Raises:
             UnknownModel: It is not served here.
+            Forbidden: The tenant may not use it.
+            RateLimited: The tenant has used up one of its limits.
             DuplicateRequest: A live request of this tenant and gateway has the same key.
             Overloaded: As many requests are open as may be.
             Unavailable: This process leaves, or no tokenizer is there.
-            InvalidRequest: The prompt or a limit does not fit the model.
+            InvalidRequest: The prompt or a limit does not fit the model or the tenant.
+            Unsupported: An answer is wanted of a model that makes vectors, or the other way round.
         """
-        with self._metrics.refusals():
+        with self._metrics.refusals(ask.tenant):
             if ask.model is not None and ask.model != self._model:
                 raise UnknownModel.of(ask.model)
             check(ask)
             self._check_room()
             with self._holding(ask):
-                return await self._enter(ask, new_request_id())
+                return await self._held(ask)
+
+    def check_count(self, tenant: TenantId, prompts: int) -> None:
+        """Check that a tenant may have so many prompts answered together.
+
+        Raises:
+            InvalidRequest: It never may.
+        """
+        with self._metrics.refusals(tenant):
+            self._access.fits(tenant, prompts)
+
+    def together(self, tenant: TenantId, most: int) -> int:
+        """How many prompts of one body may be under way at once, of at most so many."""
+        return self._access.together(tenant, most)
 
     @property
     def idle(self) -> bool:
         """Whether it holds nothing: no request that enters, and no name."""
         return not (self._entering or self._names)
 
-    def abort(self, prefix: str, *, exact: bool = False) -> None:
-        """End every request whose name, or else its id, begins so, or is so: as aborted."""
+    def abort(self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False) -> None:
+        """End every request whose name, or else its id, begins so, or is so: as aborted.
+
+        With a `tenant` only its own.
+        """
         for stream in self._driver.streams():
+            if tenant is not None and stream.submit.tenant != tenant:
+                continue
             name = stream.name[1] if stream.name is not None else stream.submit.request_id
             if name == prefix or (name.startswith(prefix) and not exact):
                 self._driver.abort(stream)
@@ -120,48 +147,64 @@ class Entrance:
         if self._driver.open_count + self._entering >= most:
             raise Overloaded(f"{most} requests are open, the limit", retry_after_s=1.0)
 
-    async def _enter(self, ask: Ask, request_id: RequestId) -> Stream:
+    async def _held(self, ask: Ask) -> Stream:
+        """Hold a part of the tenant's limits: until the request's end, or until it fails here."""
+        hold = self._access.begin(ask, self._model)
+        ask = msgspec.structs.replace(ask, priority=hold.tenant.priority(ask.priority))
+        try:
+            return await self._enter(ask, new_request_id(), hold)
+        except BaseException:
+            hold.end(0)
+            raise
+
+    async def _enter(self, ask: Ask, request_id: RequestId, hold: Hold) -> Stream:
         clock = self._runtime.clock
         came_at = clock.now()
         timeout_s = ask.timeout_s or self._runtime.settings.gateway.request_timeout_s
         deadline_unix_ms = deadline_in(timeout_s, clock)
-        whole = span(f"gateway.{ask.door}", ask.traceparent, request_id=request_id).start()
+        whole = span(
+            f"gateway.{ask.door}", ask.traceparent, request_id=request_id, tenant=ask.tenant
+        ).start()
         try:
             with working_on(request_id), span("gateway.encode", whole.traceparent) as here:
                 encoded = await self._tokenizers.encode(
                     ask, request_id, deadline_unix_ms, here.traceparent
                 )
+            _check_kind(ask, encoded)
             ask, inside = _thinking(ask, encoded.text_end)
-            submit = self._submission(ask, encoded, request_id, deadline_unix_ms, whole.traceparent)
+            tokens_max = self._reserve(ask, encoded, hold)
+            submit = self._submission(
+                ask, encoded, tokens_max, request_id, deadline_unix_ms, whole.traceparent
+            )
         except BaseException as error:
             whole.end(error)
             raise
-        stream = Stream(submit, whole, door=ask.door, came_at=came_at, opened_at=clock.now())
+        stream = Stream(submit, whole, hold, door=ask.door, came_at=came_at, opened_at=clock.now())
         stream.inside = inside
         stream.name = _name(ask)
         self._driver.open(stream)
         return stream
 
+    def _reserve(self, ask: Ask, encoded: EncodeReply, hold: Hold) -> int:
+        """Charge all that a request may need; return how many tokens each answer may have."""
+        prompt_tokens = id_count(encoded.token_ids)
+        tokens_max = answer_tokens(
+            ask,
+            prompt_tokens=prompt_tokens,
+            contexts=self._contexts(encoded),
+        )
+        return self._access.reserve(hold, ask, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
+
     def _submission(
         self,
         ask: Ask,
         encoded: EncodeReply,
+        tokens_max: int,
         request_id: RequestId,
         deadline_unix_ms: int,
         traceparent: str | None,
     ) -> SubmitRequest:
-        tokens_max = answer_tokens(
-            ask,
-            prompt_tokens=id_count(encoded.token_ids),
-            context_tokens=min(encoded.context_tokens, self._worker_context(encoded)),
-        )
-        sampling = sampling_params(
-            ask,
-            encoded.defaults,
-            tokens_max=tokens_max,
-            vocabulary_size=encoded.vocabulary_size,
-            seed=self._runtime.settings.model.random_seed,
-        )
+        sampling = self._sampling(ask, encoded, tokens_max)
         content = (self._model, encoded.token_ids, sampling, ask.stop, ask.choices)
         return SubmitRequest(
             request_id=request_id,
@@ -174,20 +217,45 @@ class Entrance:
             choices=ask.choices,
             sampling=sampling,
             stop=ask.stop,
-            priority=ask.priority,
+            priority=ask.priority or 0,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
         )
 
-    def _worker_context(self, encoded: EncodeReply) -> int:
-        """The longest context that some worker's cache holds: it may be less than the model's."""
+    def _sampling(self, ask: Ask, encoded: EncodeReply, tokens_max: int) -> SamplingParams:
+        if ask.pool is not None:
+            pool = msgspec.structs.replace(ask.pool, second_from=encoded.second_from)
+            return SamplingParams(max_new_tokens=0, pool=pool)
+        return sampling_params(
+            ask,
+            encoded.defaults,
+            tokens_max=tokens_max,
+            vocabulary_size=encoded.vocabulary_size,
+            seed=self._runtime.settings.model.random_seed,
+        )
+
+    def _contexts(self, encoded: EncodeReply) -> set[int]:
+        """The longest context of each worker: its cache may hold less than the model takes."""
         beats = [peer.beat for peer in self._runtime.peers.of(Role.WORKER)]
-        contexts = [beat.worker.context_tokens for beat in beats if beat.worker is not None]
-        return max(contexts, default=encoded.context_tokens)
+        contexts = {
+            min(encoded.context_tokens, beat.worker.context_tokens)
+            for beat in beats
+            if beat.worker is not None and beat.model == self._model
+        }
+        return contexts or {encoded.context_tokens}
 
 
 def _name(ask: Ask) -> tuple[TenantId, ClientKey] | None:
     return None if ask.key is None else (ask.tenant, ask.key)
+
+
+def _check_kind(ask: Ask, encoded: EncodeReply) -> None:
+    """Refuse what the model does not do: it generates, or makes vectors of texts."""
+    if ask.pool is None and encoded.pooling is not None:
+        does = "scores labels" if encoded.pooling.scores else "embeds"
+        raise Unsupported(f"this model does not generate: it {does}", param="model")
+    if ask.pool is not None and encoded.pooling is None:
+        raise Unsupported("this model does not embed: it generates text", param="model")
 
 
 def _thinking(ask: Ask, text_end: str) -> tuple[Ask, bool]:

@@ -24,22 +24,32 @@ _TOP_K_ALL = 2**30
 """SGLang's way to say: the whole vocabulary."""
 
 
-def answer_tokens(ask: Ask, *, prompt_tokens: int, context_tokens: int) -> int:
+def answer_tokens(ask: Ask, *, prompt_tokens: int, contexts: Collection[int]) -> int:
     """Return how many tokens the answer may have.
+
+    What the client does not bound is bounded by every worker that holds the prompt: the answer is
+    as long whoever runs it, and so everybody may.
+
+    Args:
+        ask: The request.
+        prompt_tokens: Of its prompt.
+        contexts: The longest context of each worker.
 
     Raises:
         PromptTooLong: The prompt fills the context.
         InvalidRequest: It is empty, or the client wants more than the context leaves.
     """
+    context_tokens = max(contexts)
     if prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens", param=_prompt_field(ask))
     if prompt_tokens + (ask.tokens_max != 0) > context_tokens:
         raise PromptTooLong.of(
             prompt_tokens=prompt_tokens, tokens_max=context_tokens, param=_prompt_field(ask)
         )
-    room = context_tokens - prompt_tokens
     if ask.tokens_max is None:
+        room = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
         return room if ask.tokens_default is None else min(ask.tokens_default, room)
+    room = context_tokens - prompt_tokens
     if ask.tokens_max > room:
         raise InvalidRequest(
             "Requested token count exceeds the model's maximum context length of "

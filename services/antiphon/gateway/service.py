@@ -5,18 +5,24 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from antiphon.config.tenants import Tenants
+from antiphon.gateway.access.access import Access
 from antiphon.gateway.driver import Driver
 from antiphon.gateway.encode import TokenizerCalls
 from antiphon.gateway.entrance import Entrance
+from antiphon.gateway.http.detached import Detached
 from antiphon.gateway.http.doors import operations
+from antiphon.gateway.http.guard import guard
 from antiphon.gateway.http.operation import routes
 from antiphon.gateway.http.server import http_server
+from antiphon.gateway.keys_file import KeysFile
 from antiphon.gateway.metrics import GatewayMetrics
 from antiphon.gateway.nats.generate import Generations
 from antiphon.gateway.owner.machine import Limits, Owner
 from antiphon.service.endpoint import Follow
 from antiphon.service.model import served_name
 from antiphon.service.probes import probe_routes
+from antiphon.service.room import OPEN_BYTES, check_room
 from antiphon.service.service import Report
 from antiphon.wire.base import Role
 from antiphon.wire.errors import Unavailable
@@ -45,21 +51,43 @@ class GatewayService:
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
-        """Take the HTTP port first: without it nothing else is worth starting."""
-        gateway = self._settings.gateway
+        """Take the HTTP port first: without it nothing else is worth starting.
+
+        Raises:
+            CannotStart: The port is taken, or the address is not ours.
+            ConfigError: The keys file cannot be used.
+        """
+        gateway, rules = self._settings.gateway, self._settings.access
         self._runtime = runtime
+        check_room(
+            "gateway.requests_max",
+            gateway.requests_max,
+            each_bytes=OPEN_BYTES,
+            message_bytes_max=runtime.bus.transport.payload_bytes_max,
+        )
         metrics = GatewayMetrics(runtime.metrics.registry)
+        keys = KeysFile(rules.keys_file) if rules.keys_file else None
+        access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
+        metrics.know(access.names)
         limits = Limits(unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s)
         owner = Owner(runtime.process, self._model, runtime.clock, limits)
         self._driver = driver = Driver(owner, runtime, self._model, metrics)
         tokenizers = TokenizerCalls(runtime, self._model)
-        self._entrance = entrance = Entrance(runtime, self._model, driver, tokenizers, metrics)
-        self._generations = Generations(runtime, self._model, entrance, driver, metrics)
-        served = operations(runtime, self._model, entrance, driver, tokenizers, metrics)
+        self._entrance = entrance = Entrance(
+            runtime, self._model, driver, tokenizers, metrics, access
+        )
+        self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
+        self._detached = detached = Detached(runtime.group)
+        served = operations(
+            runtime, self._model, entrance, driver, tokenizers, metrics, access, detached
+        )
         metrics.watch_open(lambda: driver.open_count)
         paths = (*routes(served), *probe_routes(runtime.health, runtime.metrics))
-        async with http_server(gateway.host, gateway.port, paths) as self.port:
+        watch = guard(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
+        async with http_server(gateway, paths, watch, rules.origins) as self.port:
             driver.start()
+            if keys is not None:
+                runtime.group.create_task(keys.follow(access, metrics))
             try:
                 yield
             finally:
@@ -89,9 +117,10 @@ class GatewayService:
         return Report(load=self._driver.open_count)
 
     async def drain(self) -> None:
-        """Return when every open request has ended and every client over NATS was told.
+        """Return when every open request has ended and been told over NATS, or kept.
 
         HTTP clients are waited for when the server closes.
         """
         await self._driver.idle()
         await self._generations.idle()
+        await self._detached.idle()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from antiphon.wire.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 SESSIONS_MAX = 1024
 IDLE_S = 3600.0
@@ -26,24 +26,56 @@ class Node:
 
     Attributes:
         prompt_ids: All that it was asked, what came before it included.
+        characters: Of what was new in it, and of its answer.
         output_ids: Its answer, once it has ended.
         below: The requests that went on from it.
     """
 
     prompt_ids: tuple[int, ...]
+    characters: int
     output_ids: tuple[int, ...] | None = None
     below: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
 class Session:
-    """What one client keeps. `characters_max` 0 sets no bound."""
+    """What one client keeps. `characters_max` 0 sets no bound.
+
+    Attributes:
+        nodes: Requests that run or have ended, by name.
+        entering: Requests that are not accepted yet: they change nothing of the tree.
+    """
 
     characters_max: int
     idle_s: float
     used_at: float
-    characters: int = 0
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    entering: dict[str, Node] = field(default_factory=dict[str, Node])
+
+    @property
+    def characters(self) -> int:
+        """Characters of all that it holds."""
+        held = (*self.nodes.values(), *self.entering.values())
+        return sum(node.characters for node in held)
+
+    def replaced(self, place: Place) -> set[str]:
+        """The requests that one at this place takes the place of, and all below them."""
+        if not place.replace:
+            return set()
+        if place.rid is None:
+            return set(self.nodes)
+        node = self.nodes.get(place.rid)
+        return self.under(node.below if node else ())
+
+    def under(self, rids: Iterable[str]) -> set[str]:
+        """These requests, and all that went on from them."""
+        found, pending = set[str](), list(rids)
+        while pending:
+            rid = pending.pop()
+            if rid in self.nodes:
+                found.add(rid)
+                pending += self.nodes[rid].below
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,48 +137,59 @@ class Sessions:
         """
         session = self._find(place.session, "session_params")
         if place.rid is None:
-            if place.replace:
-                for rid in list(session.nodes):
-                    self._forget(session, rid)
             return ()
         node = session.nodes.get(place.rid)
         if node is None or node.output_ids is None:
             state = "is not known" if node is None else "has not ended"
             text = f"request '{place.rid}' of the session {state}"
             raise InvalidRequest(text, param="session_params.rid")
-        if place.replace:
-            for rid in list(node.below):
-                self._forget(session, rid)
-            node.below.clear()
         ids = node.prompt_ids + (() if place.drop_previous_output else node.output_ids)
         return ids if place.offset is None else ids[: place.offset]
 
     def begin(self, place: Place, rid: str, prompt_ids: tuple[int, ...], characters: int) -> None:
-        """Note a request that goes on from a place.
+        """Keep room for a request that goes on from a place, until `end`.
 
         Raises:
             InvalidRequest: The session is full, or has a request of this name.
         """
         session = self._find(place.session, "session_params")
-        if rid in session.nodes:
+        replaced = session.replaced(place)
+        if rid in session.entering or rid in session.nodes.keys() - replaced:
             raise InvalidRequest(f"the session has a request '{rid}'", param="rid")
-        self._count(session, characters)
-        session.nodes[rid] = Node(prompt_ids)
+        freed = sum(session.nodes[each].characters for each in replaced)
+        most = session.characters_max
+        if most and session.characters - freed + characters > most:
+            text = f"the session has room for {most} characters"
+            raise InvalidRequest(text, param="session_params")
+        session.entering[rid] = Node(prompt_ids, characters)
+
+    def accept(self, place: Place, rid: str) -> None:
+        """Give a request its place in the tree, now that it runs; drop what it replaces."""
+        session = self._sessions.get(place.session)
+        if session is None or rid not in session.entering:
+            self._abort(rid)  # the session was closed meanwhile
+            return
+        self._forget(session, session.replaced(place))
+        session.nodes[rid] = session.entering.pop(rid)
         if place.rid in session.nodes:
             session.nodes[place.rid].below.append(rid)
 
     def end(self, place: Place, rid: str, answer: tuple[tuple[int, ...], str] | None) -> None:
         """Note how a request ended: with ids and their text, or with none to go on from."""
         session = self._sessions.get(place.session)
-        node = session.nodes.get(rid) if session is not None else None
-        if session is None or node is None:
+        if session is None:
+            return
+        if session.entering.pop(rid, None) is not None:
+            return  # it was never accepted; another of its name may be in the tree
+        node = session.nodes.get(rid)
+        if node is None:
             return
         session.used_at = self._now()
         if answer is None:
-            self._forget(session, rid)
+            self._forget(session, session.under([rid]))
             return
         node.output_ids, text = answer
-        session.characters += len(text)
+        node.characters += len(text)
 
     def _find(self, name: str, param: str) -> Session:
         self._reap()
@@ -156,26 +199,13 @@ class Sessions:
         session.used_at = self._now()
         return session
 
-    def _count(self, session: Session, characters: int) -> None:
-        most = session.characters_max
-        if most and session.characters + characters > most:
-            text = f"the session has room for {most} characters"
-            raise InvalidRequest(text, param="session_params")
-        session.characters += characters
-
-    def _forget(self, session: Session, rid: str) -> None:
-        """Drop a request and all that went on from it, aborting what runs."""
-        pending = [rid]
-        while pending:
-            name = pending.pop()
-            node = session.nodes.pop(name, None)
-            if node is not None:
-                pending += node.below
-                if node.output_ids is None:
-                    self._abort(name)
+    def _forget(self, session: Session, rids: set[str]) -> None:
+        """Drop requests, aborting what runs."""
+        for rid in rids:
+            if session.nodes.pop(rid).output_ids is None:
+                self._abort(rid)
         for node in session.nodes.values():
-            if rid in node.below:
-                node.below.remove(rid)
+            node.below = [rid for rid in node.below if rid not in rids]
 
     def _reap(self) -> None:
         now = self._now()

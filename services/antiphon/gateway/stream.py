@@ -10,6 +10,7 @@ from antiphon.gateway.owner.actions import Accepted, Ended, Finished, Said
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.gateway.access.tenant import Hold
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.base import FinishReason
@@ -48,6 +49,7 @@ class Stream:
             `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
         bell: Rung by each event; a reader of several streams gives them one.
         inside: Whether the answer begins as thinking.
+        hold: What it has of its tenant's limits, until its end.
         ended: The terminal, once it was put.
         reason: Why the last choice finished.
         on_end: Called when the terminal is put, whether or not anybody reads.
@@ -57,6 +59,7 @@ class Stream:
         self,
         submit: SubmitRequest,
         trace: Span,
+        hold: Hold,
         *,
         door: str,
         came_at: float,
@@ -64,6 +67,7 @@ class Stream:
     ) -> None:
         self.submit = submit
         self.trace = trace
+        self.hold = hold
         self.name: tuple[TenantId, ClientKey] | None = None
         self.door = door
         self.came_at = came_at
@@ -98,6 +102,7 @@ class Stream:
                 self.ended = event
                 self.ended_at = now
                 self.trace.end(event.error)
+                self.hold.end(event.usage.prompt_tokens + event.usage.completion_tokens)
                 if self.on_end is not None:
                     self.on_end()
         self._events.append(event)

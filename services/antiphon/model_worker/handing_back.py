@@ -26,6 +26,12 @@ def others(peers: Iterable[Peer], model: ModelName | None) -> list[WorkerLoad]:
     ]
 
 
+def tokens_max(loads: Iterable[WorkerLoad], context_tokens: int) -> int | None:
+    """The longest request that others hold; None if that is as long as ours can be."""
+    longest = max((load.context_tokens for load in loads), default=0)
+    return None if longest >= context_tokens else longest
+
+
 def room(loads: Iterable[WorkerLoad]) -> int:
     """How many requests others could start now: they have slots, and pages that nobody expects."""
     return sum(

@@ -121,6 +121,7 @@ class HeldRequest:
 
     Attributes:
         started: A step has computed something of it.
+        tokens_max: Of its prompt and the longest answer to it.
         returned: It was given back: the leader is told of it until it takes it, and runs it under
             another attempt.
     """
@@ -137,6 +138,7 @@ class HeldRequest:
         self.started = False
         self.returned = False
         self._prompt_tokens = len(admit.prompt_ids) // _ID_BYTES
+        self.tokens_max = self._prompt_tokens + admit.sampling.max_new_tokens
         self._details_from = admit.sampling.details_from(self._prompt_tokens)
         self.choices = [
             HeldChoice(choice, key, self._told(choice))

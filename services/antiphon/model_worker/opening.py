@@ -15,6 +15,7 @@ from antiphon.config.device import this_device
 from antiphon.config.ends import tokenizer_ends
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import Place, files_at
+from antiphon.config.pooling import read_pooling
 from antiphon.config.resolve import Plan as Resolved
 from antiphon.config.resolve import resolve, table
 from antiphon.model_worker import checksums
@@ -72,7 +73,8 @@ def open_engine(settings: Settings) -> Engine:
         card = read_card(files)
         ends = {*card.eos_ids, *tokenizer_ends(tokenizer_place(settings))}
         card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
-        resolved = resolve(settings, card, _device())
+        pooling = read_pooling(files, card, embedding=settings.model.embedding)
+        resolved = resolve(settings, card, _device(), pooling)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
@@ -155,6 +157,7 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
             device=resolved.device.value,
             deterministic=resolved.deterministic.value,
             implementation=resolved.implementation.value,
+            pooling=resolved.pooling.value,
         )
     except ModelLoadError as error:
         raise CannotStart(str(error)) from error

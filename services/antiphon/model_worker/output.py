@@ -215,15 +215,19 @@ class Output:
             if key in self._choices:
                 self._choices[key][0].started = True
 
-    def unstarted(self, admitted_ms: int) -> list[tuple[ChoiceKey, ...]]:
+    def unstarted(
+        self, admitted_ms: int, tokens_max: int | None = None
+    ) -> list[tuple[ChoiceKey, ...]]:
         """The choices of each request that has not begun, and was admitted by then; oldest first.
 
         The loop, which alone knows what it has started meanwhile, says whether they are given back.
+        With `tokens_max` only requests that are never longer than that.
         """
         return [
             tuple(choice.key for choice in held.choices)
             for held in self._held.values()
             if held.live and not held.started and held.admitted_ms <= admitted_ms
+            if tokens_max is None or held.tokens_max <= tokens_max
         ]
 
     def returned(self, keys: Iterable[ChoiceKey]) -> list[Action]:
@@ -381,6 +385,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 emitted=len(output.output_ids) // 4,
                 sampling=admit.sampling,
                 priority=admit.priority,
+                waited_ms=admit.waited_ms,
                 deadline_unix_ms=admit.deadline_unix_ms,
             ),
             admit.traceparent,

@@ -8,17 +8,19 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.agreement import Agreement
 from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
+from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import Control
 from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.grammar.grammars import Grammars
 from antiphon.model_worker.grammar.queue import GrammarQueue
-from antiphon.model_worker.handing_back import others, room
+from antiphon.model_worker.handing_back import others, room, tokens_max
 from antiphon.model_worker.journal import Journal
 from antiphon.model_worker.metrics import WorkerMetrics
 from antiphon.model_worker.opening import Engine, open_engine
@@ -29,6 +31,7 @@ from antiphon.model_worker.watchdog import Watchdog
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
+from antiphon.service.room import HELD_BYTES, check_room
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Role
@@ -99,7 +102,9 @@ class ModelWorker:
                 thread, self._opener, self._settings
             )
             self._set_up(self._engine)
-            self._on_report(await self._event_loop.run_in_executor(thread, warm_up, self._loop))
+            pools = self._engine.batching.limits.pool_width is not None
+            warm = partial(warm_up, self._loop, pools=pools)
+            self._on_report(await self._event_loop.run_in_executor(thread, warm))
             ended = self._event_loop.run_in_executor(thread, self._loop.run)
             for work, name in (
                 (_watch(ended), "batching"),
@@ -183,10 +188,16 @@ class ModelWorker:
     def _set_up(self, engine: Engine) -> None:
         limits, pools = engine.batching.limits, engine.batching.pools
         live_max = limits.running_max + limits.queue_max
+        check_room(
+            "batching.running_max + queue.waiting_max",
+            live_max,
+            each_bytes=HELD_BYTES,
+            message_bytes_max=self._runtime.bus.transport.payload_bytes_max,
+        )
         self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
         cache = self._settings.cache
-        self._tells = cache.prefix and cache.events
+        self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
         self._announcer = Announcer(self._runtime.process, cache.events_max)
         self._mailbox = Mailbox(live_max)
         self._loop = BatchingLoop(
@@ -367,10 +378,11 @@ class ModelWorker:
         """Ask the loop to give up what it has not started, if others would do so sooner."""
         loads = others(self._runtime.peers.working(Role.WORKER), self._model)
         after_s = self._settings.queue.hand_back_s
+        longest = tokens_max(loads, self._engine.batching.limits.context_tokens)
         if self._output.draining and loads:
-            waiting = self._output.unstarted(now_ms)
+            waiting = self._output.unstarted(now_ms, longest)
         elif after_s is not None and (places := room(loads)):
-            waiting = self._output.unstarted(now_ms - round(after_s * 1000))[:places]
+            waiting = self._output.unstarted(now_ms - round(after_s * 1000), longest)[:places]
         else:
             return
         for keys in waiting:

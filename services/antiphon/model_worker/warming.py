@@ -10,19 +10,23 @@ from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
-from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.sampling import PoolParams, SamplingParams
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 
 
-def warm_up(loop: BatchingLoop) -> StepReport:
+def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
     """Run two steps before anybody waits for one: the first of each kind takes its time.
+
+    A model that `pools` has one kind of step only.
 
     Raises:
         CannotStart: The model does not run.
     """
     sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    if pools:
+        sampling = SamplingParams(max_new_tokens=0, pool=PoolParams())
     state = RequestState(
         request_id=RequestId("warm-up"),
         choice=0,

@@ -9,8 +9,9 @@ from antiphon.wire.codec import id_count
 from antiphon.wire.ids import RequestId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
+    from antiphon.scheduler.rules import Rules
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
 
 
@@ -81,7 +82,7 @@ class Account:
     @property
     def occupied(self) -> int:
         """Places taken."""
-        return sum(charge.choices for charge in self._live()) + len(self.strays)
+        return _choices(self._live()) + len(self.strays)
 
     @property
     def blocks_pending(self) -> int:
@@ -102,23 +103,49 @@ class Account:
         back = load.pages_returning + self.pages_back
         return load.pages_free - load.pages_promised + back - waiting
 
-    def takes(self, load: WorkerLoad, look_ahead: int, charge: Charge) -> bool:
+    def takes(
+        self,
+        load: WorkerLoad,
+        rules: Rules,
+        charge: Charge,
+        yielding: Container[RequestId] = (),
+    ) -> bool:
         """Whether it has places and pages for one more request.
 
-        An idle worker takes any: what does not fit then never will, and it says so itself.
+        A request of many answers needs no more places than are looked ahead: should it wait for one
+        each, slots would stand empty meanwhile, and so would everybody behind it. An idle worker
+        takes any: what does not fit then never will, and it says so itself.
+
+        Args:
+            load: What it has reported.
+            rules: How much is bound to it beyond what it runs.
+            charge: Of the request.
+            yielding: Who gives way to the request, should they meet there.
         """
-        if self.shut:
-            return False
         occupied = self.occupied
-        if occupied == 0:
-            return True
-        if occupied + charge.choices > load.running_max + look_ahead:
+        if self.shut or occupied == 0:
+            return not self.shut
+        if occupied + charge.choices > load.running_max + rules.waiting_max:
+            return False  # it would give the request back
+        live = {name: one for name, one in self.charges.items() if name not in self.ended}
+        gone = [one for name, one in live.items() if name in yielding]
+        places = min(charge.choices, rules.look_ahead)
+        if occupied - _choices(gone) + places > load.running_max + rules.look_ahead:
             return False
-        return charge.pages <= self.pages_available(load)
+        if charge.pages <= self.pages_available(load) + sum(one.pages for one in gone):
+            return True
+        # Who gives way leaves the pages of its answer too, and only the worker knows how many: so
+        # a few may go and see.
+        waiting = [one for name, one in live.items() if one.waiting and name not in yielding]
+        return bool(gone) and _choices(waiting) + places <= rules.look_ahead
 
     def _live(self) -> Iterable[Charge]:
         ended = self.ended
         return (charge for name, charge in self.charges.items() if name not in ended)
+
+
+def _choices(charges: Iterable[Charge]) -> int:
+    return sum(charge.choices for charge in charges)
 
 
 def pages_needed(prompt_ids: bytes, page_tokens: int) -> int:

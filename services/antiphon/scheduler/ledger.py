@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from antiphon.scheduler.credit import Account, Charge
 
 if TYPE_CHECKING:
+    from antiphon.service.precedence import Precedence
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import SubmitRequest
@@ -29,11 +31,14 @@ class Entry:
     """One request.
 
     Attributes:
+        came_at: When its owner sent it first, by our clock: to whoever led then.
+        queued_at: Since when it waits to be started.
         submit: What to admit; none for a request found at a worker and never submitted here.
         followed: The attempt whose text its owner follows, by its open list.
         seen_at: When it last was bound, or seen to go on at its worker.
         disputed_at: Since when the owner follows another attempt than the bound one.
         unlisted: Whole lists of the owner in a row that lacked it.
+        number: In the order in which they were added.
         losses: Attempts of it that have failed.
         returned_by: Workers that gave it back.
     """
@@ -43,13 +48,32 @@ class Entry:
     deadline_unix_ms: int
     since: float
     seen_at: float
+    came_at: float
+    queued_at: float
     submit: SubmitRequest | None = None
     followed: Attempt | None = None
     binding: Binding | None = None
     disputed_at: float | None = None
     unlisted: int = 0
+    number: int = 0
     losses: int = 0
     returned_by: set[Process] = field(default_factory=set["Process"])
+
+    @classmethod
+    def of(cls, submit: SubmitRequest, now: float) -> Entry:
+        """Make that of a request that has just come from its owner."""
+        came_at = now - submit.waited_ms / 1000
+        return cls(
+            submit.request_id,
+            submit.owner,
+            submit.deadline_unix_ms,
+            since=now,
+            seen_at=now,
+            came_at=came_at,
+            queued_at=came_at,
+            submit=submit,
+            followed=submit.attempt_floor,
+        )
 
     @property
     def restartable(self) -> bool:
@@ -70,6 +94,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[RequestId, Entry] = {}
         self._accounts: defaultdict[Process, Account] = defaultdict(Account)
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,6 +107,7 @@ class Ledger:
         """Begin to keep a request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
+        entry.number = next(self._numbers)
 
     def remove(self, entry: Entry) -> None:
         """Keep a request no more."""
@@ -117,6 +143,16 @@ class Ledger:
         """Return one worker's, in order of their ids, so that a simulation repeats itself."""
         account = self._accounts.get(worker)
         return [self._entries[name] for name in sorted(account.charges)] if account else []
+
+    def preempted(self, worker: Process, rank: int, precedence: Precedence) -> set[RequestId]:
+        """Return who gives way, on one worker, to a request of this rank."""
+        account = self._accounts.get(worker)
+        submits = (self._entries[name].submit for name in account.charges) if account else ()
+        return {
+            submit.request_id
+            for submit in submits
+            if submit is not None and precedence.preempts(rank, precedence.rank(submit.priority))
+        }
 
     def account(self, worker: Process) -> Account:
         """Return what a worker has got."""

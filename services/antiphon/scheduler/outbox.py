@@ -10,11 +10,12 @@ import msgspec
 from antiphon.scheduler.actions import Action, SendCommands, SendNotice
 from antiphon.scheduler.rules import GRACE_BEATS, Rules
 from antiphon.service.sequence import SeqSender
-from antiphon.wire.command import Admit, Command, CommandBatch
+from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.parts import parts
 
 if TYPE_CHECKING:
+    from antiphon.scheduler.ledger import Entry
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.errors import ErrorReply
@@ -103,6 +104,28 @@ class Outbox:
     def _not_after(self) -> int:
         # Later than this the same is said again anyway.
         return self._clock.unix_ms() + round(self._rules.beats(GRACE_BEATS) * 1000)
+
+
+def admit_of(entry: Entry, now: float) -> Admit:
+    """Make the command that runs a bound request."""
+    binding, submit = entry.binding, entry.submit
+    assert binding is not None
+    assert submit is not None
+    assert binding.detokenizer is not None
+    return Admit(
+        request_id=entry.request_id,
+        owner=entry.owner,
+        attempt=binding.attempt,
+        detokenizer=binding.detokenizer,
+        prompt_ids=submit.prompt_ids,
+        choices=tuple(ChoiceOutput(choice=index) for index in range(submit.choices)),
+        sampling=submit.sampling,
+        stop=submit.stop,
+        priority=submit.priority,
+        waited_ms=round((now - entry.queued_at) * 1000),
+        deadline_unix_ms=submit.deadline_unix_ms,
+        traceparent=submit.traceparent,
+    )
 
 
 def command_bytes(command: Command) -> int:

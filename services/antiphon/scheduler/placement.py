@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.credit import Account, Charge, pages_needed
-from antiphon.wire.base import Process, Role
+from antiphon.wire.base import Process, Role, State
+from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
+from antiphon.wire.errors import PromptTooLong
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterator
 
     from antiphon.scheduler.caches import Caches
     from antiphon.scheduler.ledger import Ledger
@@ -38,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that takes a request."""
+    """A worker that may get a request."""
 
     worker: Process
     load: WorkerLoad
@@ -63,8 +65,24 @@ class Placement:
         self._caches = caches
         self._detokenizers: dict[InstanceId, InstanceId] = {}
 
+    def check(self, submit: SubmitRequest) -> None:
+        """Refuse what nobody who lives could ever take.
+
+        Raises:
+            PromptTooLong: It is too long for all of them.
+        """
+        tokens_max, prompt_tokens = self._tokens_max(), id_count(submit.prompt_ids)
+        least = prompt_tokens + min(submit.sampling.max_new_tokens, 1)
+        if tokens_max is not None and least > tokens_max:
+            raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=tokens_max)
+
     def choose(
-        self, submit: SubmitRequest, ledger: Ledger, avoid: Container[Process] = ()
+        self,
+        submit: SubmitRequest,
+        ledger: Ledger,
+        *,
+        avoid: Container[Process] = (),
+        kept: Container[Process] = (),
     ) -> Place | None:
         """Find a place for a request; None while it must wait.
 
@@ -72,11 +90,48 @@ class Placement:
             submit: The request.
             ledger: What is bound where.
             avoid: Workers that get it only if nobody else takes it.
+            kept: Workers that do not get it.
         """
-        candidates = self._candidates(submit, ledger)
+        able = [one for one in self._able(submit, ledger) if one.worker not in kept]
+        candidates = [
+            one
+            for one in able
+            if one.account.takes(one.load, self._rules, charge_of(submit, one.load))
+        ]
+        return self._best(
+            submit, [one for one in candidates if one.worker not in avoid] or candidates
+        )
+
+    def choose_over(self, submit: SubmitRequest, ledger: Ledger) -> Place | None:
+        """Find a worker that has no place for a request, but runs some that give way to it."""
+        precedence = self._rules.precedence
+        if not precedence.priority:
+            return None
+        rank = precedence.rank(submit.priority)
+        candidates: list[Candidate] = []
+        for one in self._able(submit, ledger):
+            yielding = ledger.preempted(one.worker, rank, precedence)
+            charge = charge_of(submit, one.load)
+            if yielding and one.account.takes(one.load, self._rules, charge, yielding):
+                candidates.append(one)
+        return self._best(submit, candidates)
+
+    def able(self, submit: SubmitRequest, ledger: Ledger) -> set[Process]:
+        """The workers that could run a request, had they a place for it."""
+        return {one.worker for one in self._able(submit, ledger)}
+
+    def open_beside(self, kept: Container[Process], ledger: Ledger) -> bool:
+        """Whether there is a place anywhere else."""
+        return any(
+            not one.account.shut and one.account.places(one.load, self._rules.look_ahead)
+            for one in self._healthy(ledger)
+            if one.worker not in kept
+        )
+
+    def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> Place | None:
+        """Choose among workers of which each takes the request."""
         if not candidates:
             return None
-        candidates = [one for one in candidates if one.worker not in avoid] or candidates
         cached = self._caches.overlaps(submit.block_digests)
         blocks = len(submit.block_digests) // DIGEST_BYTES
         running_most = max(one.load.running_max for one in candidates)
@@ -94,16 +149,34 @@ class Placement:
         charge = charge_of(submit, best.load, blocks - found)
         return Place(best.worker, detokenizer, charge, found)
 
-    def _candidates(self, submit: SubmitRequest, ledger: Ledger) -> list[Candidate]:
-        found: list[Candidate] = []
+    def _able(self, submit: SubmitRequest, ledger: Ledger) -> list[Candidate]:
+        """Workers that hold all of a request: its prompt, and the longest answer to it.
+
+        Where nobody holds so long an answer, it is cut as the longest of them cuts it.
+        """
+        tokens = id_count(submit.prompt_ids) + submit.sampling.max_new_tokens
+        tokens_max = self._tokens_max()
+        if tokens_max is not None:
+            tokens = min(tokens, tokens_max)
+        return [one for one in self._healthy(ledger) if tokens <= one.load.context_tokens]
+
+    def _healthy(self, ledger: Ledger) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
             load = peer.beat.worker
-            if load is None or load.paused or stalled(load, self._rules.stall_s):
-                continue
-            account = ledger.account(peer.process)
-            if account.takes(load, self._rules.look_ahead, charge_of(submit, load)):
-                found.append(Candidate(peer.process, load, account))
-        return found
+            if load is not None and not load.paused and not stalled(load, self._rules.stall_s):
+                yield Candidate(peer.process, load, ledger.account(peer.process))
+
+    def _tokens_max(self) -> int | None:
+        """The longest prompt and answer of a worker that lives; None while some are not known."""
+        beats = [
+            peer.beat
+            for peer in self._peers.of(Role.WORKER)
+            if peer.beat.model == self._model and peer.beat.state is not State.DRAINING
+        ]
+        loads = [beat.worker for beat in beats if beat.worker is not None]
+        if len(loads) < len(beats):
+            return None  # one that loads its model may hold more
+        return max((load.context_tokens for load in loads), default=None)
 
     def _detokenizer_of(self, worker: InstanceId) -> InstanceId | None:
         ready = [peer.process.instance for peer in self._working(Role.DETOKENIZER)]

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.service.precedence import Overtaken
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from antiphon.wire.ids import RequestId
+
+Place = tuple[int, float, int]
 
 WINDOW = 64
 RETRY_AFTER_MIN_S = 1.0
 RETRY_AFTER_MAX_S = 60.0
 
 
-class Queue:
-    """First come, first served; at most `places` may wait."""
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One who waits.
 
-    def __init__(self, places: int) -> None:
+    Attributes:
+        place: Rank by priority, when it came, and its number among those who came then.
+    """
+
+    request_id: RequestId
+    place: Place
+
+
+class Queue:
+    """By rank, of equals first come, first served; at most `places` may wait.
+
+    Whoever was overtaken for too long takes turns with those who outrank it: so low priorities get
+    half of what a cluster can do at least, and high ones never wait for more than one of them.
+    """
+
+    def __init__(self, places: int, overtake_s_max: float) -> None:
         self._places = places
-        self._waiting: OrderedDict[RequestId, None] = OrderedDict()
+        self._waiting: dict[RequestId, Waiting] = {}
+        self._order: list[Waiting] = []  # by place
+        self._overtaken = Overtaken[Waiting](overtake_s_max, self._waits)
+        self._overdue: dict[RequestId, None] = {}  # the longest overtaken first
+        self._overdue_next = True
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -31,28 +59,53 @@ class Queue:
         """Whether one more must be refused."""
         return len(self._waiting) >= self._places
 
-    def push(self, request_id: RequestId) -> None:
-        """Add at the end."""
-        self._waiting[request_id] = None
+    def put(self, request_id: RequestId, place: Place) -> None:
+        """Add at its place, even over the bound: it may have waited before, and was accepted."""
+        waiting = self._waiting[request_id] = Waiting(request_id, place)
+        insort(self._order, waiting, key=_place)
+        self._overtaken.enter(_came(waiting), waiting)
 
-    def put_back(self, request_id: RequestId) -> None:
-        """Add at the front, even over the bound: it has waited once and was accepted."""
-        self._waiting[request_id] = None
-        self._waiting.move_to_end(request_id, last=False)
+    def line(self, now: float) -> Iterator[RequestId]:
+        """Who is next, and who is after that if nobody moves. Good until somebody does."""
+        self._overdue.update((one.request_id, None) for one in self._overtaken.take_overdue(now))
+        first = next(iter(self._overdue), None) if self._overdue_next else None
+        if first is not None:
+            yield first
+        yield from (one.request_id for one in self._order if one.request_id != first)
 
-    def first(self) -> RequestId | None:
-        """Return who is next, leaving it there."""
-        return next(iter(self._waiting), None)
+    def highest(self) -> RequestId | None:
+        """Who is first by its place, whoever has the turn."""
+        return self._order[0].request_id if self._order else None
+
+    def start(self, request_id: RequestId, now: float) -> None:
+        """Take out one who has got a worker: it overtakes those who came before it."""
+        waiting = self._waiting[request_id]
+        self._overdue_next = request_id not in self._overdue
+        self.remove(request_id)
+        self._overtaken.overtake(_came(waiting), now)
 
     def remove(self, request_id: RequestId) -> None:
         """Take out, wherever it stands. Unknown ids are fine."""
-        self._waiting.pop(request_id, None)
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            del self._order[bisect_left(self._order, waiting.place, key=_place)]
+            self._overdue.pop(request_id, None)
 
     def position(self, request_id: RequestId) -> int:
-        """Count who is before it; 0 also for one that does not wait."""
-        if request_id not in self._waiting:
-            return 0
-        return next(n for n, waiting in enumerate(self._waiting) if waiting == request_id)
+        """Count who is before it by their places; 0 also for one that does not wait."""
+        waiting = self._waiting.get(request_id)
+        return 0 if waiting is None else bisect_left(self._order, waiting.place, key=_place)
+
+    def _waits(self, waiting: Waiting) -> bool:
+        return self._waiting.get(waiting.request_id) is waiting
+
+
+def _place(waiting: Waiting) -> Place:
+    return waiting.place
+
+
+def _came(waiting: Waiting) -> float:
+    return waiting.place[1]
 
 
 class DrainRate:

@@ -78,7 +78,7 @@ class Reconciliation:
         load = peer.beat.worker
         assert load is not None, "a worker's heartbeat has its load"
         self._ledger.account(worker).report(load.running)
-        for line in reversed(load.running):  # each goes before all who wait: the oldest last
+        for line in load.running:
             if line.returned:
                 self._take_back(line, worker)
         self._tenure.bind_waiting()
@@ -112,7 +112,11 @@ class Reconciliation:
         for entry in self._ledger.entries():
             if self._is_over(entry, unix_ms):
                 self._tenure.drop(entry)
-            elif self._tenure.settled and entry.request_id not in self._tenure.queue:
+            elif not self._tenure.settled:
+                continue  # what seems to wait may run
+            elif entry.request_id in self._tenure.queue:
+                self._check_wait(entry)
+            else:
                 self._check_age(entry)
         self._tenure.tombstones.expire(unix_ms)
         self._forget_lost(
@@ -191,6 +195,11 @@ class Reconciliation:
         else:
             self._tenure.admit(entry)
 
+    def _check_wait(self, entry: Entry) -> None:
+        timeout_s = self._rules.queue_timeout_s
+        if timeout_s is not None and self._clock.now() - entry.queued_at >= timeout_s:
+            self._tenure.expire(entry)
+
     def _check_age(self, entry: Entry) -> None:
         """End the patience with what nobody runs, or what nobody puts into words."""
         now = self._clock.now()
@@ -225,6 +234,8 @@ class Reconciliation:
             line.deadline_unix_ms,
             since=now,
             seen_at=now,
+            came_at=now,
+            queued_at=now,
             followed=line.attempt,
         )
         self._ledger.add(entry)

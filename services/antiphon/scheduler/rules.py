@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
+
+from antiphon.service.precedence import Precedence
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
@@ -28,7 +30,10 @@ class Rules:
 
     beat_s: float = 0.5
     queue_max: int = 1024
+    queue_timeout_s: float | None = None
+    precedence: Precedence = field(default_factory=Precedence)
     look_ahead: int = 2
+    waiting_max: int = 256
     tombstone_s: float = 10.0
     stall_s: float = 30.0
     payload_bytes_max: int = 1024 * 1024
@@ -42,7 +47,10 @@ class Rules:
         return cls(
             beat_s=settings.service.heartbeat_s,
             queue_max=settings.scheduler.queue_max,
+            queue_timeout_s=settings.queue.timeout_s,
+            precedence=Precedence.of(settings.queue),
             look_ahead=settings.scheduler.look_ahead,
+            waiting_max=settings.queue.waiting_max,
             tombstone_s=settings.scheduler.tombstone_s,
             stall_s=settings.batching.stall_s,
             payload_bytes_max=settings.bus.payload_bytes_max,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from antiphon.scheduler.actions import Action, Bound, Gone, Returned
 from antiphon.scheduler.holdings import Held, Holdings
 from antiphon.scheduler.ledger import Binding, Entry, Ledger
-from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes
+from antiphon.scheduler.matching import Matching
+from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes, admit_of
 from antiphon.scheduler.placement import Place, Placement
 from antiphon.scheduler.queue import DrainRate, Queue
 from antiphon.scheduler.rules import GRACE_BEATS, LOSSES_MAX, Rules
 from antiphon.scheduler.tombstones import Tombstones
 from antiphon.wire.base import Attempt, Process, Term
-from antiphon.wire.command import Abort, Admit, ChoiceOutput
+from antiphon.wire.command import Abort
 from antiphon.wire.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -57,7 +58,7 @@ class Tenure:
         caches: Caches,
     ) -> None:
         self.term = term
-        self.queue = Queue(rules.queue_max)
+        self.queue = Queue(rules.queue_max, rules.precedence.max_overtake_s)
         self.ledger = Ledger()
         self.tombstones = Tombstones()
         self.lost: dict[RequestId, Lost] = {}
@@ -68,7 +69,8 @@ class Tenure:
         self._peers = peers
         self._holdings = holdings
         self._caches = caches
-        self._placement = Placement(model, peers, rules, caches)
+        placement = Placement(model, peers, rules, caches)
+        self._matching = Matching(self.queue, self.ledger, placement, clock)
         self._rate = DrainRate()
         self._outbox = Outbox(term, clock, rules)
         self._numbers = itertools.count(1)
@@ -127,19 +129,14 @@ class Tenure:
             raise Unavailable("the scheduler does not hear this gateway", retry_after_s=0.5)
 
     def bind_waiting(self) -> None:
-        """Bind from the head of the queue while a worker has room."""
-        while self.settled and (request_id := self.queue.first()) is not None:
-            entry = self.ledger.find(request_id)
-            assert entry is not None
-            assert entry.submit is not None
-            if entry.deadline_unix_ms <= self._clock.unix_ms():
-                self.drop(entry)
-                continue
-            place = self._placement.choose(entry.submit, self.ledger, entry.returned_by)
-            if place is None:
-                return
-            self.queue.remove(request_id)
-            self._bind(entry, entry.submit, place)
+        """Bind who is next in the queue while a worker has room."""
+        while self.settled and (match := self._matching.next()) is not None:
+            if match.place is not None:
+                self._bind(match.entry, match.submit, match.place)
+            elif match.error is not None:
+                self.give_up(match.entry, match.error)
+            else:
+                self.drop(match.entry)
 
     def adopt(self, entry: Entry, held: Held) -> None:
         """Take a worker's word for where a request runs, and stop what we bound elsewhere."""
@@ -170,25 +167,9 @@ class Tenure:
 
     def admit(self, entry: Entry) -> None:
         """Tell a bound request's worker to run it. Said again, it changes nothing there."""
-        binding, submit = entry.binding, entry.submit
-        assert binding is not None
-        assert submit is not None
-        assert binding.detokenizer is not None
-        binding.admitted_at = self._clock.now()
-        admit = Admit(
-            request_id=entry.request_id,
-            owner=entry.owner,
-            attempt=binding.attempt,
-            detokenizer=binding.detokenizer,
-            prompt_ids=submit.prompt_ids,
-            choices=tuple(ChoiceOutput(choice=index) for index in range(submit.choices)),
-            sampling=submit.sampling,
-            stop=submit.stop,
-            priority=submit.priority,
-            deadline_unix_ms=submit.deadline_unix_ms,
-            traceparent=submit.traceparent,
-        )
-        self._outbox.command(binding.worker, admit)
+        assert entry.binding is not None
+        entry.binding.admitted_at = now = self._clock.now()
+        self._outbox.command(entry.binding.worker, admit_of(entry, now))
 
     def abort(self, request_id: RequestId, held: Held) -> None:
         """Tell a worker to stop an attempt. Until it has, the attempt takes one of its places."""
@@ -196,11 +177,18 @@ class Tenure:
         self._outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
 
     def restart(self, entry: Entry) -> None:
-        """Put a request back at the head of the queue: it will begin again somewhere."""
+        """Put a request back at its place in the queue: it will begin again somewhere."""
         assert entry.restartable
         self._leave(entry)
         entry.seen_at = self._clock.now()
-        self.queue.put_back(entry.request_id)
+        self._queue(entry)
+
+    def expire(self, entry: Entry) -> None:
+        """End a request that has waited to be started for as long as it may."""
+        timeout_s = self._rules.queue_timeout_s
+        assert timeout_s is not None
+        retry_after_s = self._rate.retry_after_s(len(self.queue), self._clock.now())
+        self.give_up(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
 
     def take_back(self, entry: Entry, worker: Process) -> None:
         """A worker has not begun a request and gives it back: another one gets it, if any can."""
@@ -236,6 +224,7 @@ class Tenure:
     def lose(self, entry: Entry, error: EngineError) -> None:
         """An attempt has failed. What nobody has read a word of begins again; the rest ends."""
         entry.losses += 1
+        entry.queued_at = self._clock.now()  # it had been started, for all that we know
         if entry.restartable and entry.losses < LOSSES_MAX:
             self.restart(entry)
         else:
@@ -267,21 +256,17 @@ class Tenure:
         held = self._holdings.find(request.request_id, request.attempt_floor)
         if held is None and request.attempt_floor is None:
             self._refuse_excess(request)
-        now = self._clock.now()
-        entry = Entry(
-            request.request_id,
-            request.owner,
-            request.deadline_unix_ms,
-            since=now,
-            seen_at=now,
-            submit=request,
-            followed=request.attempt_floor,
-        )
+        entry = Entry.of(request, self._clock.now())
         self.ledger.add(entry)
         if held is not None:
             self.adopt(entry, held)
         elif entry.restartable:
-            self.queue.push(entry.request_id)
+            self._queue(entry)
+
+    def _queue(self, entry: Entry) -> None:
+        assert entry.submit is not None
+        rank = self._rules.precedence.rank(entry.submit.priority)
+        self.queue.put(entry.request_id, (rank, entry.came_at, entry.number))
 
     def _refuse_excess(self, request: SubmitRequest) -> None:
         bytes_max = self._rules.payload_bytes_max
@@ -296,6 +281,7 @@ class Tenure:
 
     def _bind(self, entry: Entry, submit: SubmitRequest, place: Place) -> None:
         now = self._clock.now()
+        self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
         binding = Binding(attempt, place.worker, place.detokenizer, now)
         self.ledger.bind(entry, binding, place.charge)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import block_digests
-from antiphon.wire.errors import EngineError, InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.errors import (
+    EngineError,
+    Internal,
+    InvalidRequest,
+    RequestTooLarge,
+    Unsupported,
+)
 from antiphon.wire.tokenize import TemplateParams
 
 if TYPE_CHECKING:
@@ -16,28 +23,35 @@ if TYPE_CHECKING:
     from antiphon.tokenizer.vocabulary import Vocabulary
     from antiphon.wire.tokenize import ChatMessage, DecodeRequest
 
+log = logging.getLogger(__name__)
+
 TEXT_END = 64
 """How much of a rendered text is told: every mark of thinking fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is to be encoded: a conversation, or text as it is."""
+    """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it."""
 
     messages: tuple[ChatMessage, ...] | None
     prompt: str | None
     continue_final: bool = False
     template: TemplateParams = field(default_factory=TemplateParams)
     special_tokens: bool = True
+    pair: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it."""
+    """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it.
+
+    `second_from` is where the second text of a pair begins, if the tokenizer tells the two apart.
+    """
 
     token_ids: bytes
     block_digests: bytes
     text_end: str = ""
+    second_from: int | None = None
 
 
 class TextEncoder:
@@ -52,22 +66,31 @@ class TextEncoder:
         """Encode each text; an error in one is its own result and hurts no other."""
         return [self._encode_one(text) for text in texts]
 
-    def _encode_one(self, text: Text) -> Encoded | Exception:
+    def _encode_one(self, text: Text) -> Encoded | EngineError:
         try:
-            written = self._written(text)
-            size = len(written.encode())
-            if size > self._text_bytes_max:
-                return RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
+            return self._encoded(text)
         except EngineError as error:
             return error
         except UnicodeEncodeError as error:
             return InvalidRequest(f"the text is not valid Unicode: {error}")
+        except BaseException:  # a panic of the tokenizer's Rust is no Exception
+            log.exception("encoding failed")
+            return Internal("internal error")
+
+    def _encoded(self, text: Text) -> Encoded:
+        written = self._written(text)
+        size = len(written.encode()) + len((text.pair or "").encode())
+        if size > self._text_bytes_max:
+            raise RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
-        encoding = self._vocabulary.tokenizer.encode(written, add_special_tokens=plain)
+        encoding = self._vocabulary.tokenizer.encode(written, text.pair, add_special_tokens=plain)
         token_ids = pack_ids(encoding.ids)
         text_end = "" if text.messages is None else written[-TEXT_END:]
-        return Encoded(token_ids, block_digests(self._root, token_ids), text_end)
+        second_from = None
+        if text.pair is not None and 1 in encoding.type_ids:
+            second_from = encoding.type_ids.index(1)
+        return Encoded(token_ids, block_digests(self._root, token_ids), text_end, second_from)
 
     def _written(self, text: Text) -> str:
         if text.messages is None:

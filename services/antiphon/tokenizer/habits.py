@@ -17,15 +17,24 @@ P = TypeVar("P")
 
 
 class Habits(msgspec.Struct, frozen=True):
-    """The formats of calls and thinking; None where the template does not show one for certain."""
+    """The formats of calls and thinking; None where the template does not show one for certain.
+
+    With `reranks` it asks whether a document answers a query, yes or no.
+    """
 
     tools: ToolParser | None = None
     reasoning: ReasoningParser | None = None
+    reranks: bool = False
 
 
 def habits_of(template: str) -> Habits:
     """Read a template's source: marks that one format alone has tell which it is."""
-    return Habits(tools=_only(template, _TOOLS), reasoning=_only(template, _REASONING))
+    plain = template.replace("\\", "").lower()
+    return Habits(
+        tools=_only(template, _TOOLS),
+        reasoning=_only(template, _REASONING),
+        reranks=all(mark in plain for mark in _RERANKING),
+    )
 
 
 def _only(template: str, rows: Sequence[tuple[P, tuple[str, ...], tuple[str, ...]]]) -> P | None:
@@ -55,6 +64,9 @@ _TOOLS = (
     (ToolParser.STEP3, ("<steptml:invoke",), ()),
 )
 """Parser, marks that have to be there, marks that must not."""
+
+_RERANKING = ("answer can only be", '"yes"', '"no"')
+"""What the template of a decoder that reranks asks for, as Qwen3's does."""
 
 _OTHER_THINKING = ("<|channel|>", "[THINK]", "◁think▷", "<|inner_prefix|>")
 _REASONING = (

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from antiphon.config.card import ModelCard, read_card
+from antiphon.config.pooling import Pooling, read_pooling
+from antiphon.config.tasks import Task
 from antiphon.service.deadline import check
 from antiphon.service.endpoint import Answer, Endpoint
 from antiphon.service.model import model_files, served_name, tokenizer_folder
@@ -26,6 +28,7 @@ from antiphon.wire.tokenize import (
     DecodeRequest,
     EncodeReply,
     EncodeRequest,
+    PoolingCard,
     SamplingDefaults,
 )
 
@@ -54,6 +57,8 @@ class TokenizerService:
         # In a thread, for a model of the hub may have to be fetched first.
         files = await asyncio.to_thread(model_files, settings, weights=False)
         self._card = read_card(files)
+        pooling = read_pooling(files, self._card, embedding=settings.model.embedding)
+        self._pooling = None if pooling is None else _pooling(pooling)
         folder = await asyncio.to_thread(tokenizer_folder, settings)
         self._vocabulary = words = await asyncio.to_thread(
             vocabulary.read, folder, settings.model.chat_template
@@ -97,6 +102,7 @@ class TokenizerService:
             request.continue_final_message,
             request.template,
             request.special_tokens,
+            request.pair,
         )
         self._in_flight += 1
         try:
@@ -124,6 +130,9 @@ class TokenizerService:
             defaults=_defaults(card),
             tool_parser=self._vocabulary.habits.tools,
             reasoning_parser=self._vocabulary.habits.reasoning,
+            reranks=self._vocabulary.habits.reranks,
+            second_from=encoded.second_from,
+            pooling=self._pooling,
         )
 
     async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:
@@ -146,4 +155,16 @@ def _defaults(card: ModelCard) -> SamplingDefaults:
         top_k=card.sampling.top_k,
         min_p=card.sampling.min_p,
         repetition_penalty=card.sampling.repetition_penalty,
+    )
+
+
+def _pooling(pooling: Pooling) -> PoolingCard:
+    return PoolingCard(
+        scores=pooling.task is Task.SCORE,
+        width=pooling.width,
+        matryoshka=pooling.matryoshka,
+        cuts=pooling.cuts,
+        labels=pooling.labels,
+        several=pooling.several,
+        plain_score=pooling.plain_score,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from itertools import accumulate
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import jinja2
@@ -83,7 +84,8 @@ class ChatTemplate:
         would end it is written after its content.
 
         Raises:
-            InvalidRequest: The template refuses these messages, or does not show the last one.
+            InvalidRequest: The template refuses these messages, does not show the last one, or is
+                given what is nested deeper than it can write.
         """
         variables = _options(params.options) | {
             "messages": [_plain(message) for message in messages],
@@ -97,6 +99,9 @@ class ChatTemplate:
             text = self._template.render(variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from error
+        except RecursionError as error:
+            text = "chat template: what it is given is nested too deep"
+            raise InvalidRequest(text, param=_deepest(messages, params)) from error
         return _cut_after(text, messages[-1].content) if continue_final else text
 
 
@@ -168,6 +173,23 @@ def _options(text: str | None) -> dict[str, object]:
         raise InvalidRequest(
             f"chat_template_kwargs: {error}", param="chat_template_kwargs"
         ) from error
+
+
+def _deepest(messages: Sequence[ChatMessage], params: TemplateParams) -> str:
+    """The field whose JSON is nested deepest."""
+    calls = [call.arguments for message in messages for call in message.tool_calls or ()]
+    given = {
+        "tools": params.tools or "",
+        "chat_template_kwargs": params.options or "",
+        "messages": max(calls, key=_nesting, default=""),
+    }
+    return max(given, key=lambda field: _nesting(given[field]))
+
+
+def _nesting(text: str) -> int:
+    """About how deep a JSON text is nested: brackets in its strings count, too."""
+    steps = ((letter in "[{") - (letter in "]}") for letter in text)
+    return max(accumulate(steps), default=0)
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from antiphon.bus.errors import AnswerLost, NobodyListens
 from antiphon.wire.base import WIRE_VERSION, Message, Process
 from antiphon.wire.codec import decode, decode_reply, encode, encode_json, speaks_json
-from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
+from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error
 from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.routes import CLIENT, Call, Feed, Spread, escape, inbox
 
@@ -87,6 +87,7 @@ class Bus:
         tenant: TenantId = DEFAULT_TENANT,
     ) -> None:
         self.transport = transport
+        self.cluster = cluster
         self.process = process
         self._prefix = f"{cluster}.v{WIRE_VERSION}."
         self._inbox = ".".join(
@@ -153,22 +154,38 @@ class Bus:
             EngineError: What the callee answered.
         """
         subject = self._prefix + route.at(**address)
+        answer = await self._answer(subject, encode(message), timeout_s, route.name)
+        return decode_reply(answer, route.replies)
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Send bytes to a subject that is no route's, as JetStream's are; return the answer's.
+
+        Raises:
+            Unavailable, RequestTooLarge: As `call` does; a late answer is no deadline's end here.
+        """
+        try:
+            return await self._answer(subject, data, timeout_s, subject)
+        except DeadlineExceeded as error:
+            raise Unavailable(error.message, retry_after_s=1.0) from error
+
+    async def _answer(self, subject: str, data: bytes, timeout_s: float, name: str) -> bytes:
+        """Publish with an inbox of its own, and return what comes there."""
         key = f"{self._inbox}.{next(self._numbers)}"
         answer: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = answer
         try:
             async with asyncio.timeout(timeout_s):
-                await self.transport.publish(subject, encode(message), key)
+                await self.transport.publish(subject, data, key)
                 packet = await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"no answer from {route.name} in {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"no answer from {name} in {timeout_s:g} s") from None
         finally:
             del self._waiting[key]
         if packet is None:
-            raise AnswerLost(f"the link dropped while {route.name} was asked", retry_after_s=1.0)
+            raise AnswerLost(f"the link dropped while {name} was asked", retry_after_s=1.0)
         if packet.nobody:
-            raise NobodyListens(f"nobody serves {route.name}", retry_after_s=1.0)
-        return decode_reply(packet.data, route.replies)
+            raise NobodyListens(f"nobody serves {name}", retry_after_s=1.0)
+        return packet.data
 
     @contextmanager
     def probe(self, unheard: Callable[[], None]) -> Generator[str]:

@@ -9,12 +9,13 @@ and to its own inbox. A client does the same within its tenant. What is not allo
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from antiphon.bus.discovery import ASKERS, OPERATOR, VERBS, subjects
 from antiphon.bus.server import ServerSettings, config_text
 from antiphon.wire.base import WIRE_VERSION, Message, Role
+from antiphon.wire.buckets import BUCKETS
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, TenantId
 from antiphon.wire.routes import (
     CLIENT,
@@ -29,6 +30,9 @@ from antiphon.wire.routes import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+STORE_PATH = "/var/tmp/jetstream"  # noqa: S108  # where compose mounts a volume
+"""Where the server in compose keeps what outlives a request."""
 
 HEADER = """\
 # Made by `python -m antiphon.bus.permissions` from the route table. Do not edit.
@@ -58,17 +62,30 @@ def users(cluster: ClusterName, tenant: TenantId = DEFAULT_TENANT) -> Sequence[U
     return (
         *(user(cluster, role) for role in Role),
         user(cluster, CLIENT, tenant),
-        _operator(cluster),
+        user(cluster, OPERATOR),
     )
+
+
+def anybody(cluster: ClusterName) -> User:
+    """Make the user of whoever shows no password: a client, who may hear any tenant's inboxes."""
+    prefix = f"{cluster}.v{WIRE_VERSION}."
+    client = user(cluster, CLIENT)
+    nothing = '""'
+    return replace(client, name=CLIENT, password=nothing, subscribe=(f"{prefix}client.*.>",))
 
 
 def user(cluster: ClusterName, party: Party, tenant: TenantId = DEFAULT_TENANT) -> User:
     """Make the user of one party. For another tenant's clients, name the tenant."""
+    if party == OPERATOR:
+        return _operator(cluster)
     prefix = f"{cluster}.v{WIRE_VERSION}."
     publish = {prefix + subject for subject in _published(party)}
     subscribe = {prefix + subject for subject in _heard(party, tenant)}
     if party in ASKERS:
         publish.add("$SRV.>")
+    for bucket in BUCKETS:
+        if bucket.owner == party:
+            publish |= set(bucket.published(cluster))
     if isinstance(party, Role):
         publish |= {f"{prefix}{inbox(asker)}.>" for asker in ASKERS}
         subscribe |= {subject for verb in VERBS for subject in subjects(verb, party)}
@@ -92,6 +109,7 @@ def compose_config(cluster: ClusterName) -> str:
         host="0.0.0.0",  # noqa: S104  # inside the network of compose
         port=4222,
         monitoring_port=8222,
+        store_path=STORE_PATH,
         users=users_text(users(cluster)),
     )
     return HEADER + config_text(settings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Union, cast, get_args, get_origin, 
 import msgspec
 
 from antiphon.config.markdown import table
+from antiphon.wire.buckets import BUCKETS
 from antiphon.wire.routes import ANYBODY, ROUTES, Call, Feed, Party, Spread
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ their type under `type`; NATS clients may speak JSON instead, and are answered i
 with a default is left out where it has it.
 """
 
+BUCKETS_HEAD = """
+## Buckets
+
+What outlives its request lies in key-value buckets of JetStream, `<cluster>_<bucket>`. Each is read
+and written by one kind of service.
+"""
+
 SPREADS = {
     Spread.DIRECT: "the one that is named or leads",
     Spread.QUEUE: "any one",
@@ -45,10 +53,15 @@ def page() -> str:
     messages = every_message()
     parts = _parts(messages)
     return "\n".join(
-        [HEAD, "## Subjects\n", routes, "\n## Messages\n"]
+        [HEAD, "## Subjects\n", routes, BUCKETS_HEAD, *_buckets(), "\n## Messages\n"]
         + [_struct(message) for message in messages]
         + ["## Parts of messages\n", *map(_struct, parts)]
     )
+
+
+def _buckets() -> Iterator[str]:
+    rows = [(f"`{one.name}`", str(one.owner), one.keys, one.holds) for one in BUCKETS]
+    return table(("bucket", "owner", "key", "what lies there"), rows)
 
 
 def every_message() -> Sequence[type[Message]]:

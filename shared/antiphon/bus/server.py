@@ -36,6 +36,7 @@ class ServerSettings:
         name: Told to every client, so that nobody talks to another server on the same port.
         port: -1 takes any free one.
         monitoring_port: Of its HTTP monitoring; -1 takes any free one, None has none.
+        store_path: Where JetStream keeps its streams; empty: it is off.
         users: Config text of its users (`antiphon.bus.permissions`); empty lets everybody in.
     """
 
@@ -46,6 +47,7 @@ class ServerSettings:
     payload_bytes_max: int = 1024 * 1024
     ping_interval_s: int = 10
     write_deadline_s: int = 5
+    store_path: str = ""
     users: str = ""
 
 
@@ -101,6 +103,8 @@ def config_text(settings: ServerSettings) -> str:
     ]
     if settings.monitoring_port is not None:
         lines.append(f'http: "{settings.host}:{settings.monitoring_port}"')
+    if settings.store_path:
+        lines.append(f'jetstream: {{store_dir: "{settings.store_path}"}}')
     return "\n".join(lines) + "\n" + settings.users
 
 

@@ -13,13 +13,16 @@ from msgspec import Meta
 from rich.console import Console
 
 from antiphon.cli.completion import Ask, ChatFailed, Turn, complete, first_model
+from antiphon.config.access import Key
 from antiphon.config.errors import ConfigError
 from antiphon.config.flags import Parser
+from antiphon.config.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+KEY_VARIABLE = "ANTIPHON_ACCESS__API_KEY"
 HELP = "Enter sends, /reset starts anew, /exit leaves, Ctrl-C stops an answer."
 
 
@@ -32,6 +35,7 @@ class Options(msgspec.Struct, frozen=True):
     system: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
+    api_key: Key = ""
 
 
 class Conversation:
@@ -66,7 +70,7 @@ class Conversation:
             console.out(CONTROL.sub("", piece), end="", highlight=False)
 
         try:
-            await complete(self._options.url, self._ask(asked), hear)
+            await complete(self._options.url, self._ask(asked), hear, self._options.api_key)
         finally:
             answer = "".join(heard)
             if answer:
@@ -93,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     try:
         with asyncio.Runner() as runner:
-            model = options.model or runner.run(first_model(options.url))
+            model = options.model or runner.run(first_model(options.url, options.api_key))
             conversation = Conversation(options, model)
             if options.message is not None:
                 runner.run(conversation.say(options.message, console))
@@ -152,7 +156,9 @@ def _options(argv: Sequence[str]) -> Options:
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--max-tokens", metavar="N", help="longest answer")
     parser.add_argument("--temperature", metavar="X", help="0 always takes the likeliest token")
+    parser.add_argument("--api-key", metavar="KEY", help=f"unset: that of {KEY_VARIABLE}, if any")
     plain = parser.parse(argv).plain
+    plain.setdefault("api_key", load().settings.access.api_key)
     try:
         options = msgspec.convert(plain, Options, strict=False)
     except msgspec.ValidationError as error:

@@ -37,13 +37,13 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float | None = None
 
 
-async def first_model(url: str) -> str:
-    """Ask a server what it serves.
+async def first_model(url: str, key: str = "") -> str:
+    """Ask a server what it serves, showing a key if it wants one.
 
     Raises:
         ChatFailed: Nobody answers there, or not as a server of ours does.
     """
-    async with _session() as session:
+    async with _session(key) as session:
         try:
             async with session.get(f"{url}/v1/models") as response:
                 await _check(response)
@@ -57,14 +57,14 @@ async def first_model(url: str) -> str:
     return models.data[0].id
 
 
-async def complete(url: str, ask: Ask, say: Callable[[str], None]) -> None:
+async def complete(url: str, ask: Ask, say: Callable[[str], None], key: str = "") -> None:
     """Stream one answer into `say`. Cancelling it closes the connection, which ends the request.
 
     Raises:
         ChatFailed: The server refused, failed, or went away before the answer's end.
     """
     body = msgspec.json.encode(ask)
-    async with _session() as session:
+    async with _session(key) as session:
         try:
             address = f"{url}/v1/chat/completions"
             async with session.post(address, data=body, headers=JSON) as response:
@@ -105,11 +105,12 @@ class _Models(msgspec.Struct):
     data: tuple[_Model, ...]
 
 
-def _session() -> aiohttp.ClientSession:
+def _session(key: str) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
     )
-    return aiohttp.ClientSession(timeout=timeout)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(timeout=timeout, headers=headers)
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

@@ -84,6 +84,7 @@ class Client:
         server: NATS servers as URLs, comma-separated; or a transport of the caller's own.
         cluster: The cluster's name.
         tenant: Whose limits and inboxes; the NATS user must be allowed to use them.
+        api_key: The tenant's key, where the gateways ask for one.
         user: NATS user, if the server asks for one.
         password: Its password.
     """
@@ -94,6 +95,7 @@ class Client:
         *,
         cluster: str = "antiphon",
         tenant: str = DEFAULT_TENANT,
+        api_key: str = "",
         user: str = "",
         password: str = "",
     ) -> None:
@@ -102,6 +104,7 @@ class Client:
             given = {"url": server, "user": user, "password": password}
             server = NatsTransport(msgspec.convert(given, BusConfig), name=name)
         self._tenant = TenantId(tenant)
+        self._api_key = api_key or None
         self._open: set[Stream] = set()
         self._bus = Bus(
             server,
@@ -174,6 +177,7 @@ class Client:
 
     @contextmanager
     def _stream(self, request: GenerateRequest) -> Generator[Stream]:
+        request = msgspec.structs.replace(request, api_key=self._api_key)
         stream = Stream(self._bus, self._tenant, request)
         self._open.add(stream)
         try:

@@ -9,7 +9,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
-from antiphon.config.model_fields import PLACED, UNGATED
+from antiphon.config.model_fields import PADDED, PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.quantization import Quantization
 from antiphon.config.quantization_file import read_quantization
@@ -21,6 +21,7 @@ from antiphon.config.sparse import (
     latent_of,
 )
 from antiphon.config.states import States, read_states
+from antiphon.config.tasks import Task, head_parameters, looks_ahead, task_of, unread
 from antiphon.config.weights import Weights, read_weights
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     rope_kind: str
     """`default`, or the name of a scaling."""
     tied: bool
-    """Whether input and output embeddings are one."""
+    """Whether input and output embeddings are one; false where there are no logits."""
     sampling: Sampling
     weights: Weights
     states: States | None = None
@@ -69,9 +70,16 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
+    task: Task = Task.GENERATE
+    labels: tuple[str, ...] = ()
+    """What a classifier calls what it scores, in the order of its scores."""
+    causal: bool = True
+    """Whether no token sees what comes after it. If not, nothing of a token is kept."""
 
     def kv_bytes(self, dtype: Dtype) -> int:
         """Keys and values of one token, or its latents, in all layers that keep them."""
+        if not self.causal:
+            return 0
         layers = self.layers if self.states is None else self.states.attending
         kept = 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.kept
         return layers * kept * item_bytes(dtype)
@@ -105,8 +113,9 @@ def read_card(place: Place) -> ModelCard:
     quantization = read_quantization(files.config())
     sparse = _convert(files.config(), folder / "config.json", SparseFields)
     weights = _weights(files, config, quantization, states, sparse)
-    width = config.intermediate_size or 4 * config.hidden_size
+    width = _width(config)
     rope = config.rope_parameters or config.rope_scaling or _Rope()
+    task = task_of(config.architectures[0])
     return ModelCard(
         architecture=config.architectures[0],
         hidden_size=config.hidden_size,
@@ -114,15 +123,15 @@ def read_card(place: Place) -> ModelCard:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
-        mlp_width=width,
+        mlp_width=config.intermediate_size_mlp or width,
         vocabulary_size=config.vocab_size,
-        context_tokens=config.max_position_embeddings,
+        context_tokens=_context_tokens(config),
         dtype=_dtype(config, weights, folder),
         # Some folders name more ends in one file than in the other; all of them end an answer.
         eos_ids=tuple(sorted({*_ids(config.eos_token_id), *_ids(generation.eos_token_id)})),
         rope_theta=rope.rope_theta or config.rope_theta,
         rope_kind=rope.rope_type or rope.type or "default",
-        tied=config.tie_word_embeddings,
+        tied=config.tie_word_embeddings and task is Task.GENERATE,
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,
         states=states,
@@ -130,6 +139,9 @@ def read_card(place: Place) -> ModelCard:
         gguf=files.format is LoadFormat.GGUF,
         experts=experts_of(sparse, config.num_hidden_layers, width),
         latent=latent_of(sparse),
+        task=task,
+        labels=_labels(config) if task is Task.SCORE else (),
+        causal=not (looks_ahead(config.architectures[0]) or config.use_bidirectional_attention),
     )
 
 
@@ -146,6 +158,8 @@ class _Config(msgspec.Struct):
     vocab_size: int
     max_position_embeddings: int
     intermediate_size: int | None = None
+    intermediate_size_mlp: int | None = None
+    """Of dense blocks, in models that call so the width of their experts."""
     architectures: tuple[str, ...] = ("",)
     model_type: str = ""
     num_key_value_heads: int | None = None
@@ -157,6 +171,11 @@ class _Config(msgspec.Struct):
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
     tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    type_vocab_size: int = 0
+    use_bidirectional_attention: bool = False
+    num_labels: int | None = None
+    id2label: dict[str, object] | None = None
 
 
 class _Generation(Sampling, frozen=True):
@@ -197,6 +216,7 @@ def _weights(
     layers = config.num_hidden_layers
     further = range(layers, layers + sparse.num_nextn_predict_layers)
     passed_over = tuple(f"{name}.{layer}." for layer in further for name in _LAYER_NAMES)
+    passed_over += unread(config.architectures[0])
     return read_weights(files, of_number, quantization, passed_over)
 
 
@@ -206,17 +226,20 @@ _LAYER_NAMES = ("model.layers", "blk")
 
 def _parameters(config: _Config, states: States | None, sparse: SparseFields) -> int:
     """About how many a model of this shape has."""
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size
+    architecture = config.architectures[0]
+    one = config.tie_word_embeddings or task_of(architecture) is not Task.GENERATE
+    tables = (1 if one else 2) * config.vocab_size
     if config.model_type in PLACED:
-        tables += config.max_position_embeddings
-    return _in_linears(config, states, sparse) + config.hidden_size * tables
+        tables += config.max_position_embeddings + config.type_vocab_size
+    head = head_parameters(architecture, config.hidden_size, len(_labels(config)))
+    return _in_linears(config, states, sparse) + config.hidden_size * tables + head
 
 
 def _in_linears(config: _Config, states: States | None, sparse: SparseFields) -> int:
     """How many of them are in its layers, nearly all in linears."""
-    layers, hidden = config.num_hidden_layers, config.hidden_size
-    width = config.intermediate_size or 4 * hidden
-    dense = (2 if config.model_type in UNGATED else 3) * hidden * width
+    layers, hidden, width = config.num_hidden_layers, config.hidden_size, _width(config)
+    linears = 2 if config.model_type in UNGATED else 3
+    dense = linears * hidden * (config.intermediate_size_mlp or width)
     experts = experts_of(sparse, layers, width)
     sparse_layers = 0 if experts is None else experts.layers
     blocks = (layers - sparse_layers) * dense
@@ -236,6 +259,25 @@ def _attention_parameters(config: _Config, sparse: SparseFields) -> int:
         return latent.layer_parameters(config.hidden_size, heads)
     kv_heads = config.num_key_value_heads or heads
     return 2 * (heads + kv_heads) * _head_size(config) * config.hidden_size
+
+
+def _context_tokens(config: _Config) -> int:
+    """The longest text; of some models, positions are counted from that of padding on."""
+    padding = config.pad_token_id if config.model_type in PADDED else None
+    return config.max_position_embeddings - (0 if padding is None else padding + 1)
+
+
+def _labels(config: _Config) -> tuple[str, ...]:
+    """The names of a classifier's labels; those that it has no names for get transformers' own."""
+    if config.architectures[0].endswith("ForRewardModel"):
+        return ("reward",)
+    named = config.id2label or {}
+    count = len(named) or config.num_labels or 2
+    return tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(count))
+
+
+def _width(config: _Config) -> int:
+    return config.intermediate_size or 4 * config.hidden_size
 
 
 def _head_size(config: _Config) -> int:

@@ -14,6 +14,9 @@ class GatewayConfig(Config):
     host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
     port: Annotated[Port, Help("Port of the HTTP API; taken means an error that names it.")] = 30000
     body_bytes_max: Annotated[Bytes, Help("Largest request body.")] = 8 * 1024 * 1024
+    header_bytes_max: Annotated[
+        Bytes, Help("Most bytes in the headers of a request together, and in its path.")
+    ] = 16 * 1024
     # All of them stand in one message, twice a second, at 134 bytes each.
     requests_max: Annotated[Requests, Help("Most open requests; one more is a 503.")] = 1024
     unread_bytes_max: Annotated[

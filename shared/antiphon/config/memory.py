@@ -6,6 +6,7 @@ import msgspec
 
 from antiphon.config.card import ModelCard, item_bytes
 from antiphon.config.model import Dtype, Linear
+from antiphon.config.tasks import Task
 
 IN_BYTES = (Linear.INT8, Linear.INT8_DYNAMIC)
 """How linears are kept that take a byte a weight."""
@@ -111,11 +112,15 @@ def _feed_forward_numbers(card: ModelCard) -> int:
 
 def logits_bytes(card: ModelCard, rows: int) -> int:
     """The most that sampling a token for each of `rows` rows takes."""
+    if card.task is not Task.GENERATE:
+        return 0
     return LOGIT_COPIES * rows * card.vocabulary_size * LOGIT_BYTES
 
 
 def scored_bytes(card: ModelCard, tokens: int) -> int:
     """The most that telling of the prompt takes in a step of `tokens` tokens."""
+    if card.task is not Task.GENERATE:
+        return 0
     row = card.vocabulary_size * LOGIT_BYTES
     return LOGIT_COPIES * row * min(tokens, scored_rows(card.vocabulary_size))
 

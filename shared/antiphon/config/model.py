@@ -78,6 +78,13 @@ class ModelConfig(Config):
             "takes its own for every family that it has."
         ),
     ] = "auto"
+    embedding: Annotated[
+        bool,
+        Help(
+            "Make vectors of texts with a model that would answer them; models that only embed or "
+            "score need no word."
+        ),
+    ] = False
     deterministic: Annotated[
         bool,
         Help(

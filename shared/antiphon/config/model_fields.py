@@ -26,6 +26,7 @@ NAMES: Mapping[str, str] = {
     "hidden_activation": "hidden_act",
     "layer_norm_epsilon": "layer_norm_eps",
     "norm_epsilon": "layer_norm_eps",
+    "norm_eps": "layer_norm_eps",
     "rotary_pct": "partial_rotary_factor",
     "rotary_emb_base": "rope_theta",
     "num_local_experts": "num_experts",
@@ -34,24 +35,41 @@ NAMES: Mapping[str, str] = {
 """What some families call a field, and what most do."""
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
+_BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
+    "bert": {**_BERT, "pad_token_id": 0},
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "rope_theta": 1e6},
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
     "gpt2": {"tie_word_embeddings": True, "hidden_act": "gelu_new"},
     "gpt_neox": {"partial_rotary_factor": 0.25, "hidden_act": "gelu", "attention_bias": True},
+    "llama4_text": {
+        "head_dim": 128,
+        "intermediate_size_mlp": 16384,
+        "n_shared_experts": 1,
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+    },
+    "modernbert": {"hidden_act": "gelu"},
     "phi": {"partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
     "qwen3": {"head_dim": 128},
+    "roberta": {**_BERT, "pad_token_id": 1},
     "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
+    "xlm-roberta": {**_BERT, "pad_token_id": 1},
     "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
 }
 """By `model_type`: what holds where the file is silent, and is not what holds in most families."""
 
-UNGATED = frozenset({"gpt2", "gpt_neox", "phi", "starcoder2"})
+UNGATED = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
 """Families whose feed-forward blocks have two linears, not three."""
-PLACED = frozenset({"gpt2"})
+PLACED = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
 """Families that learn a vector for each position."""
+PADDED = frozenset({"roberta", "xlm-roberta"})
+"""Families whose positions begin after that of padding, whose token's id it is."""
 
 
 def completed(config: Fields) -> Fields:

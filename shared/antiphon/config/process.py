@@ -22,7 +22,7 @@ class BusConfig(Config):
     connect_timeout_s: Annotated[Seconds, Help("How long one connection attempt may take.")] = 2.0
     reconnect_wait_s: Annotated[Seconds, Help("Mean pause between attempts; jittered.")] = 0.2
     payload_bytes_max: Annotated[
-        Bytes, Help("Largest message on the broker; anything above goes by claim check.")
+        Bytes, Help("Largest message on the broker; a prompt that does not fit in one is a 413.")
     ] = 1024 * 1024
 
     def __post_init__(self) -> None:

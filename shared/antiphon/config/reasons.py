@@ -19,7 +19,8 @@ REASONS: Mapping[str, str] = {
     "remote_code": "code in a model folder is never run; what would need it is refused by name",
     "tokenizer_batches": "the tokenizer always encodes what waits in one batch",
     # Refused.
-    "backends": "the worker has one implementation of each operation, in torch on the CPU",
+    "backends": "the worker takes the best kernel that the processor runs, and prints which at its "
+    "start",
     "cache_dtype": "the cache has the number format of the model: a CPU widens fp8 at 0.5 to 1 "
     "GB/s, far slower than it reads bfloat16",
     "completion_template": "prompts of /v1/completions are taken as they are",
@@ -29,7 +30,6 @@ REASONS: Mapping[str, str] = {
     "disaggregation": "prefill and decode run in one worker; their split is not built yet",
     "dumps": "dumps of tensors are not built yet",
     "dynamic_chunks": "the length of a chunk is set by --batching-chunk-tokens, not predicted",
-    "embeddings": "embedding models are not built yet",
     "encode_disaggregation": "start python -m antiphon.encoder by itself instead",
     "encryption": "encrypted checkpoints are not supported",
     "files": "the files API is not built yet",
@@ -39,7 +39,6 @@ REASONS: Mapping[str, str] = {
     "hicache": "the worker's use of KV storage is not built yet",
     "hooks": "code is never loaded by a setting",
     "http_log": "there is one log level for everything, --log-level",
-    "keys": "API keys are not built yet; listen on loopback or behind a proxy",
     "kv_events": "what the cache holds is told on NATS, events.kv.<model>.<worker>, not over ZMQ",
     "loader_options": "tensors are always read by several threads; there is nothing more to set",
     "loaders": "weights are read from files, by no other program",
@@ -47,7 +46,8 @@ REASONS: Mapping[str, str] = {
     "metric_buckets": "histogram buckets are fixed",
     "metric_labels": "metric labels are fixed",
     "metrics_file": "metrics are served over HTTP, not written to files",
-    "moe": "mixture-of-experts models are not built yet",
+    "moe": "the experts of a model are computed by one worker; spreading or offloading them is not "
+    "built",
     "multimodal": "multimodal models are not built yet",
     "nodes": "ranks on several machines are not built yet",
     "numa": "binding to NUMA nodes is not built yet; use numactl",
@@ -64,7 +64,7 @@ REASONS: Mapping[str, str] = {
     "request_log": "one line a request is always logged; what it says never is",
     "root_path": "the API is served at /; use a proxy for a prefix",
     "sampling_defaults": "defaults come from the model's generation_config.json",
-    "scoring": "scoring is not built yet",
+    "scoring": "each item is scored by itself: /v1/score takes a list of them",
     "slow_tokenizer": "a tokenizer is a tokenizer.json",
     "sparse": "sparse attention is not built yet",
     "speculative": "speculative decoding is not built yet",
@@ -80,5 +80,6 @@ REASONS: Mapping[str, str] = {
     "truncate": "a prompt that is too long is refused, never cut",
     "warmup": "no request is sent for warming up",
     "weight_updates": "weights cannot be changed while serving",
-    "window": "sliding-window caches are not built yet",
+    "window": "layers with a window give back what is behind it; there is no share of the cache to "
+    "set",
 }

@@ -11,7 +11,10 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.kept import Kept, keep
 from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, scored_bytes
 from antiphon.config.model import Dtype, Linear
+from antiphon.config.pooling import Pooling, PoolMode
 from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
+from antiphon.config.steps import BOTH_WAYS, steps
+from antiphon.config.tasks import Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,13 +25,6 @@ if TYPE_CHECKING:
 
 _VALUE_WIDTH = 16
 """A longer value pushes its own reason aside, and no other."""
-WHOLE = -1
-"""The `batching.chunk_tokens` with which no prompt is cut, as in SGLang."""
-CPU_CHUNK_TOKENS = 512
-CPU_FILL_TOKENS = 256
-"""With this many rows a CPU computes at nearly the rate of any more: layers of a small model, a
-core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of the rate of 1,024."""
-
 CACHED_BYTES_MAX = 64 << 20
 """Weights up to here are read from caches: steps are short, and the other services need a core."""
 
@@ -42,6 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
     linear: Decided[Linear]
     quantized: Decided[Linear]
     implementation: Decided[str]
+    pooling: Decided[Pooling | None]
     deterministic: Decided[bool]
     bits: Decided[str]
     threads: Decided[int]
@@ -62,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     chunk_tokens: Decided[int]
     fill_tokens: Decided[int]
     mixed: Decided[bool]
+    prefix: Decided[bool]
     running_max: Decided[int]
     overlap: Decided[bool]
     grammar: Decided[str]
@@ -72,8 +70,12 @@ class Plan(msgspec.Struct, frozen=True):
         return self.cache_pages.value * self.page_tokens.value
 
 
-def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
+def resolve(
+    settings: Settings, card: ModelCard, device: Device, pooling: Pooling | None = None
+) -> Plan:
     """Decide everything that the operator left open. Pure; `device` was read before loading.
+
+    `pooling` is what the model makes of texts, if it does not answer them.
 
     Raises:
         ConfigError: The model was not made for this context, or memory does not hold its weights,
@@ -85,7 +87,8 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
     kept = keep(settings, card, dtype.value, linear)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
-    step = _step(settings, context.value)
+    taken = steps(settings, card, device, context.value)
+    step = taken.step_tokens
     drawing = min(settings.batching.running_max, step.value)
     memory = _memory(settings, card, device, dtype.value, kept.bytes.value, step.value)
     state_bytes = card.state_bytes(dtype.value)
@@ -102,6 +105,7 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         deterministic=_deterministic(settings, linear, card),
         bits=_bits(device, dtype.value, linear.value, kept),
         implementation=Decided(settings.model.implementation, "model.implementation"),
+        pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
@@ -119,13 +123,14 @@ def resolve(settings: Settings, card: ModelCard, device: Device) -> Plan:
         cache_states=states,
         state_bytes=Decided(held, f"{state_bytes} bytes a state"),
         step_tokens=step,
-        whole_prompts=_whole(settings),
-        chunk_tokens=_chunk(settings, device, context.value),
-        fill_tokens=_fill(settings, device, step.value),
-        mixed=_mixed(settings),
+        whole_prompts=taken.whole_prompts,
+        chunk_tokens=taken.chunk_tokens,
+        fill_tokens=taken.fill_tokens,
+        mixed=taken.mixed,
+        prefix=_prefix(taken.prefix, pooling),
         running_max=_running(settings, pages.value, step.value, states, overlap=overlap.value),
         overlap=overlap,
-        grammar=_grammar(settings, card),
+        grammar=_grammar(settings, card, pooling),
     )
 
 
@@ -179,6 +184,11 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
         raise ConfigError(
             "model.deterministic: the recurrences of this model run in torch, which gives a row "
             "other bits in another batch"
+        )
+    if not card.causal:
+        raise ConfigError(
+            "model.deterministic: attention of this model runs in torch, which gives a row other "
+            "bits in another batch"
         )
     if linear.value is Linear.PLAIN:
         raise ConfigError(
@@ -261,11 +271,13 @@ def _pages(
     page_bytes = page_tokens * card.kv_bytes(dtype)
     if settings.cache.tokens_max is not None:
         return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
+    enough = settings.batching.running_max * -(-context_tokens // page_tokens)
+    if not page_bytes:
+        return Decided(enough, f"they only count tokens: {BOTH_WAYS}, and nothing is kept")
     pool = _pool_bytes(settings, memory)
     pages = (pool.value - held) // page_bytes
     if pages < 1:
         raise ConfigError(f"no memory for one page of the cache: {pool.reason}")
-    enough = settings.batching.running_max * -(-context_tokens // page_tokens)
     if enough < pages:
         return Decided(enough, f"{settings.batching.running_max} requests of full context")
     return Decided(pages, pool.reason)
@@ -298,49 +310,24 @@ def _pool_bytes(settings: Settings, memory: Memory) -> Decided[int]:
     return Decided(max(share, 0), f"cache.memory_ratio = {cache.memory_ratio} of {memory}")
 
 
-def _step(settings: Settings, context_tokens: int) -> Decided[int]:
-    batching = settings.batching
-    if batching.chunk_tokens == WHOLE and context_tokens > batching.tokens_max:
-        return Decided(context_tokens, "the longest prompt, for none is cut")
-    return Decided(batching.tokens_max, "batching.tokens_max")
+def _pooling(settings: Settings, pooling: Pooling | None) -> Decided[Pooling | None]:
+    if pooling is None:
+        return Decided(None, "texts are answered")
+    if settings.model.embedding and pooling.task is Task.EMBED:
+        return Decided(pooling, "model.embedding, and the files of sentence-transformers if any")
+    return Decided(pooling, f"a model of the architecture can {pooling.task}")
 
 
-def _whole(settings: Settings) -> Decided[bool]:
-    whole = settings.batching.chunk_tokens == WHOLE
-    reason = "batching.chunk_tokens = -1" if whole else "a prompt may be computed in pieces"
-    return Decided(whole, reason)
+def _prefix(prefix: Decided[bool], pooling: Pooling | None) -> Decided[bool]:
+    if prefix.value and pooling is not None and pooling.mode is not PoolMode.LAST:
+        reason = f"the {pooling.mode} of a text takes the vectors of tokens that a cache leaves out"
+        return Decided(value=False, reason=reason)
+    return prefix
 
 
-def _chunk(settings: Settings, device: Device, context_tokens: int) -> Decided[int]:
-    batching = settings.batching
-    if batching.chunk_tokens == WHOLE:
-        return Decided(context_tokens, "the longest prompt, for none is cut")
-    if batching.chunk_tokens is not None:
-        return Decided(batching.chunk_tokens, "batching.chunk_tokens")
-    if device.kind == "cpu" and batching.tokens_max > CPU_CHUNK_TOKENS:
-        reason = "longer passes are no faster on a CPU, and whoever decodes waits for them"
-        return Decided(CPU_CHUNK_TOKENS, reason)
-    return Decided(batching.tokens_max, "as long as a step")
-
-
-def _fill(settings: Settings, device: Device, step_tokens: int) -> Decided[int]:
-    batching = settings.batching
-    if batching.fill_tokens is not None:
-        return Decided(batching.fill_tokens, "batching.fill_tokens")
-    if device.kind == "cpu" and step_tokens > CPU_FILL_TOKENS:
-        reason = "keeps a CPU busy; more would only make the first prompts wait for the last"
-        return Decided(CPU_FILL_TOKENS, reason)
-    return Decided(step_tokens, "a step takes what fits")
-
-
-def _mixed(settings: Settings) -> Decided[bool]:
-    if not settings.batching.mixed:
-        return Decided(value=False, reason="batching.mixed")
-    reason = "a pass reads all weights for a prompt anyway: decodes beside it are almost free"
-    return Decided(value=True, reason=reason)
-
-
-def _grammar(settings: Settings, card: ModelCard) -> Decided[str]:
+def _grammar(settings: Settings, card: ModelCard, pooling: Pooling | None) -> Decided[str]:
+    if pooling is not None:
+        return Decided("none", "nothing is generated")
     if not card.eos_ids:
         return Decided("none", "the model names no token that ends an answer")
     return Decided(settings.grammar.backend, "grammar.backend")

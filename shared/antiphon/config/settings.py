@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.detokenizer import DetokenizerConfig
 from antiphon.config.encoder import EncoderConfig
@@ -11,6 +12,7 @@ from antiphon.config.kv_storage import KvStorageConfig
 from antiphon.config.loading import LoadConfig
 from antiphon.config.model import ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
+from antiphon.config.responses import ResponsesConfig
 from antiphon.config.scheduler import SchedulerConfig
 from antiphon.config.schema import Config
 from antiphon.config.supervisor import SupervisorConfig
@@ -29,6 +31,8 @@ class Settings(Config):
     health: HealthConfig = HealthConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     gateway: GatewayConfig = GatewayConfig()
+    access: AccessConfig = AccessConfig()
+    responses: ResponsesConfig = ResponsesConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     batching: BatchingConfig = BatchingConfig()

@@ -16,6 +16,8 @@ class SparseFields(msgspec.Struct, frozen=True, kw_only=True):
     first_k_dense_replace: int = 0
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: int = 1
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 0
@@ -102,8 +104,12 @@ def experts_of(fields: SparseFields, layers: int, dense_width: int) -> ExpertsCa
     sparse = [
         layer
         for layer in range(fields.first_k_dense_replace, layers)
-        if layer not in fields.mlp_only_layers and (layer + 1) % fields.decoder_sparse_step == 0
+        if layer not in fields.mlp_only_layers
+        and (layer + 1) % fields.decoder_sparse_step == 0
+        and (layer + 1) % fields.interleave_moe_layer_step == 0
     ]
+    if fields.moe_layers is not None:
+        sparse = list(fields.moe_layers)
     width = fields.moe_intermediate_size or dense_width
     shared = fields.shared_expert_intermediate_size
     return ExpertsCard(

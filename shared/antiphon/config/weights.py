@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SAFETENSORS_DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32}
 GGUF_DTYPES = {0: Dtype.FLOAT32, 1: Dtype.FLOAT16, 30: Dtype.BFLOAT16}
 """Formats of numbers that are loaded as they are, as the two kinds of files name them."""
+NOT_WEIGHTS = ("I64", "BOOL")
+"""Formats that safetensors have positions, shapes and masks in, and no weight."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -81,6 +83,8 @@ def read_weights(
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
     for name, entry in read_header(file).entries.items():
+        if entry.dtype in NOT_WEIGHTS:
+            continue
         start, end = entry.data_offsets
         yield name, SAFETENSORS_DTYPES.get(entry.dtype), math.prod(entry.shape), end - start
 

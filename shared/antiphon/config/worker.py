@@ -94,30 +94,53 @@ class BatchingConfig(Config):
 
 
 class QueueConfig(Config):
-    """Who waits at a worker, and who goes first."""
+    """Who waits, and who goes first: in the scheduler's queue, and at a worker once it is bound."""
 
-    policy: Annotated[Policy, Help("Order in which waiting requests are admitted.")] = Policy.FCFS
+    policy: Annotated[
+        Policy,
+        Help(
+            "Order in which a worker admits those of one rank. All but `fcfs` and `priority` act "
+            "only there, on the few that are bound and not begun: the scheduler's queue goes by "
+            "priority, then arrival."
+        ),
+    ] = Policy.FCFS
     waiting_max: Annotated[
         Requests, Help("Most choices that wait beside those that run; one more is a 503.")
     ] = 256
     timeout_s: Annotated[
-        Seconds | None, Help("A request that was not started by then is a 503.")
+        Seconds | None,
+        Help("A request not started so long after its submit is a 503, wherever it waits."),
     ] = None
     hand_back_s: Annotated[
         Seconds | None,
         Help("A request not started by then is given back if another worker has room."),
     ] = 1.0
     max_overtake_s: Annotated[
-        Seconds, Help("How long later requests may go first; then this one is next.")
+        Seconds,
+        Help(
+            "How long later requests may go first; then this one is next at its worker, and in the "
+            "scheduler's queue takes turns with those who outrank it."
+        ),
     ] = 10.0
-    priority: Annotated[bool, Help("Whether the priority of a request counts.")] = False
+    priority: Annotated[
+        bool, Help("Whether the priority of a request counts, in the scheduler's queue too.")
+    ] = False
     low_first: Annotated[bool, Help("Whether low priorities go first.")] = False
     preempt_threshold: Annotated[
-        Threshold, Help("A request preempts those whose priority is lower by more than this.")
+        Threshold,
+        Help(
+            "A request preempts those whose priority is lower by more than this; it is given to a "
+            "worker that runs such ones even if that is full."
+        ),
     ] = 10
     refuse_priority: Annotated[
         bool, Help("Whether a request with a priority is refused where none counts.")
     ] = False
+
+    @property
+    def by_priority(self) -> bool:
+        """Whether priorities count, by either name."""
+        return self.priority or self.policy is Policy.PRIORITY
 
 
 class CacheConfig(Config):

@@ -110,7 +110,7 @@ class Follow(Generic[Q]):
 
     def inbox(self, calls: asyncio.TaskGroup, limits: InboxLimits, counts: RouteCounts) -> Inbox:
         """Apply each message where it arrives."""
-        return StreamInbox(self.route.name, self._apply, counts=counts)
+        return StreamInbox(self.route.name, self._apply, calls=calls, counts=counts)
 
     def tally(self, bus: Bus) -> Tally:
         """Name the route and its subject."""

@@ -13,7 +13,7 @@ from antiphon.service.endpoint import Follow
 from antiphon.service.peers import Change
 from antiphon.service.service import Report, Runtime, Service
 from antiphon.wire.base import State
-from antiphon.wire.errors import EngineError
+from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.routes import DISCOVER, HEARTBEAT
 
@@ -67,12 +67,16 @@ class Pulse:
             await asyncio.sleep(self._runtime.settings.service.heartbeat_s / _JUDGEMENTS_PER_BEAT)
 
     async def send(self) -> None:
-        """Send one heartbeat. Not sent, it is no error: the next one says the same."""
+        """Send one heartbeat. Not sent while the link is down, the next one says the same."""
         process, role = self._runtime.process, self._service.role
         try:
             await self._runtime.bus.publish(
                 HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
             )
+        except RequestTooLarge as error:
+            # Nor would be any later one: peers will take us for dead.
+            self._runtime.metrics.bus_errors.labels("heartbeat").inc()
+            log.error("heartbeat not sent", extra={"code": error.code, "reason": error.message})  # noqa: TRY400  # no bug of this line
         except EngineError as error:
             self._runtime.metrics.bus_errors.labels("heartbeat").inc()
             log.debug("heartbeat not sent", extra={"code": error.code})

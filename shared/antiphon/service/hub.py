@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")
 """Config, tokenizer, templates: what every process of a model reads."""
 
+DENSE = ("*_Dense/*",)
+"""Linears behind the pooling, in folders of sentence-transformers: weights, if small ones."""
+
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -122,7 +125,7 @@ def _fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None) 
         size_bytes = sum(files[name].size_bytes for name in missing if name in files)
         _refuse_full_disk(repo, folder, size_bytes)
         log.info("fetching", extra={"model": repo, "files": len(missing), "bytes": size_bytes})
-    return have([*DESCRIPTION, *names])
+    return have([*DESCRIPTION, *DENSE, *names])
 
 
 def _known(api: HfApi, repo: str, folder: Path, load: LoadConfig) -> dict[str, PublishedFile]:

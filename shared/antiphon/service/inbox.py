@@ -158,14 +158,22 @@ class RequestInbox:
 class StreamInbox:
     """Applies one message at a time, in order, and answers nothing.
 
-    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots.
+    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots. An
+    assertion that fails ends the group `calls`, and so the process: what a feed had built up is
+    not to be trusted any more, and nobody waits for an answer who could be told.
     """
 
     def __init__(
-        self, route: str, apply: Callable[[Delivery], Awaitable[None]], *, counts: RouteCounts
+        self,
+        route: str,
+        apply: Callable[[Delivery], Awaitable[None]],
+        *,
+        calls: asyncio.TaskGroup,
+        counts: RouteCounts,
     ) -> None:
         self._route = route
         self._apply = apply
+        self._calls = calls
         self._counts = counts
 
     @property
@@ -174,7 +182,7 @@ class StreamInbox:
         return True
 
     async def deliver(self, delivery: Delivery) -> None:
-        """Apply the message. One that cannot be read, or meets a bug, is dropped."""
+        """Apply the message. One that cannot be read, or raises, is dropped."""
         since_s = time.monotonic()
         try:
             await self._apply(delivery)
@@ -184,6 +192,10 @@ class StreamInbox:
             self._counts.dropped(time.monotonic() - since_s, error.code)
             extra = {"route": self._route, "code": error.code, "reason": error.message}
             log.warning("message dropped", extra=extra)
+        except AssertionError as error:
+            self._counts.dropped(time.monotonic() - since_s, Internal.code)
+            log.exception("assertion failed", extra={"route": self._route})
+            self._calls.create_task(_fail(error), name=self._route)
         except Exception:
             self._counts.dropped(time.monotonic() - since_s, Internal.code)
             log.exception("message dropped", extra={"route": self._route})
@@ -195,6 +207,10 @@ class StreamInbox:
 
     async def close(self) -> None:
         """Nothing to answer: a feed has no caller."""
+
+
+async def _fail(error: AssertionError) -> None:
+    raise error
 
 
 async def answer(delivery: Delivery, error: EngineError, counts: RouteCounts) -> None:

@@ -26,10 +26,18 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Broker:
-    """Starts nats-server at `port` if that is free, else anywhere, and starts it again there."""
+    """Starts nats-server at `port` if that is free, else anywhere, and starts it again there.
+
+    `users` is config text of its users; empty lets everybody in.
+    """
 
     def __init__(
-        self, folder: Path, program: str, payload_bytes_max: int, port: int = PORT
+        self,
+        folder: Path,
+        program: str,
+        payload_bytes_max: int,
+        port: int = PORT,
+        users: str = "",
     ) -> None:
         self._folder = folder
         self._program = find(program)
@@ -37,6 +45,8 @@ class Broker:
             name=f"antiphon-{os.getpid()}",
             port=port if is_free("127.0.0.1", port) else ANY_PORT,
             payload_bytes_max=payload_bytes_max,
+            users=users,
+            store_path=str(folder / "jetstream"),
         )
         self._restarts = Restarts()
         self._running: RunningServer | None = None

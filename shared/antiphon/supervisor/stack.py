@@ -15,9 +15,11 @@ from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
+from antiphon.config.tenants import read_tenants
 from antiphon.service.model import model_files, tokenizer_folder
 from antiphon.supervisor.broker import Broker
 from antiphon.supervisor.child import Child
+from antiphon.supervisor.passwords import Passwords
 from antiphon.supervisor.ports import free_port, is_free
 from antiphon.supervisor.progress import StartProgress
 from antiphon.supervisor.readiness import Readiness
@@ -25,7 +27,14 @@ from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        Awaitable,
+        Callable,
+        Collection,
+        Mapping,
+        Sequence,
+    )
     from pathlib import Path
 
     from rich.console import Console
@@ -51,8 +60,11 @@ LOOK_BEATS = 2
 
 
 EXAMPLE = """try: curl -N http://{host}:{port}/v1/chat/completions \\
-  -H 'Content-Type: application/json' \\
+  -H 'Content-Type: application/json' \\{key}
   -d '{{"stream": true, "messages": [{{"role": "user", "content": "What is 17 + 25?"}}]}}'"""
+
+EXAMPLE_KEY = """
+  -H "Authorization: Bearer $KEY" \\"""
 
 
 class CannotServe(Exception):
@@ -72,6 +84,9 @@ class Stack:
         self._settings = _with_port(settings)
         self._folder = folder
         self._console = console
+        access = settings.access
+        self._keys = bool(access.api_key or access.keys_file)
+        self._passwords: Passwords | None = None
         self._broker: Broker | None = None
         self._children: Sequence[Child] = ()
 
@@ -113,6 +128,7 @@ class Stack:
                 f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
+        read_tenants(self._settings.access.keys_file)
         model_files(self._settings)
         tokenizer_folder(self._settings)
 
@@ -122,7 +138,11 @@ class Stack:
         if bus.url:
             return bus.url
         program = variable("ANTIPHON_NATS_SERVER") or ""
-        self._broker = Broker(self._folder, program, bus.payload_bytes_max)
+        users = ""
+        if self._keys:  # or who reaches the broker could pass by the gateway, which asks for them
+            self._passwords = Passwords(ClusterName(self._settings.cluster.name))
+            users = self._passwords.server_text()
+        self._broker = Broker(self._folder, program, bus.payload_bytes_max, users=users)
         await self._broker.start()
         return self._broker.running.url
 
@@ -150,12 +170,15 @@ class Stack:
                 settings=settings,
                 config=config,
                 log_folder=self._folder / "logs",
-                environment=environment,
+                environment={**environment, **self._user_of(role)},
             )
             for role in START_ORDER
         )
         for child in self._children:
             await child.start()
+
+    def _user_of(self, role: Role) -> Mapping[str, str]:
+        return {} if self._passwords is None else self._passwords.environment(role)
 
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
         """Follow the heartbeats until all are ready, one has died, or it takes too long."""
@@ -172,8 +195,11 @@ class Stack:
     async def _listening(self, url: str, readiness: Readiness) -> AsyncGenerator[None]:
         """Let `readiness` hear the heartbeats on the bus at `url`."""
         name = InstanceId(f"supervisor-{os.getpid()}")
+        config = replace(self._settings.bus, url=url)
+        if self._passwords is not None:
+            config = replace(config, user=OPERATOR, password=self._passwords.operator)
         bus = Bus(
-            NatsTransport(replace(self._settings.bus, url=url), name=name),
+            NatsTransport(config, name=name),
             ClusterName(self._settings.cluster.name),
             Process(instance=name, incarnation=new_incarnation()),
             party=OPERATOR,
@@ -216,7 +242,9 @@ class Stack:
             highlight=False,
             soft_wrap=True,
         )
-        self._console.print(EXAMPLE.format(host=host, port=port), highlight=False, soft_wrap=True)
+        key = EXAMPLE_KEY if self._keys else ""
+        example = EXAMPLE.format(host=host, port=port, key=key)
+        self._console.print(example, highlight=False, soft_wrap=True)
 
     async def _keep(self, stop: asyncio.Event) -> None:
         """Keep everything running until `stop`."""

@@ -17,12 +17,17 @@ POLL_S = 0.002
 
 
 class NatsServer:
-    """Runs a nats-server while entered. The name is checked, so that no other is meant."""
+    """Runs a nats-server while entered. The name is checked, so that no other is meant.
 
-    def __init__(self, settings: ServerSettings | None = None) -> None:
+    With `durable` it has JetStream, whose streams outlive `kill`.
+    """
+
+    def __init__(self, settings: ServerSettings | None = None, *, durable: bool = False) -> None:
         self.settings = settings or ServerSettings(name=f"test-{uuid4().hex[:8]}")
         self._temporary = tempfile.TemporaryDirectory(prefix="antiphon-nats-")
         self.folder = Path(self._temporary.name)
+        if durable:
+            self.settings = replace(self.settings, store_path=str(self.folder / "jetstream"))
         self._running: RunningServer | None = None
 
     @property

@@ -29,6 +29,9 @@ class Admit(Value, tag=True):
     """Run a request, or go on with it from what was sealed.
 
     Limits, seed, positions and usage count from the prompt's beginning, whatever the attempt.
+
+    Attributes:
+        waited_ms: How long it has waited to be started: its time in the queue goes on from there.
     """
 
     request_id: RequestId
@@ -41,6 +44,7 @@ class Admit(Value, tag=True):
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
     priority: int = 0
+    waited_ms: int = 0
     deadline_unix_ms: int
     traceparent: str | None = None
 

@@ -35,6 +35,7 @@ class TokenDetails(Value):
         top_logprobs: float32, theirs.
         named_logprobs: float32, of the ids that the request named, in its order.
         hidden: float32, the hidden state that each token followed from.
+        pooled: float32, what the whole prompt became; of one token, -1.
     """
 
     count: int = 0
@@ -44,6 +45,7 @@ class TokenDetails(Value):
     top_logprobs: bytes = b""
     named_logprobs: bytes = b""
     hidden: bytes = b""
+    pooled: bytes = b""
 
     @property
     def columns(self) -> tuple[bytes, ...]:
@@ -55,12 +57,13 @@ class TokenDetails(Value):
             self.top_logprobs,
             self.named_logprobs,
             self.hidden,
+            self.pooled,
         )
 
     @classmethod
     def of(cls, count: int, columns: Iterable[bytes]) -> TokenDetails:
         """Join what `columns` gave."""
-        token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden = columns
+        token_ids, logprobs, top_ids, top_logprobs, named_logprobs, hidden, pooled = columns
         return cls(
             count=count,
             token_ids=token_ids,
@@ -69,6 +72,7 @@ class TokenDetails(Value):
             top_logprobs=top_logprobs,
             named_logprobs=named_logprobs,
             hidden=hidden,
+            pooled=pooled,
         )
 
     @property

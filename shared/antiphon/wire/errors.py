@@ -5,7 +5,12 @@ EngineError               code               status  retry
 │   ├── PromptTooLong     prompt_too_long    400     never
 │   ├── Unsupported       unsupported        400     never    known, but not in this build or model
 │   ├── UnknownModel      model_not_found    404     never
+│   ├── UnknownResponse   response_not_found 404     never    or kept no longer
 │   └── RequestTooLarge   request_too_large  413     never
+│       └── HeadersTooLarge  request_headers_too_large  431  never
+├── Unauthorized          invalid_api_key    401     never    no key, or one that is not known
+├── Forbidden             forbidden          403     never    this key may not do that
+├── RateLimited           rate_limit_exceeded  429   after_s  the tenant's limit is reached
 ├── DuplicateRequest      duplicate_request  409     never    a live request has this id
 ├── WrongTerm             wrong_term         409     never    a lower term; names the higher one
 ├── Overloaded            overloaded         503     after_s  nothing was started
@@ -100,6 +105,18 @@ class UnknownModel(InvalidRequest):
         return cls(f"The model '{model}' does not exist.", param="model")
 
 
+class UnknownResponse(InvalidRequest):
+    """No response of this id is kept for this tenant."""
+
+    code = "response_not_found"
+    status = 404
+
+    @classmethod
+    def of(cls, response_id: str) -> UnknownResponse:
+        """Name the response that was asked for."""
+        return cls(f"response with id '{response_id}' not found.", param="id")
+
+
 class RequestTooLarge(InvalidRequest):
     """A body or message is over its size limit."""
 
@@ -113,6 +130,34 @@ class RequestTooLarge(InvalidRequest):
             f"The request has {size_bytes} bytes; the limit is {bytes_max} bytes.",
             details={"size_bytes": str(size_bytes), "bytes_max": str(bytes_max)},
         )
+
+
+class HeadersTooLarge(RequestTooLarge):
+    """The headers of a request, or its path, are over their size limit."""
+
+    code = "request_headers_too_large"
+    status = 431
+
+
+class Unauthorized(EngineError):
+    """A key is needed, and none was shown or none that is known."""
+
+    code = "invalid_api_key"
+    status = 401
+
+
+class Forbidden(EngineError):
+    """The key is known, and may not do this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class RateLimited(EngineError):
+    """The tenant has used up one of its limits; `details` names it. Says when to come back."""
+
+    code = "rate_limit_exceeded"
+    status = 429
 
 
 class DuplicateRequest(EngineError):
@@ -134,6 +179,12 @@ class Overloaded(EngineError):
 
     code = "overloaded"
     status = 503
+
+    @classmethod
+    def late(cls, *, timeout_s: float, retry_after_s: float) -> Overloaded:
+        """Nothing was started in the time that it may wait."""
+        message = f"queue timeout: no place for it within {timeout_s:g} s"
+        return cls(message, retry_after_s=retry_after_s)
 
 
 class Unavailable(EngineError):
@@ -178,7 +229,12 @@ _TYPES: dict[str, type[EngineError]] = {
         PromptTooLong,
         Unsupported,
         UnknownModel,
+        UnknownResponse,
         RequestTooLarge,
+        HeadersTooLarge,
+        Unauthorized,
+        Forbidden,
+        RateLimited,
         DuplicateRequest,
         WrongTerm,
         Overloaded,

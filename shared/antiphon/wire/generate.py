@@ -58,6 +58,8 @@ class GenerateRequest(Message):
         chat_template_kwargs: JSON of an object: more variables of the chat template.
         priority: The higher goes first, where the operator goes by priorities.
         details: What is told of each token beside its text; `token_texts` adds the text of each.
+        api_key: The tenant's, where the gateways ask for one. It is no part of what is asked: a
+            retry may show another.
     """
 
     key: ClientKey
@@ -88,12 +90,13 @@ class GenerateRequest(Message):
     continue_final_message: bool = False
     tools: str | None = None
     chat_template_kwargs: str | None = None
-    priority: Priority = 0
+    priority: Priority | None = None
     details: DetailParams | None = None
     token_texts: bool = False
     stream: bool = True
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     traceparent: str | None = None
+    api_key: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class GenerateAccepted(Message):

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 PATTERN_BYTES_MAX = 256
 STATES_MAX = 512
-"""Most states of one automaton: `[a-z]{400}` fits. Each costs time with every letter."""
+"""Most states of a request's automata, a choice each: `[a-z]{400}` fits. Each state costs time with
+every letter of a choice."""
 
 _WORK_MAX = 16 * STATES_MAX
 _DEPTH_MAX = 64
@@ -77,6 +78,11 @@ class Automaton:
     letters: list[re.Pattern[str] | None] = field(default_factory=list[re.Pattern[str] | None])
     following: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     _reach: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+
+    @property
+    def size(self) -> int:
+        """How many states it has."""
+        return len(self.letters)
 
     def reach(self, state: int) -> tuple[int, ...]:
         """The states with letters, and the accepting one, that are reached for nothing."""
@@ -152,6 +158,21 @@ def automaton(pattern: str) -> Automaton:
     if made.accept in made.reach(made.start):
         raise _refusal(pattern, "it matches the empty text")
     return made
+
+
+def check_patterns(patterns: Sequence[str], choices: int) -> None:
+    """Refuse patterns that cannot be followed, or only at the cost of everybody else's text.
+
+    Raises:
+        InvalidRequest: One is malformed, or all of them have too many states in all choices.
+    """
+    states = sum(automaton(pattern).size for pattern in patterns)
+    if states * choices > STATES_MAX:
+        text = (
+            f"stop_regex: {states} states in {choices} answers are {states * choices}; "
+            f"a request has at most {STATES_MAX}"
+        )
+        raise InvalidRequest(text, param=_FIELD)
 
 
 _FIELD = "stop_regex"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from antiphon.wire.abort import AbortRequests
@@ -125,6 +126,7 @@ class Call(Feed[Q], Generic[Q, R]):
     replies: tuple[type[R], ...] = field(default=())
 
 
+@lru_cache(1024)
 def escape(part: str) -> str:
     """Make a name fit for one token of a subject; distinct names stay distinct.
 

@@ -37,6 +37,7 @@ NAMED_MAX = 128
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_MAX)]
 NamedIds = Annotated[tuple[TokenId, ...], Meta(max_length=NAMED_MAX)]
 PromptStart = Annotated[int, Meta(ge=-1)]
+Dimensions = Annotated[int, Meta(ge=1)]
 
 TEMPERATURE_MIN = 1e-6
 """Below this a temperature means greedy: the division would only make infinities."""
@@ -80,6 +81,20 @@ class DetailParams(Value):
         return 0 if self.prompt_start < 0 else max(0, prompt_tokens - max(1, self.prompt_start))
 
 
+class PoolParams(Value):
+    """The prompt becomes one vector, and nothing is drawn after it.
+
+    Attributes:
+        dimensions: The vector is its first so many numbers, of length 1 where the whole one is;
+            None: all of it.
+        second_from: Where the second text of a pair begins, in tokens, for models that tell the
+            two apart.
+    """
+
+    dimensions: Dimensions | None = None
+    second_from: Annotated[int, Meta(ge=1)] | None = None
+
+
 class SamplingParams(Value):
     """What one choice's next token is drawn from, what ends the choice, and what is told of it.
 
@@ -89,8 +104,8 @@ class SamplingParams(Value):
 
     `top_k` 0 keeps the whole vocabulary. `stop_token_ids` joins the model's own end tokens, which
     `ignore_eos` switches off. Before `min_new_tokens` no end token is drawn. `max_new_tokens` 0
-    only computes the prompt. `seed` is always set by the owner, so that a later attempt draws the
-    same numbers.
+    only computes the prompt; with `pool` set, that becomes a vector. `seed` is always set by the
+    owner, so that a later attempt draws the same numbers.
     """
 
     max_new_tokens: TokensMax
@@ -109,12 +124,15 @@ class SamplingParams(Value):
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     details: DetailParams | None = None
+    pool: PoolParams | None = None
 
     def details_from(self, prompt_tokens: int) -> int | None:
         """The token offset from which on such a prompt's choices are told of; None: they are not.
 
-        Outputs are counted from 0; tokens of the prompt lie before.
+        Outputs are counted from 0; tokens of the prompt lie before. A vector is told as one output.
         """
+        if self.pool is not None:
+            return 0
         return None if self.details is None else -self.details.prompt_entries(prompt_tokens)
 
     @property

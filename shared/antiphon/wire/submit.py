@@ -21,6 +21,8 @@ class SubmitRequest(Message):
         block_digests: SHA-256 chain of the prompt's full blocks, 32 bytes each.
         attempt_floor: The attempt that the owner has shown text of, if it resubmits: only an
             attempt that continues it may follow.
+        waited_ms: How long ago it was sent first: its time and its place in the queue count from
+            there, whoever leads.
     """
 
     request_id: RequestId
@@ -34,6 +36,7 @@ class SubmitRequest(Message):
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
     priority: int = 0
+    waited_ms: int = 0
     deadline_unix_ms: int
     attempt_floor: Attempt | None = None
     traceparent: str | None = None

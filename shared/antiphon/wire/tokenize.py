@@ -54,13 +54,15 @@ class EncodeRequest(Message):
     """Render and encode. Exactly one of `messages` and `prompt` is given.
 
     Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them, unless
-    `special_tokens` is unset; a rendered template writes its own.
+    `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
+    first of two texts, which are encoded together as the tokenizer joins them.
     """
 
     request_id: RequestId
     model: ModelName
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
+    pair: str | None = None
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
@@ -78,6 +80,27 @@ class SamplingDefaults(Value):
     repetition_penalty: RepetitionPenalty | None = None
 
 
+class PoolingCard(Value):
+    """What a model that does not generate makes of a text.
+
+    Attributes:
+        scores: Whether it scores `labels`, and does not embed.
+        width: Numbers of its vector, or labels.
+        matryoshka: Whether a beginning of the vector is a vector, too.
+        cuts: How long that may be; empty: any length.
+        several: Whether labels are judged one by one.
+        plain_score: Whether the score of one label is taken as it is, not through a sigmoid.
+    """
+
+    scores: bool = False
+    width: int
+    matryoshka: bool = False
+    cuts: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    several: bool = False
+    plain_score: bool = False
+
+
 class EncodeReply(Message):
     """The prompt as ids, its page hash chain, and what the model card says of sampling.
 
@@ -89,6 +112,9 @@ class EncodeReply(Message):
         context_tokens: Most tokens of prompt and answer together.
         tool_parser: How the model writes calls, where its chat template shows it for certain.
         reasoning_parser: How it marks its thinking, likewise.
+        reranks: Whether its chat template asks if a document answers a query, yes or no.
+        second_from: Where the second text of a pair begins, if the model tells the two apart.
+        pooling: What the model makes of a text, if it does not generate.
     """
 
     request_id: RequestId
@@ -100,6 +126,9 @@ class EncodeReply(Message):
     defaults: SamplingDefaults = SamplingDefaults()
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    reranks: bool = False
+    second_from: int | None = None
+    pooling: PoolingCard | None = None
 
 
 class DecodeRequest(Message):

@@ -28,7 +28,7 @@ class OpenVino(Peer):
 
     def install(self) -> None:
         self.environment("venv", SERVER)
-        self.environment("export", (TORCH, "numpy"), (TORCH, *EXPORT))
+        self.without_cuda(self.environment("export", (TORCH, "numpy"), (TORCH, *EXPORT)))
 
     def prepare(self, model: Model) -> None:
         folder = self._folder(model)

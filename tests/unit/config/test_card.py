@@ -12,6 +12,7 @@ from antiphon import embedded
 from antiphon.config.card import ModelCard, Sampling, read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
+from antiphon.config.tasks import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +65,37 @@ def test_a_card_holds_what_the_files_say(tmp_path: Path) -> None:
     assert card.sampling == Sampling(temperature=0.6, top_k=20)
     assert (card.weights.count, card.weights.bytes) == (6409, 12834)
     assert card.kv_bytes(Dtype.FLOAT32) == 2 * 2 * 2 * 32 * 4
+
+
+def test_an_encoder_keeps_nothing_and_its_positions_begin_behind_padding(tmp_path: Path) -> None:
+    said = {
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "model_type": "xlm-roberta",
+        "max_position_embeddings": 514,
+        "id2label": {"0": "good", "1": "bad", "2": "odd"},
+        "tie_word_embeddings": True,
+    }
+    card = read_card(write_model(tmp_path, {**CONFIG, **said}))
+    assert (card.causal, card.kv_bytes(Dtype.FLOAT32)) == (False, 0)
+    assert card.context_tokens == 512
+    assert (card.task, card.labels, card.tied) == (Task.SCORE, ("good", "bad", "odd"), False)
+    assert read_card(write_model(tmp_path, CONFIG)).causal
+
+
+def test_labels_without_names_have_those_of_transformers(tmp_path: Path) -> None:
+    classifier = {**CONFIG, "architectures": ["LlamaForSequenceClassification"]}
+    card = read_card(write_model(tmp_path, {**classifier, "num_labels": 3}))
+    assert card.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert len(read_card(write_model(tmp_path, classifier)).labels) == 2
+    reward = {**CONFIG, "architectures": ["Qwen2ForRewardModel"]}
+    assert read_card(write_model(tmp_path, reward)).labels == ("reward",)
+
+
+def test_positions_and_masks_beside_plain_weights_are_none(tmp_path: Path) -> None:
+    write_model(tmp_path, CONFIG)
+    write_weights(tmp_path / "a.safetensors", x=("F32", [8], 32), position_ids=("I64", [4], 32))
+    weights = read_card(tmp_path).weights
+    assert (weights.count, weights.quantized) == (8, 0)
 
 
 def test_what_a_config_leaves_out_has_its_usual_meaning(tmp_path: Path) -> None:

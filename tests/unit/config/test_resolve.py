@@ -13,8 +13,10 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.memory import SCORED_BYTES_MAX
 from antiphon.config.model import Dtype, Linear
+from antiphon.config.pooling import Pooling, PoolMode
 from antiphon.config.resolve import Plan, resolve, table
 from antiphon.config.states import States
+from antiphon.config.tasks import Task
 
 GIB = 1024**3
 CARD = ModelCard(
@@ -289,3 +291,42 @@ def test_the_operator_may_say_how_many_states_there_are() -> None:
 def test_states_that_cannot_be_are_refused(said: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decide_hybrid(**said)
+
+
+def test_a_model_that_looks_ahead_takes_whole_prompts_and_keeps_nothing() -> None:
+    encoder = msgspec.structs.replace(
+        CARD, architecture="BertModel", causal=False, context_tokens=4096, task=Task.EMBED
+    )
+    plan = resolve(
+        load(environ={"ANTIPHON_BATCHING__CHUNK_TOKENS": "64"}).settings, encoder, DEVICE
+    )
+    both_ways = "a token sees what comes after it"
+    assert (plan.whole_prompts.value, plan.whole_prompts.reason) == (True, both_ways)
+    assert plan.step_tokens.value == plan.chunk_tokens.value == 4096
+    assert not plan.prefix.value
+    assert plan.prefix.reason.startswith(both_ways)
+    assert plan.cache_bytes.value == 0
+    assert plan.cache_tokens == 4096 * load(environ={}).settings.batching.running_max
+    assert "only count tokens" in plan.cache_pages.reason
+    assert (plan.logit_bytes.value, plan.scored_bytes.value) == (0, 0)
+    with pytest.raises(ConfigError, match=r"model\.deterministic: attention of this model"):
+        resolve(load(environ={"ANTIPHON_MODEL__DETERMINISTIC": "1"}).settings, encoder, DEVICE)
+
+
+def test_a_prefix_cache_is_what_the_operator_says() -> None:
+    assert decide().prefix == Decided(value=True, reason="cache.prefix")
+    assert not decide(cache__prefix="0").prefix.value
+
+
+@pytest.mark.parametrize(("mode", "cached"), [("last", True), ("cls", False), ("mean", False)])
+def test_a_cache_is_of_use_where_the_last_token_stands_for_a_text(mode: str, cached: bool) -> None:
+    pooling = Pooling(task=Task.EMBED, mode=PoolMode(mode), normalize=True, width=64)
+    plan = resolve(load(environ={}).settings, CARD, DEVICE, pooling)
+    assert plan.prefix.value is cached
+    assert plan.pooling.value == pooling
+    assert plan.grammar == Decided("none", "nothing is generated")
+    assert f"{mode}, normalised" in table(plan)
+
+
+def test_a_model_that_answers_pools_nothing() -> None:
+    assert decide().pooling == Decided(None, "texts are answered")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from antiphon.config.aliases import other_names, serve_parser
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
-from antiphon.config.load import Loaded, load
+from antiphon.config.load import Loaded, child_environment, load
 from antiphon.config.reasons import REASONS
 from antiphon.config.settings import Settings
 from antiphon.config.sglang import Row, rows
 from antiphon.config.spellings import SPELLINGS
+from antiphon.config.yaml_file import write_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PARSER = serve_parser("antiphon serve", "")
 SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}'}
@@ -104,6 +110,18 @@ def test_a_settled_flag_changes_nothing(row: Row) -> None:
         assert serve([row.flags[0], *typed_values(row)]).settings == Settings()
 
 
+def test_keys_are_taken_from_the_command_line_and_written_nowhere(tmp_path: Path) -> None:
+    settings = serve("--api-key swordfish --admin-api-key trout").settings
+    assert (settings.access.api_key, settings.access.admin_api_key) == ("swordfish", "trout")
+    write_yaml(settings, tmp_path / "settings.yaml")
+    written = (tmp_path / "settings.yaml").read_text()
+    assert "swordfish" not in written
+    assert "trout" not in written
+    environment = child_environment(settings)
+    assert environment["ANTIPHON_ACCESS__API_KEY"] == "swordfish"
+    assert environment["ANTIPHON_ACCESS__ADMIN_API_KEY"] == "trout"
+
+
 def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
     settings = serve(
         "--model /models/small --served-model-name small --host 0.0.0.0 --port 31000 --tp 1 "
@@ -191,7 +209,7 @@ def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ("--pp 1", "ambiguous option: --pp could match"),
         ("stray", "stray: no such argument"),
         ("--tp 2", "--tp-size 2: refused: tensor parallelism is not built yet"),
-        ("--api-key swordfish", "--api-key: refused: API keys are not built yet"),
+        ("--api-key schlüssel", "--api-key: access.api_key = ***: must be text like"),
         ("--lora-paths a=b c=d", "--lora-paths: refused: LoRA"),
     ],
 )

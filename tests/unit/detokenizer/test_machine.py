@@ -264,6 +264,50 @@ def test_one_request_too_many_ends_with_a_typed_error():
     assert len(m.requests) == 4
 
 
+class Broken(RuntimeError):
+    """What a decoder raises that has a bug."""
+
+
+def broken(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    if ord("!") in ids:
+        raise Broken
+    return decode(ids, skip_special_tokens)
+
+
+def test_a_row_that_fails_ends_its_own_request_and_the_rest_of_the_batch_is_told(
+    caplog: pytest.LogCaptureFixture,
+):
+    m = Detokenizer(HERE, broken, requests_max=4)
+    bad, unasked = RequestId("bad"), replace(row("c", request_id=RequestId("odd")), choice=7)
+    rows = [row("a"), row("b!", request_id=bad), unasked, row("d", request_id=RequestId("s"))]
+    actions = m.on_tokens(batch(1, *rows), 0.0)
+    said = [(r.request_id, r.text, r.error and r.error.code) for r in texts(actions)]
+    assert said == [
+        (REQUEST, "a", None), ("bad", "", "internal"), ("odd", "", "internal"), ("s", "d", None),
+    ]  # fmt: skip
+    stops = [a.stop for a in actions if isinstance(a, SendStop)]
+    assert [(stop.request_id, stop.choice) for stop in stops] == [("bad", None), ("odd", None)]
+    assert len(caplog.records) == 2
+    assert m.live == 2
+
+
+def test_a_request_that_failed_stays_so():
+    m = Detokenizer(HERE, broken, requests_max=4)
+    m.on_tokens(batch(1, row("a!")), 0.0)
+    (stop,) = m.on_tokens(batch(2, row("b", 2)), 1.0)
+    assert isinstance(stop, SendStop)
+    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
+    assert [r.error and r.error.code for r in texts(actions)] == ["internal"]
+
+
+def test_an_assertion_is_not_survived():
+    def wrong(ids: Sequence[int], skip_special_tokens: bool) -> str:
+        raise AssertionError(ids, skip_special_tokens)
+
+    with pytest.raises(AssertionError):
+        Detokenizer(HERE, wrong, requests_max=4).on_tokens(batch(1, row("a")), 0.0)
+
+
 def test_what_is_long_past_its_deadline_is_forgotten():
     m = machine()
     m.on_tokens(batch(1, row("abc")), 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from antiphon.detokenizer.stop import Match, StopScanner
 from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.patterns import automaton
+from antiphon.wire.patterns import Follower, automaton, check_patterns
 
 
 def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
@@ -129,6 +129,26 @@ def test_a_pattern_that_cannot_be_followed_is_refused(pattern: str):
     with pytest.raises(InvalidRequest) as refused:
         automaton(pattern)
     assert refused.value.param == "stop_regex"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "choices"),
+    [(["x{256}", "y{256}"], 1), (["x{64}"], 8), (["a" + ".?" * 120], 3), (["ab"] * 200, 1)],
+)
+def test_patterns_that_together_have_too_many_states_are_refused(patterns: list[str], choices: int):
+    with pytest.raises(InvalidRequest, match="a request has at most 512") as refused:
+        check_patterns(patterns, choices)
+    assert refused.value.param == "stop_regex"
+    check_patterns(patterns[:1], 1)
+
+
+@given(st.text("ab", max_size=60))
+def test_no_text_makes_more_threads_than_there_are_states(text: str):
+    made = automaton("(a|b|ab)*(a?){30}c")
+    follower = Follower(made)
+    for letter in text:
+        follower.push(letter)
+        assert len(follower._threads) <= made.size
 
 
 @given(

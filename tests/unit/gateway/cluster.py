@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.digest import digest
 from antiphon.config.parsing import ReasoningParser, ToolParser
@@ -37,13 +38,14 @@ from antiphon.wire.routes import (
 )
 from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
 from antiphon.wire.text import TextBatch, TextResumed, TextRow
-from antiphon.wire.tokenize import DecodeReply, EncodeReply, SamplingDefaults
+from antiphon.wire.tokenize import DecodeReply, EncodeReply, PoolingCard, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
+    from antiphon.config.responses import ResponsesConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
     from antiphon.wire.base import Message
@@ -63,8 +65,15 @@ class Cluster:
     Attributes:
         script: What every answer says, a piece a step.
         hold_at: A step before which answers wait for `go`.
+        tokenizers: Who beats as one.
+        encoding: Cleared, tokenizers are slow.
         submit_error: What the leader answers in place of accepting.
         row_error: How each answer ends in place of its last step.
+        reason: Why answers end otherwise, and `matched` at what.
+        pooling: What the model makes of texts, where it does not say its script.
+        vector: Of a prompt's bytes.
+        reranks: Whether its template asks for yes or no.
+        words: Texts that are one token.
     """
 
     def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
@@ -74,13 +83,23 @@ class Cluster:
         self.submit_error: EngineError | None = None
         self.encode_error: EngineError | None = None
         self.row_error: EngineError | None = None
+        self.reason = FinishReason.STOP
+        self.matched: int | str | None = 2
         self.mute_tokenizers = 0
+        self.pooling: PoolingCard | None = None
+        self.reranks = False
+        self.words: dict[str, int] = {}
+        self.vector: Callable[[bytes], list[float]] = lambda prompt: [float(len(prompt)), 0.5]
+        self.tokenizers = [tokenizer(0)]
+        self.encoding = asyncio.Event()
+        self.encoding.set()
         self.shown: tuple[str | None, str | None] = (None, None)
         self.encodes: list[EncodeRequest] = []
         self.submits: list[SubmitRequest] = []
         self.cancelled: list[str] = []
         self.orders: list[Message] = []
         self.waiting = 0
+        self.beats = 0
         self.open: set[RequestId] = set()
         self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
         self._bus = bus
@@ -101,6 +120,10 @@ class Cluster:
     async def _encode(self, delivery: Delivery) -> None:
         request = delivery.read(TOKENIZE)
         self.encodes.append(request)
+        self._group.create_task(self._encoded(delivery, request))
+
+    async def _encoded(self, delivery: Delivery, request: EncodeRequest) -> None:
+        await self.encoding.wait()
         if self.mute_tokenizers:
             self.mute_tokenizers -= 1
             return
@@ -110,15 +133,20 @@ class Cluster:
         text = request.prompt
         if text is None:
             text = "\n".join(message.content for message in request.messages or ())
+        first = len(text.encode())
+        text += request.pair or ""
         await delivery.respond(
             EncodeReply(
                 request_id=request.request_id,
-                token_ids=pack_ids(list(text.encode())),
+                token_ids=pack_ids([self.words[text]] if text in self.words else text.encode()),
                 vocabulary_size=256,
                 context_tokens=CONTEXT_TOKENS,
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
                 tool_parser=self.shown[0],
                 reasoning_parser=self.shown[1],
+                reranks=self.reranks,
+                second_from=first if request.pair else None,
+                pooling=self.pooling,
             )
         )
 
@@ -140,17 +168,19 @@ class Cluster:
         self._group.create_task(self._generate(request))
 
     async def _generate(self, request: SubmitRequest) -> None:
-        for step in range(len(self.script)):
+        for step in range(len(self.script) if request.sampling.pool is None else 1):
             if step == self.hold_at:
                 await self.go.wait()
             for choice in range(request.choices):
                 await self.say(request, self.row(request, step, choice))
 
     def row(self, request: SubmitRequest, step: int, choice: int = 0) -> TextRow:
-        """What a step says: a piece of the script, as one token."""
+        """What a step says: a piece of the script, as one token; or all there is, a vector."""
+        if request.sampling.pool is not None:
+            return self._vector_row(request)
         last = step == len(self.script) - 1
         failed = last and self.row_error is not None
-        reason = FinishReason.ERROR if failed else FinishReason.STOP
+        reason = FinishReason.ERROR if failed else self.reason
         return TextRow(
             request_id=request.request_id,
             choice=choice,
@@ -159,13 +189,30 @@ class Cluster:
             text="" if failed else self.script[step],
             details=self._details(request, step),
             finish_reason=reason if last else None,
-            matched_stop=2 if last else None,
+            matched_stop=self.matched if last else None,
             usage=Usage(
                 prompt_tokens=id_count(request.prompt_ids),
                 completion_tokens=(step + 1) * request.choices,
                 cached_tokens=1,
             ),
             error=encode_error(self.row_error) if failed and self.row_error else None,
+        )
+
+    def _vector_row(self, request: SubmitRequest) -> TextRow:
+        prompt = bytes(list(unpack_ids(request.prompt_ids)))
+        failed = self.row_error is not None
+        details = TokenDetails(
+            count=1, token_ids=pack_ids([-1]), pooled=pack_floats(self.vector(prompt))
+        )
+        return TextRow(
+            request_id=request.request_id,
+            choice=0,
+            attempt=Attempt(term=TERM, n=1),
+            text_offset=0,
+            details=None if failed else DetailPiece(offset=0, details=details),
+            finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
+            usage=Usage(prompt_tokens=len(prompt)),
+            error=encode_error(self.row_error) if self.row_error else None,
         )
 
     def _details(self, request: SubmitRequest, step: int) -> DetailPiece | None:
@@ -223,13 +270,17 @@ class Cluster:
 
     async def _beat(self) -> None:
         while True:
-            for role in self.roles:
-                await self._bus.publish(
-                    HEARTBEAT, self._heartbeat(role), role=role, instance=_name(role).instance
-                )
+            for process, role in self._members():
+                beat = self._heartbeat(role, process)
+                await self._bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
+            self.beats += 1
             await asyncio.sleep(0.05)
 
-    def _heartbeat(self, role: Role) -> Heartbeat:
+    def _members(self) -> list[tuple[Process, Role]]:
+        several = {Role.TOKENIZER: self.tokenizers}
+        return [(each, role) for role in self.roles for each in several.get(role, [_name(role)])]
+
+    def _heartbeat(self, role: Role, process: Process) -> Heartbeat:
         worker = WorkerLoad(
             pages_free=1,
             pages_total=1,
@@ -243,7 +294,7 @@ class Cluster:
         )
         return Heartbeat(
             role=role,
-            process=_name(role),
+            process=process,
             state=State.READY,
             model=MODEL,
             config_digest=digest(ClusterConfig(name="test", model=MODEL)),
@@ -286,12 +337,25 @@ class House:
         return [peer for peer in self.peers if peer.beat.role is Role.WORKER and peer.takes_work]
 
 
-def settings(*, drain_timeout_s: float = 5.0, **gateway: object) -> Settings:
+def tokenizer(number: int, life: str = "1") -> Process:
+    """A life of one of the tokenizers."""
+    return Process(instance=InstanceId(f"tokenizer-{number}"), incarnation=Incarnation(life))
+
+
+def settings(
+    *,
+    drain_timeout_s: float = 5.0,
+    access: AccessConfig | None = None,
+    responses: ResponsesConfig | None = None,
+    **gateway: object,
+) -> Settings:
     """`QUICK` for the toy model, on any port."""
     return msgspec.structs.replace(
         QUICK,
         service=msgspec.structs.replace(QUICK.service, drain_timeout_s=drain_timeout_s),
         cluster=ClusterConfig(name="test", model=MODEL),
+        access=access or AccessConfig(),
+        responses=responses or QUICK.responses,
         gateway=msgspec.structs.replace(
             QUICK.gateway,
             **{
@@ -310,12 +374,16 @@ async def house(
     transport: Callable[[], Transport] | None = None,
     *,
     drain_timeout_s: float = 5.0,
+    access: AccessConfig | None = None,
+    responses: ResponsesConfig | None = None,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
     broker = MemoryBroker()
     transport = transport or (lambda: MemoryTransport(broker))
-    chosen = settings(drain_timeout_s=drain_timeout_s, **gateway)
+    chosen = settings(
+        drain_timeout_s=drain_timeout_s, access=access, responses=responses, **gateway
+    )
     service = GatewayService(chosen)
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(client_bus(transport(), "rest", party=Role.SCHEDULER))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from antiphon.config.tenants import TenantConfig
+from antiphon.gateway.access.tenant import Hold, Tenant
 from antiphon.gateway.nats.generation import Generation
 from antiphon.gateway.owner.actions import Ended, Finished, Said
 from antiphon.gateway.stream import Stream
@@ -40,7 +42,9 @@ def generation() -> Generation:
         deadline_unix_ms=0,
     )
     made = Generation(request, DEFAULT_TENANT, b"", cast("Delivery", None))
-    made.enter(Stream(submit, span("test").start(), door="generate", came_at=0.0, opened_at=0.0))
+    hold = Hold(Tenant(DEFAULT_TENANT, TenantConfig(), 0.0))
+    trace = span("test").start()
+    made.enter(Stream(submit, trace, hold, door="generate", came_at=0.0, opened_at=0.0))
     return made
 
 

@@ -321,6 +321,9 @@ async def test_no_new_tokens_may_be_asked_for(at: House) -> None:
         ),
         (CHAT, {"messages": HI, "stop_regex": "(?=a)"}, "stop_regex"),
         (CHAT, {"messages": HI, "stop_regex": ["a*"]}, "stop_regex"),
+        (CHAT, {"messages": HI, "stop_regex": ["[a-z]{200}"] * 3}, "stop_regex"),
+        (CHAT, {"messages": HI, "stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
+        (COMPLETE, {"prompt": "x", "stop_regex": "[a-z]{300}", "n": 2}, "stop_regex"),
         (CHAT, {"messages": HI, "reasoning_effort": 1.5}, "reasoning_effort"),
         (CHAT, {"messages": HI, "presence_penalty": 2.5}, "presence_penalty"),
         (CHAT, {"messages": HI, "frequency_penalty": -2.5}, "frequency_penalty"),
@@ -514,19 +517,6 @@ async def test_tokenizer_that_comes_back_is_waited_for(at: House) -> None:
         await until(lambda: len(at.cluster.encodes) == 2)
         at.cluster.encode_error = None
     assert waiting.result()[0] == 200
-
-
-async def test_tokenizer_that_dies_with_several_calls_costs_no_answer(at: House) -> None:
-    at.cluster.mute_tokenizers = 3
-    status, _, _ = await post(at, CHAT, {"messages": HI})
-    assert status == 200
-
-
-async def test_slow_tokenizer_is_hedged(at: House) -> None:
-    at.cluster.mute_tokenizers = 1
-    status, _, _ = await post(at, CHAT, {"messages": HI})
-    assert status == 200
-    assert len(at.cluster.encodes) == 2
 
 
 async def test_one_open_request_too_many_is_503() -> None:

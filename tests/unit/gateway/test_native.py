@@ -24,7 +24,7 @@ from antiphon.wire.command import (
     PauseWorker,
     SetWeightVersion,
 )
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.routes import ABORT
 from antiphon.wire.sampling import DetailParams
 
@@ -252,6 +252,39 @@ async def test_a_session_has_one_name_and_its_room(at: House) -> None:
     assert (await post(at, "/open_session", {"streaming": True}))[0] == 400
     body = {"text": "abcd", "session_params": {"id": "s"}}
     assert (await post(at, GENERATE, body))[0] == 400
+
+
+async def test_ids_take_room_in_a_session_as_their_text_does(at: House) -> None:
+    await post(at, "/open_session", {"session_id": "s", "capacity_of_str_len": 3})
+    body: Body = {"input_ids": [97, 98, 99, 100], "session_params": {"id": "s"}}
+    status, reply, _ = await post(at, GENERATE, body)
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params")
+    assert (await post(at, GENERATE, body | {"input_ids": [97]}))[0] == 200
+
+
+async def test_an_answer_that_broke_off_is_nothing_to_go_on_from(at: House) -> None:
+    _, name, _ = await post(at, "/open_session", {})
+    at.cluster.row_error = Unavailable("lost")
+    body: Body = {"text": "a", "rid": "x", "session_params": {"id": name}}
+    events = await stream(at, GENERATE, body)
+    assert any("error" in json.loads(event) for event in events if event != "[DONE]")
+    at.cluster.row_error = None
+    on = {"text": "b", "session_params": {"id": name, "rid": "x"}}
+    status, reply, _ = await post(at, GENERATE, on)
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params.rid")
+    assert (await post(at, GENERATE, body))[0] == 200
+
+
+async def test_a_request_that_is_refused_replaces_nothing_of_its_session(at: House) -> None:
+    _, name, _ = await post(at, "/open_session", {})
+    await generate(at, text="a", rid="x", session_params={"id": name})
+    anew: Body = {"text": "b", "session_params": {"id": name, "replace": True}}
+    status, _, _ = await post(at, GENERATE, anew | {"sampling_params": {"max_new_tokens": 1000}})
+    assert status == 400
+    on: Body = {"text": "c", "session_params": {"id": name, "rid": "x"}}
+    assert (await post(at, GENERATE, on))[0] == 200
+    assert (await post(at, GENERATE, anew))[0] == 200
+    assert (await post(at, GENERATE, on))[0] == 400
 
 
 async def test_an_abort_meets_every_name_that_begins_so(at: House) -> None:

@@ -16,8 +16,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core import NotSet
 from schemathesis.core.result import Ok
 from tests.unit.gateway.cluster import House, house
+from tests.unit.gateway.test_stored_responses import joining
 
+from antiphon.testing.nats import NatsServer
 from antiphon.testing.wait import until
+from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -27,18 +30,35 @@ Case = tuple[str, str, bytes | None]
 """Method, path and body."""
 
 AT_ONCE = 8
+POOLING = {
+    *("/v1/embeddings", "/v1/classify", "/v1/rerank", "/encode", "/classify"),
+    *("/api/embed", "/api/embeddings"),
+}
+"""What a model that generates refuses; see `test_pooling`."""
+POOLERS = (
+    PoolingCard(width=2, matryoshka=True),
+    PoolingCard(scores=True, width=2, labels=("bad", "good")),
+    PoolingCard(scores=True, width=1, labels=("LABEL_0",)),
+)
 
 
 @asynccontextmanager
-async def served() -> AsyncGenerator[tuple[House, Json]]:
-    async with house() as at:
+async def served(card: PoolingCard | None = None) -> AsyncGenerator[tuple[House, Json]]:
+    """A gateway and its document; of a model that pools, with what that can do."""
+    async with NatsServer(durable=True) as server, house(joining(server)) as at:
         at.cluster.script = ("a", "b")
+        at.cluster.pooling = card
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"{at.url}/openapi.json") as told,
         ):
             assert told.status == 200
-            yield at, await told.json()
+            document = await told.json()
+            if card is not None:
+                paths = document["paths"]
+                document["paths"] = {path: paths[path] for path in paths if path in POOLING}
+                at.cluster.vector = lambda _: [0.5] * card.width
+            yield at, document
 
 
 async def send(at: House, cases: Sequence[Case]) -> None:
@@ -55,7 +75,8 @@ async def send(at: House, cases: Sequence[Case]) -> None:
                 text = await reply.read()
                 assert reply.status < 500, (method, path, body, text)
                 if reply.status >= 400:
-                    assert json.loads(text)["error"]["message"]
+                    error = json.loads(text)["error"]
+                    assert error["message"] if isinstance(error, dict) else error
 
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
@@ -75,6 +96,8 @@ async def post_examples(at: House, document: Json) -> None:
     count = 0
     async with aiohttp.ClientSession() as session:
         for path, method, operation in operations(document):
+            if path in POOLING:
+                continue
             for body in examples(operation):
                 count += 1
                 if path == "/close_session":
@@ -141,8 +164,8 @@ def _quoted(value: object) -> str:
     return quote(str(value), safe="")
 
 
-async def _conforming_bodies_break_nothing(count: int) -> None:
-    async with served() as (at, document):
+async def _conforming_bodies_break_nothing(count: int, card: PoolingCard | None = None) -> None:
+    async with served(card) as (at, document):
         cases = await asyncio.to_thread(conforming, document, count)
         assert len(cases) >= count * 0.8
         await send(at, cases)
@@ -151,6 +174,13 @@ async def _conforming_bodies_break_nothing(count: int) -> None:
 @pytest.mark.timeout(120)
 async def test_bodies_made_from_the_document_break_nothing() -> None:
     await _conforming_bodies_break_nothing(300)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("card", POOLERS, ids=("embeds", "classifies", "reranks"))
+async def test_bodies_break_nothing_of_a_model_that_pools(card: PoolingCard) -> None:
+    await _conforming_bodies_break_nothing(60, card)
+    await _spoilt_bodies_break_nothing(120, 4, card)
 
 
 @pytest.mark.long
@@ -220,8 +250,10 @@ def _garbled(written: bytes, rng: random.Random) -> bytes:
             return rng.randbytes(rng.randrange(64))
 
 
-async def _spoilt_bodies_break_nothing(count: int, seed: int) -> None:
-    async with served() as (at, document):
+async def _spoilt_bodies_break_nothing(
+    count: int, seed: int, card: PoolingCard | None = None
+) -> None:
+    async with served(card) as (at, document):
         await send(at, spoilt(document, count, seed))
 
 

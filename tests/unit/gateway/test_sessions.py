@@ -14,17 +14,27 @@ def sessions() -> tuple[Sessions, ManualClock, list[str]]:
     return Sessions(clock.now, aborted.append), clock, aborted
 
 
+def run(kept: Sessions, place: Place, rid: str, ids: tuple[int, ...], characters: int = 1) -> None:
+    """A request that was accepted and has not ended."""
+    kept.begin(place, rid, ids, characters)
+    kept.accept(place, rid)
+
+
 def test_what_runs_below_a_replaced_request_is_aborted() -> None:
     kept, _, aborted = sessions()
     name = kept.open(None, 0, None)
-    kept.begin(Place(name), "a", (1,), 1)
+    run(kept, Place(name), "a", (1,))
     kept.end(Place(name), "a", ((2,), "x"))
     below = Place(name, "a")
     assert kept.before(below) == (1, 2)
-    kept.begin(below, "b", (1, 2, 3), 1)
+    run(kept, below, "b", (1, 2, 3))
     with pytest.raises(InvalidRequest, match="has not ended"):
         kept.before(Place(name, "b"))
-    assert kept.before(Place(name, "a", replace=True)) == (1, 2)
+    instead = Place(name, "a", replace=True)
+    assert kept.before(instead) == (1, 2)
+    kept.begin(instead, "c", (1, 2, 4), 1)
+    assert aborted == []
+    kept.accept(instead, "c")
     assert aborted == ["b"]
     kept.end(below, "b", ((4,), "y"))
     with pytest.raises(InvalidRequest, match="not known"):
@@ -34,7 +44,7 @@ def test_what_runs_below_a_replaced_request_is_aborted() -> None:
 def test_a_request_that_failed_is_no_place_to_go_on_from() -> None:
     kept, _, _ = sessions()
     name = kept.open("s", 0, None)
-    kept.begin(Place(name), "a", (1,), 1)
+    run(kept, Place(name), "a", (1,))
     kept.end(Place(name), "a", None)
     with pytest.raises(InvalidRequest, match="not known"):
         kept.before(Place(name, "a"))
@@ -65,9 +75,44 @@ def test_there_are_only_so_many() -> None:
 def test_closing_aborts_what_runs() -> None:
     kept, _, aborted = sessions()
     name = kept.open(None, 0, None)
-    kept.begin(Place(name), "a", (1,), 1)
+    run(kept, Place(name), "a", (1,))
+    kept.begin(Place(name), "b", (1,), 1)
     kept.close(name)
     assert aborted == ["a"]
+    kept.accept(Place(name), "b")
+    assert aborted == ["a", "b"]
     kept.end(Place(name), "a", ((1,), "x"))
     with pytest.raises(InvalidRequest):
         kept.close(name)
+
+
+def test_a_request_that_is_refused_replaces_nothing() -> None:
+    kept, _, aborted = sessions()
+    name = kept.open(None, 0, None)
+    run(kept, Place(name), "a", (1,))
+    kept.end(Place(name), "a", ((2,), "x"))
+    anew = Place(name, replace=True)
+    kept.begin(anew, "a", (3,), 1)
+    with pytest.raises(InvalidRequest, match="has a request 'a'"):
+        kept.begin(anew, "a", (3,), 1)
+    kept.end(anew, "a", None)
+    assert kept.before(Place(name, "a")) == (1, 2)
+    run(kept, anew, "b", (3,))
+    assert aborted == []
+    with pytest.raises(InvalidRequest, match="not known"):
+        kept.before(Place(name, "a"))
+
+
+def test_what_is_forgotten_or_replaced_leaves_its_room() -> None:
+    kept, _, _ = sessions()
+    name = kept.open(None, 10, None)
+    for _ in range(3):
+        run(kept, Place(name), "a", (1,), 9)
+        kept.end(Place(name), "a", None)
+    run(kept, Place(name), "a", (1,), 6)
+    kept.end(Place(name), "a", ((2,), "four"))
+    with pytest.raises(InvalidRequest, match="room for 10 characters"):
+        kept.begin(Place(name), "b", (1,), 1)
+    run(kept, Place(name, replace=True), "b", (1,), 10)
+    with pytest.raises(InvalidRequest, match="room for 10 characters"):
+        kept.begin(Place(name), "c", (1,), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, cast
 
+import aiohttp
 import openai
 import pytest
 from tests.unit.gateway.cluster import MODEL, House, house
@@ -156,6 +157,16 @@ async def test_a_form_begins_behind_the_thinking(at: House) -> None:
 async def test_tools_that_cannot_be_called_are_refused(at: House, said: Body, param: str) -> None:
     status, reply, _ = await post(at, CHAT, {"messages": HI} | said)
     assert (status, cast("Body", reply["error"])["param"]) == (400, param)
+
+
+async def test_a_number_in_a_schema_that_nobody_can_read_is_refused(at: House) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"n": 1e999}]}'
+    headers = {"Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(at.url + CHAT, data=body, headers=headers) as reply,
+    ):
+        assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tools")
 
 
 async def test_a_model_of_which_nobody_knows_how_it_calls_is_not_asked_to() -> None:

@@ -233,6 +233,19 @@ def test_nobody_waits_or_runs_for_longer_than_allowed(
     assert {key: finish.error.code for key, finish in finished if finish.error} == ends
 
 
+def test_the_time_in_the_queue_goes_on_where_it_was_before_the_request_came() -> None:
+    steps = Steps(running_max=1, queue_timeout_s=9.0)
+    steps.add(1, max_new_tokens=30)
+    steps.add(2)
+    steps.add(3, waited_ms=8_000)
+    steps.add(4, waited_ms=4_000)
+    ended: list[list[int]] = []
+    for _ in range(9):
+        steps.go()
+        ended.append([p.key for p in steps.batching.take_progress() if p.finish])
+    assert ended == [[3], [], [], [], [4], [], [], [], [2]]
+
+
 def test_nothing_is_kept_of_what_has_ended_however_far_off_its_time_is() -> None:
     steps = Steps(running_max=2, queue_max=50, queue_timeout_s=1e6, running_timeout_s=1e6)
     for key in range(20):

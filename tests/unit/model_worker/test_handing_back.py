@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.model_worker.handing_back import others, room
+from antiphon.model_worker.handing_back import others, room, tokens_max
 from antiphon.service.peers import Peer, Verdict
 from antiphon.wire.base import Attempt, Process, Role, State, Term
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
@@ -56,3 +56,9 @@ def test_room_is_what_others_could_start_at_once() -> None:
     assert [room([load]) for load in (LOAD, busy, full, short)] == [3, 1, 0, 0]
     assert room([LOAD, busy, full]) == 4
     assert room([]) == 0
+
+
+def test_only_what_others_hold_to_the_end_is_theirs() -> None:
+    small = msgspec.structs.replace(LOAD, context_tokens=64)
+    assert tokens_max([small, LOAD], 128) is None
+    assert tokens_max([small], 128) == 64

@@ -62,6 +62,19 @@ def test_the_embedded_model_says_the_same_beside_others_as_alone() -> None:
     assert together == [answers(open_engine(SMALL), [prompt])[0] for prompt in prompts]
 
 
+def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
+    model = msgspec.structs.replace(SMALL.model, embedding=True)
+    engine = open_engine(msgspec.structs.replace(SMALL, model=model))
+    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    assert warm_up(loop, pools=True).step == 1
+    limits = engine.batching.limits
+    assert engine.resolved is not None
+    assert engine.resolved.pooling.value is not None
+    assert limits.pool_width == engine.resolved.pooling.value.width
+    with pytest.raises(CannotStart, match="does not generate"):
+        warm_up(loop)
+
+
 def test_the_pool_is_as_large_as_the_settings_say_and_bounds_the_context() -> None:
     limits = open_engine(SMALL).batching.limits
     assert limits.context_tokens == 512

@@ -474,6 +474,19 @@ def test_what_has_begun_is_never_asked_back() -> None:
     assert [held.waiting for held in bench.output.held()] == [True, False]
 
 
+def test_what_is_too_long_for_others_is_not_asked_back() -> None:
+    bench = Bench()
+    bench.command(admit("a"), admit("b", choices=2))
+    assert bench.output.unstarted(0, 10) == []
+    assert len(bench.output.unstarted(0, 11)) == 2
+
+
+def test_the_loop_is_told_how_long_a_request_has_waited() -> None:
+    (run,) = Bench().command(admit(waited_ms=1_500))
+    assert isinstance(run, Run)
+    assert run.state.waited_ms == 1_500
+
+
 def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_aborted() -> None:
     bench = Bench()
     bench.command(admit("a", choices=2))

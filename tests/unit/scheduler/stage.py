@@ -43,6 +43,7 @@ class Actor:
         self.process = who
         self.state = State.READY
         self.silent = False
+        self.loading = False
         self.leads: Term | None = None
         self.load = WorkerLoad(
             pages_free=100,
@@ -72,7 +73,7 @@ class Actor:
                 config_digest="digest",
                 health_port=0,
                 load=0,
-                worker=self.load if self.role is Role.WORKER else None,
+                worker=self.load if self.role is Role.WORKER and not self.loading else None,
                 leads=self.leads,
                 not_after_unix_ms=self._stage.clock.unix_ms() + 1000,
             )

@@ -11,6 +11,7 @@ from antiphon.scheduler.actions import Returned
 from antiphon.scheduler.rules import Rules
 from antiphon.wire.base import Role, State
 from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
 if TYPE_CHECKING:
@@ -192,14 +193,43 @@ def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> No
 def test_each_choice_of_a_request_takes_a_place() -> None:
     stage = Stage(Rules(look_ahead=1))
     _, worker, _ = stage.usual()
-    stage.submit("r0", choices=2)
-    stage.submit("r1", choices=2)
+    stage.submit("r0", choices=3)
+    stage.submit("r1")
     assert [admit.request_id for admit in stage.admits(worker)] == ["r0"]
     stage.heard.clear()
     alone = Stage(Rules(look_ahead=1))
     alone.usual()
-    alone.submit("r0", choices=9)
+    alone.submit("r0", choices=900)
     assert len(alone.admits()) == 1, "an idle worker takes any"
+
+
+def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahead() -> None:
+    stage = Stage(Rules(look_ahead=1))
+    gateway, worker, _ = stage.usual()
+    for number in range(3):
+        stage.submit(f"r{number}")
+    stage.submit("many", choices=100)
+    stage.submit("next")
+    admits = stage.admits(worker)
+    assert len(admits) == 3
+    gateway.closes(admits[0].request_id)
+    stage.listen()
+    assert [admit.request_id for admit in stage.admits(worker)][3:] == ["many"]
+    gateway.closes(RequestId("many"))
+    stage.listen()
+    assert [admit.request_id for admit in stage.admits(worker)][4:] == ["next"]
+
+
+def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
+    stage = Stage(Rules(look_ahead=1, waiting_max=8))
+    gateway, worker, _ = stage.usual()
+    stage.submit("r0")
+    stage.submit("r1")
+    stage.submit("many", choices=9)
+    assert len(stage.admits(worker)) == 2
+    gateway.closes(RequestId("r0"))
+    stage.listen()
+    assert [admit.request_id for admit in stage.admits(worker)][2:] == ["many"]
 
 
 def test_the_pages_of_what_has_just_ended_are_there_before_the_next_report() -> None:

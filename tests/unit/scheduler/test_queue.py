@@ -3,31 +3,67 @@ from __future__ import annotations
 from antiphon.scheduler.queue import DrainRate, Queue
 from antiphon.wire.ids import RequestId
 
-A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+A, B, C, D = RequestId("a"), RequestId("b"), RequestId("c"), RequestId("d")
+HIGH, LOW = -5, 0
 
 
-def test_first_come_is_first_served() -> None:
-    queue = Queue(3)
-    for request_id in (A, B, C):
-        queue.push(request_id)
+def queue_of(*waiting: tuple[RequestId, int], overtake_s_max: float = 10.0) -> Queue:
+    """These have come one second after the other, with these ranks."""
+    queue = Queue(3, overtake_s_max)
+    for second, (request_id, rank) in enumerate(waiting):
+        queue.put(request_id, (rank, float(second), second))
+    return queue
+
+
+def test_of_one_rank_first_come_is_first_served() -> None:
+    queue = queue_of((A, LOW), (B, LOW), (C, LOW))
     assert [queue.position(request_id) for request_id in (A, B, C)] == [0, 1, 2]
     queue.remove(A)
-    assert queue.first() == B
+    assert list(queue.line(3.0)) == [B, C]
     assert queue.position(C) == 1
 
 
-def test_one_over_the_bound_is_full_but_what_was_accepted_goes_back_in_front() -> None:
-    queue = Queue(2)
-    queue.push(A)
-    queue.push(B)
+def test_who_outranks_others_goes_before_them() -> None:
+    queue = queue_of((A, LOW), (B, LOW), (C, HIGH))
+    assert list(queue.line(3.0)) == [C, A, B]
+    assert queue.highest() == C
+    assert [queue.position(request_id) for request_id in (A, B, C)] == [1, 2, 0]
+
+
+def test_one_over_the_bound_is_full_but_what_was_accepted_goes_back_to_its_place() -> None:
+    queue = queue_of((A, LOW), (B, LOW), (C, LOW))
     assert queue.full
-    queue.put_back(C)
-    assert queue.first() == C
-    assert len(queue) == 3
+    queue.start(A, 3.0)
+    queue.put(D, (LOW, 3.0, 3))
+    queue.put(A, (LOW, 0.0, 0))
+    assert list(queue.line(4.0)) == [A, B, C, D]
+
+
+def test_who_was_overtaken_for_too_long_takes_turns_with_who_outranks_it() -> None:
+    highs = [RequestId(f"high-{number}") for number in range(4)]
+    queue = queue_of((A, LOW), (B, LOW), *((high, HIGH) for high in highs), overtake_s_max=5.0)
+    queue.start(highs[0], 10.0)
+    assert next(queue.line(14.9)) == highs[1]
+    order: list[RequestId] = []
+    while queue:
+        order.append(next(queue.line(15.0)))
+        queue.start(order[-1], 15.0)
+    assert order == [A, highs[1], B, highs[2], highs[3]]
+
+
+def test_who_left_and_came_again_was_not_overtaken_meanwhile() -> None:
+    queue = queue_of((A, LOW), (B, HIGH), (C, HIGH), overtake_s_max=5.0)
+    queue.start(B, 10.0)
+    queue.remove(A)
+    queue.put(A, (LOW, 0.0, 0))
+    assert next(queue.line(16.0)) == C
+    queue.start(C, 16.0)
+    assert list(queue.line(22.0)) == [A]
 
 
 def test_the_place_of_one_who_does_not_wait_is_next() -> None:
-    assert Queue(1).position(A) == 0
+    assert queue_of().position(A) == 0
+    assert queue_of().highest() is None
 
 
 def test_retry_after_is_the_time_that_the_queue_takes_to_drain() -> None:

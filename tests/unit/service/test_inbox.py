@@ -151,8 +151,9 @@ async def test_a_stream_is_applied_in_order_and_survives_what_it_cannot_apply(
             raise InvalidRequest("an odd number of bytes")
         applied.append(name)
 
-    inbox = StreamInbox("route", apply, counts=RouteCounts(Metrics(), tally))
-    async with client_bus(MemoryTransport(broker)) as bus:
+    async with client_bus(MemoryTransport(broker)) as bus, Tasks() as calls:
+        counts = RouteCounts(Metrics(), tally)
+        inbox = StreamInbox("route", apply, calls=calls, counts=counts)
         subscription = await bus.listen(DISCOVER, inbox.deliver)
         for n in range(50):
             asker = Process(instance=InstanceId(str(n)), incarnation=Incarnation("1"))

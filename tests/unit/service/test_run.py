@@ -195,6 +195,41 @@ async def test_a_crash_in_the_background_ends_the_process_and_answers_what_was_t
         assert service.left
 
 
+class Wrong(EchoService):
+    """Follows a feed that it cannot apply."""
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return (*super().endpoints(), Follow(route=OPEN, apply=self._opened, address={}))
+
+    async def _opened(self, _: OpenList) -> None:
+        raise AssertionError("wrong, on purpose")
+
+
+async def test_an_assertion_that_fails_in_a_feed_ends_the_process_and_answers_what_was_taken() -> (
+    None
+):
+    broker, service = MemoryBroker(), Wrong()
+    async with callers(broker) as calls:
+        async with running(service, MemoryTransport(broker)) as run:
+            calls.call(3, after_s=LONG_S)
+            await until(lambda: open_calls(run) == 3)
+            async with client_bus(MemoryTransport(broker), "gateway", party=Role.GATEWAY) as bus:
+                await bus.publish(OPEN, an_open_list(bus), model=MODEL)
+                await run.gone.wait()
+            with pytest.raises(ExceptionGroup) as raised:
+                await run.ended()
+        assert raised.group_contains(AssertionError, match="wrong, on purpose")
+        assert await calls.outcomes() == ["unavailable"] * 3
+        assert service.left
+
+
+def an_open_list(bus: Bus) -> OpenList:
+    return OpenList(
+        model=MODEL, owner=bus.process, version=1, whole=True, opened=(), closed=(),
+        not_after_unix_ms=0,
+    )  # fmt: skip
+
+
 class SlowStart(EchoService):
     """Loads for ever."""
 

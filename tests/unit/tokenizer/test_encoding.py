@@ -16,8 +16,8 @@ from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests, namespace
-from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.errors import Internal, InvalidRequest, RequestTooLarge, Unsupported
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,6 +84,45 @@ def test_an_error_hurts_no_other_text(folder: Path):
     assert ids(good) == [0, 2]
 
 
+def test_a_bug_that_one_text_meets_is_told_to_its_caller_only(
+    folder: Path, caplog: pytest.LogCaptureFixture
+):
+    (folder / "chat_template.jinja").write_text("{{ 'a' * (messages[0].content | int) }}")
+    texts = [Text((ChatMessage(role="user", content=n),), None) for n in (f"{10**18}", "1")]
+    bad, good = TextEncoder(vocabulary.read(folder), ROOT, 1000).encode(texts)
+    assert isinstance(bad, Internal)
+    assert ids(good) == [2]
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[0] is MemoryError
+
+
+@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "messages"])
+@pytest.mark.parametrize(("indent", "step"), [("", 1), ("indent=2", 37)])
+def test_what_is_nested_too_deep_is_the_callers_error_at_every_depth(
+    folder: Path, field: str, indent: str, step: int
+):
+    given = {"tools": "tools", "chat_template_kwargs": "x", "messages": "messages[0].tool_calls"}
+    (folder / "chat_template.jinja").write_text(f"{{{{ {given[field]} | tojson({indent}) }}}}")
+    encoder = TextEncoder(vocabulary.read(folder), ROOT, 100_000_000)
+    params = {
+        "tools": lambda deep: TemplateParams(tools=f'[{{"x": {deep}}}]'),
+        "chat_template_kwargs": lambda deep: TemplateParams(options=f'{{"x": {deep}}}'),
+    }
+    errors: list[Exception] = []
+    for depth in range(1, 1100, step):
+        deep = "[" * depth + "]" * depth
+        call = MessageToolCall(id="c", name="f", arguments=f'{{"x": {deep}}}')
+        turn = ChatMessage(
+            role="user", content="a", tool_calls=(call,) if field == "messages" else ()
+        )
+        template = params[field](deep) if field in params else TemplateParams()
+        (done,) = encoder.encode([Text((turn,), None, template=template)])
+        errors += [done] if isinstance(done, Exception) else []
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert {getattr(error, "param", None) for error in errors} == {field}
+
+
 def test_a_broken_card_names_its_file(folder: Path):
     (folder / "tokenizer_config.json").write_text('{"chat_template": 3}')
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
@@ -113,3 +152,24 @@ def test_salt_and_model_separate_namespaces():
     assert (
         len({namespace("m", ""), namespace("m", "s"), namespace("n", ""), namespace("ms", "")}) == 4
     )
+
+
+def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
+    pair = Text(None, "a b", pair="b a a")
+    (plain,) = TextEncoder(vocabulary.read(folder), ROOT, 1000).encode([pair])
+    assert isinstance(plain, Encoded)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:0 $B:1", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told_apart = encode(folder, pair)
+    assert isinstance(told_apart, Encoded)
+    assert (ids(told_apart), told_apart.second_from) == ([0, 2, 3, 0, 3, 2, 2], 4)
+    alone = encode(folder, Text(None, "a b"))
+    assert isinstance(alone, Encoded)
+    assert (ids(alone), alone.second_from) == ([0, 2, 3], None)
+
+
+def test_both_texts_of_a_pair_count_for_its_size(folder: Path):
+    assert isinstance(encode(folder, Text(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)

@@ -33,6 +33,19 @@ def test_calls(template: str, tools: str | None):
 
 
 @pytest.mark.parametrize(
+    ("template", "reranks"),
+    [
+        ('Judge. Note that the answer can only be "yes" or "no". {{ messages[0] }}', True),
+        (r"""{{ 'The answer can only be \"yes\" or \"no\".' }}""", True),
+        ('The answer can only be "good" or "bad".', False),
+        ("{{ messages }}", False),
+    ],
+)
+def test_reranking(template: str, reranks: bool):
+    assert habits_of(template).reranks is reranks
+
+
+@pytest.mark.parametrize(
     ("template", "reasoning"),
     [
         ("{{ '<think>\n' + reasoning + '</think>' }}", "qwen3"),

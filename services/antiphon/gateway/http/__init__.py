@@ -1,1 +1,1 @@
-"""The door over HTTP: OpenAI's routes, as JSON and as server-sent events."""
+"""The door over HTTP: families of APIs, as JSON and as server-sent events."""

@@ -8,7 +8,8 @@ shows errors is a line in `errors.py`. It never talks to the bus, and it never w
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
+import logging
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -16,7 +17,9 @@ from aiohttp import web
 
 from antiphon.gateway.chorus import Answer, Chorus
 from antiphon.gateway.http import fields
+from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
+from antiphon.gateway.http.sse import CONTENT_TYPE
 from antiphon.gateway.owner.actions import Finished, Said
 from antiphon.gateway.together import together
 from antiphon.wire.errors import EngineError
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.fields import Refused
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.metrics import GatewayMetrics
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
 
     Taken = list[tuple[int, list[StreamEvent]]]
     VoiceOf = Callable[[Sequence[Stream]], Awaitable[Voice]]
+    Write = Callable[[bytes], Awaitable[None]]
+
+log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -42,6 +49,8 @@ T = TypeVar("T")
 _NONE: Mapping[str, Refused] = {}
 _GRAMMAR = "grammar"
 """What an engine calls a grammar that has a mistake; the client called it otherwise."""
+_PROMPT = ("prompt", "messages")
+"""What a tokenizer calls a text that is too long."""
 _LAST_WORDS_S = 10.0
 """How long a client may take for what is left once its requests have ended."""
 
@@ -60,11 +69,13 @@ class Answering:
         entrance: Entrance,
         driver: Driver,
         metrics: GatewayMetrics,
+        detached: Detached,
         body_bytes_max: int,
     ) -> None:
         self._entrance = entrance
         self._driver = driver
         self._metrics = metrics
+        self._detached = detached
         self._body_bytes_max = body_bytes_max
 
     async def read(
@@ -98,8 +109,50 @@ class Answering:
             if streamed:
                 return await self._tell(request, chorus, voice)
             body = voice.whole(await self._whole(chorus))
+            await voice.keep()
             headers = _named(chorus)
             return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def detach(
+        self, request: web.Request, asks: Sequence[Ask], voice_of: VoiceOf, write: Write
+    ) -> Voice:
+        """Answer prompts whether or not the client stays; return once they have entered.
+
+        Args:
+            request: The client's.
+            asks: The prompts.
+            voice_of: Makes the voice; it has to keep what is said, since nobody may be there.
+            write: Takes what the voice tells, as a client would.
+
+        Raises:
+            EngineError: One of them cannot enter, or the voice cannot begin.
+        """
+        begun: asyncio.Future[Voice] = asyncio.get_running_loop().create_future()
+        self._detached.start(self._alone(request, asks, voice_of, write, begun))
+        return await begun
+
+    async def relay(self, request: web.Request, told: AsyncGenerator[bytes]) -> web.StreamResponse:
+        """Pass on what was told elsewhere, until it is over or the client leaves.
+
+        Raises:
+            EngineError: There is nothing to pass on. If that comes later the connection ends.
+        """
+        async with aclosing(told):
+            first = await anext(told, b"")
+            response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE} | _STREAM)
+            request[BEGUN] = True
+            try:
+                await response.prepare(request)
+                await response.write(first)
+                async for piece in told:
+                    await response.write(piece)
+                await response.write_eof()
+            except EngineError:
+                if request.transport is not None:
+                    request.transport.abort()
+            except ConnectionError:
+                pass  # the client left
+            return response
 
     async def hear(self, request: web.Request, asks: Sequence[Ask]) -> list[Answer]:
         """Return the answers to prompts, for a reply that is no generation.
@@ -110,14 +163,37 @@ class Answering:
         async with self._open(request, asks) as chorus:
             return await self._whole(chorus)
 
+    async def hear_each(
+        self,
+        request: web.Request,
+        asks: Sequence[Ask],
+        keep: Callable[[Answer], T],
+        open_max: int,
+    ) -> list[T]:
+        """Return what is kept of the answer to each prompt; at most so many are under way.
+
+        Raises:
+            EngineError: One of them ended with it; the others are cancelled.
+        """
+        places = asyncio.Semaphore(self._entrance.together(tenant_of(request), open_max))
+
+        async def one(ask: Ask) -> T:
+            async with places:
+                (answer,) = await self.hear(request, [ask])
+                return keep(answer)
+
+        return await together([one(ask) for ask in asks])
+
     @asynccontextmanager
     async def _open(self, request: web.Request, asks: Sequence[Ask]) -> AsyncGenerator[Chorus]:
         """Enter with every prompt, and leave with what has not ended: by cancellation, too."""
         trace = request.headers.get("traceparent")
+        tenant = tenant_of(request)
+        self._entrance.check_count(tenant, len(asks))
         streams: dict[int, Stream] = {}
 
         async def enter(index: int) -> None:
-            ask = msgspec.structs.replace(asks[index], traceparent=trace)
+            ask = msgspec.structs.replace(asks[index], tenant=tenant, traceparent=trace)
             streams[index] = await self._entrance.enter(ask)
 
         try:
@@ -128,6 +204,8 @@ class Answering:
         except EngineError as error:
             if error.param == _GRAMMAR:
                 error.param = asks[0].grammar_field
+            elif error.param in _PROMPT:
+                error.param = asks[0].prompt_field or error.param
             raise
         finally:
             for stream in streams.values():
@@ -144,6 +222,34 @@ class Answering:
                 raise chorus.error
         return answers
 
+    async def _alone(
+        self,
+        request: web.Request,
+        asks: Sequence[Ask],
+        voice_of: VoiceOf,
+        write: Write,
+        begun: asyncio.Future[Voice],
+    ) -> None:
+        """Tell it to `write`. Once it has begun there is nobody to raise for."""
+        try:
+            async with self._open(request, asks) as chorus:
+                voice = await voice_of(chorus.streams)
+                if not begun.done():
+                    begun.set_result(voice)
+                await write(voice.begin())
+                said = False
+                while not chorus.ended and chorus.error is None:
+                    taken = await chorus.take()
+                    told = await _written(chorus, taken, voice)
+                    self._count_all(chorus, taken)
+                    await write(told)
+                    if not (said or chorus.ended):
+                        said = True
+                        await _keep_if_possible(voice)
+        except EngineError as error:
+            if not begun.done():
+                begun.set_exception(error)
+
     async def _tell(self, request: web.Request, chorus: Chorus, voice: Voice) -> web.StreamResponse:
         """Write events as they come. What fails before the first one has a status of its own."""
         taken = await chorus.take()
@@ -156,11 +262,11 @@ class Answering:
             async with asyncio.timeout(None) as patience:
                 with _limit(chorus, patience):
                     await response.prepare(request)
-                    await response.write(voice.begin() + _written(chorus, taken, voice))
+                    await response.write(voice.begin() + await _written(chorus, taken, voice))
                     while not chorus.ended and chorus.error is None:
                         self._count_all(chorus, taken)
                         taken = await chorus.take()
-                        await response.write(_written(chorus, taken, voice))
+                        await response.write(await _written(chorus, taken, voice))
                     await response.write_eof()
         except TimeoutError:
             if request.transport is not None:
@@ -183,18 +289,35 @@ def _heard(taken: Taken) -> bool:
     return any(isinstance(event, Said | Finished) for _, events in taken for event in events)
 
 
-def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
+async def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
     """Put all that waits into one piece: one write, however many steps have passed."""
     told = b"".join(
         voice.chunks(prompt, [event for event in events if isinstance(event, Said | Finished)])
         for prompt, events in taken
     )
-    if chorus.error is not None:
-        return told + voice.failure(chorus.error)
-    if not chorus.ended:
+    if chorus.error is None and not chorus.ended:
         return told
-    ends = (stream.ended for stream in chorus.streams)
-    return told + voice.end([end.usage for end in ends if end is not None])
+    return told + await _last_words(chorus, voice)
+
+
+async def _keep_if_possible(voice: Voice) -> None:
+    """Show that there is something; that it cannot be shown now ends nothing."""
+    try:
+        await voice.keep()
+    except EngineError as error:
+        log.info("progress not kept", extra={"code": error.code})
+
+
+async def _last_words(chorus: Chorus, voice: Voice) -> bytes:
+    if chorus.error is not None:
+        last = voice.failure(chorus.error)
+    else:
+        last = voice.end([end.usage for each in chorus.streams if (end := each.ended) is not None])
+    try:
+        await voice.keep()
+    except EngineError as error:
+        return last if chorus.error is not None else voice.failure(error)
+    return last
 
 
 @contextmanager

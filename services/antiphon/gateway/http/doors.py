@@ -6,29 +6,41 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.answering import Answering
+from antiphon.gateway.http.anthropic.messages import Messages
 from antiphon.gateway.http.native.control import Control
+from antiphon.gateway.http.native.encoding import Encoding
 from antiphon.gateway.http.native.generation import Generation
 from antiphon.gateway.http.native.health import Health
 from antiphon.gateway.http.native.info import Info
 from antiphon.gateway.http.native.parsing import Parsing
+from antiphon.gateway.http.ollama.embedding import OllamaEmbedding
+from antiphon.gateway.http.ollama.generation import OllamaGeneration
+from antiphon.gateway.http.ollama.library import Library
+from antiphon.gateway.http.openai.classifying import Classifying
 from antiphon.gateway.http.openai.completions import Completions
+from antiphon.gateway.http.openai.embeddings import Embeddings
 from antiphon.gateway.http.openai.models import Models
+from antiphon.gateway.http.openai.reranking import Reranking
+from antiphon.gateway.http.openai.responses.responses import Responses
 from antiphon.gateway.http.openai.scoring import Scoring
 from antiphon.gateway.http.openai.tokens import Tokens
 from antiphon.gateway.http.openapi import OpenApi
+from antiphon.gateway.http.pooling import Vectors
 from antiphon.gateway.sessions import Sessions
 from antiphon.gateway.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.gateway.access.access import Access
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.operation import Operation
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import ModelName
+    from antiphon.wire.ids import ModelName, TenantId
 
 
 def operations(
@@ -38,21 +50,36 @@ def operations(
     driver: Driver,
     tokenizers: TokenizerCalls,
     metrics: GatewayMetrics,
+    access: Access,
+    detached: Detached,
 ) -> Sequence[Operation]:
     """All that can be asked."""
     gateway = runtime.settings.gateway
-    answering = Answering(entrance, driver, metrics, gateway.body_bytes_max)
+    answering = Answering(entrance, driver, metrics, detached, gateway.body_bytes_max)
     workers = Workers(runtime, model)
     control = Control(answering, entrance, workers)
-    sessions = Sessions(runtime.clock.now, partial(entrance.abort, exact=True))
+    vectors = Vectors(answering, tokenizers)
+
+    def sessions_of(tenant: TenantId) -> Sessions:
+        return Sessions(runtime.clock.now, partial(entrance.abort, tenant=tenant, exact=True))
+
     served = (
         *Completions(answering, tokenizers, runtime, model).operations(),
-        *Models(runtime, model, tokenizers).operations(),
+        *Messages(answering, tokenizers, runtime, model).operations(),
+        *Responses(answering, entrance, tokenizers, runtime, model).operations(),
+        *Models(runtime, model, tokenizers, access).operations(),
         *Tokens(answering, tokenizers, runtime, model).operations(),
         *Scoring(answering, model).operations(),
-        *Generation(answering, tokenizers, sessions, runtime).operations(),
+        *Embeddings(answering, vectors, model).operations(),
+        *Classifying(answering, vectors, model).operations(),
+        *Reranking(answering, vectors, tokenizers).operations(),
+        *Encoding(answering, vectors, runtime).operations(),
+        *Generation(answering, tokenizers, sessions_of, runtime).operations(),
+        *OllamaEmbedding(answering, vectors, model).operations(),
+        *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
+        *Library(answering, tokenizers, runtime, model, access).operations(),
         *Info(runtime, model, tokenizers, workers).operations(),
-        *Health(runtime, model, answering).operations(),
+        *Health(runtime, model, answering, tokenizers).operations(),
         *control.operations(),
         *Parsing(answering).operations(),
     )

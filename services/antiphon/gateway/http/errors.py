@@ -1,16 +1,24 @@
-"""Errors as OpenAI clients read them: `{"error": {message, type, param, code}}` everywhere."""
+"""Errors as clients read them: each family of APIs has its shape, which goes by the path."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from antiphon.wire.errors import EngineError, Overloaded
+
 if TYPE_CHECKING:
-    from antiphon.wire.errors import EngineError
+    from collections.abc import Callable
 
 _SERVER_ERROR = 500
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -28,11 +36,73 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+class MessagesError(msgspec.Struct, frozen=True):
+    """What went wrong; the message begins with the field at fault, if one is."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
+    """The same of the Messages API. There is a request id once the request was taken in."""
+
+    type: Literal["error"]
+    error: MessagesError
+    request_id: str | None
+
+
+class PlainError(msgspec.Struct, frozen=True):
+    """The same to Ollama's clients: a text, which names the field at fault, if one is."""
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a family shows errors.
+
+    Attributes:
+        body: What their JSON is made from.
+        write: Makes it; the second argument is the request's id, if it was taken in.
+        status: The status of the reply.
+        id_header: What names the request on every answer besides `X-Request-Id`.
+    """
+
+    body: type[msgspec.Struct]
+    write: Callable[[EngineError, str | None], msgspec.Struct]
+    status: Callable[[EngineError], int]
+    id_header: str | None = None
+
+
+def shape_of(path: str) -> Shape:
+    """The shape of errors on a path, whether or not it is routed."""
+    at = (shape for place, shape in _SHAPES if path == place or path.startswith(f"{place}/"))
+    return next(at, _OPENAI)
+
+
 def envelope(error: EngineError) -> ErrorEnvelope:
-    """Write an error for a client. A bug of ours shows its code and nothing of its text."""
-    message = "Internal server error." if error.status == _SERVER_ERROR else error.message
-    kind = "server_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
-    return ErrorEnvelope(ErrorBody(message, kind, error.param, error.code))
+    """Write an error as OpenAI clients read it."""
+    kind = _TYPES.get(error.status, "invalid_request_error")
+    if error.status >= _SERVER_ERROR:
+        kind = "server_error"
+    return ErrorEnvelope(ErrorBody(_shown(error), kind, error.param, error.code))
+
+
+def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErrorEnvelope:
+    """Write an error as Anthropic clients read it."""
+    text = _shown(error)
+    if error.param is not None and not text.startswith(error.param):
+        text = f"{error.param}: {text}"
+    fallback = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
+    kind = _MESSAGES_TYPES.get(_messages_status(error), fallback)
+    return MessagesErrorEnvelope("error", MessagesError(kind, text), request_id)
+
+
+def plain(error: EngineError) -> PlainError:
+    """Write an error as Ollama's clients read it."""
+    text = _shown(error)
+    named = error.param is None or error.param in text
+    return PlainError(text if named else f"{error.param}: {text}")
 
 
 def retry_after(error: EngineError) -> dict[str, str]:
@@ -40,3 +110,52 @@ def retry_after(error: EngineError) -> dict[str, str]:
     if error.retry_after_s is None:
         return {}
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def _shown(error: EngineError) -> str:
+    """A bug of ours shows its code and nothing of its text."""
+    return "Internal server error." if error.status == _SERVER_ERROR else error.message
+
+
+_OVERLOADED = 529
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+def _messages_status(error: EngineError) -> int:
+    """A full queue has a status of its own there, which no registry of HTTP has."""
+    return _OVERLOADED if isinstance(error, Overloaded) else error.status
+
+
+_OPENAI = Shape(
+    body=ErrorEnvelope,
+    write=lambda error, _: envelope(error),
+    status=lambda error: error.status,
+)
+_SHAPES = (
+    (
+        "/v1/messages",
+        Shape(
+            body=MessagesErrorEnvelope,
+            write=messages_envelope,
+            status=_messages_status,
+            id_header="request-id",
+        ),
+    ),
+    (
+        "/api",
+        Shape(
+            body=PlainError,
+            write=lambda error, _: plain(error),
+            status=lambda error: error.status,
+        ),
+    ),
+)

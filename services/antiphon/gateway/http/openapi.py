@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 from aiohttp import web
 
-from antiphon.gateway.http.errors import ErrorEnvelope
+from antiphon.gateway.http.errors import shape_of
 from antiphon.gateway.http.operation import Operation
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ Object = dict[str, object]
 
 _REF = "#/components/schemas/{name}"
 _VARIABLE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
-_ERROR: Object = {
-    "description": "What went wrong.",
-    "content": {"application/json": {"schema": {"$ref": _REF.format(name=ErrorEnvelope.__name__)}}},
-}
 
 
 class OpenApi:
@@ -48,9 +44,14 @@ class OpenApi:
 
 def document(operations: Sequence[Operation]) -> Object:
     """Describe operations as OpenAPI 3.1 does."""
-    types = {each for one in operations for each in (one.body, one.reply) if each is not None}
+    types = {
+        each
+        for one in operations
+        for each in (one.body, one.reply, shape_of(one.path).body)
+        if each is not None
+    }
     ordered = sorted(types, key=lambda each: each.__name__)
-    _, components = msgspec.json.schema_components([*ordered, ErrorEnvelope], ref_template=_REF)
+    _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     paths: dict[str, Object] = {}
     for one in operations:
         paths.setdefault(_VARIABLE.sub(r"{\1}", one.path), {})[one.method.lower()] = _described(one)
@@ -67,7 +68,7 @@ def _described(one: Operation) -> Object:
         "summary": one.summary,
         "operationId": f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path)}",
         "parameters": _parameters(one),
-        "responses": {"200": _reply(one), "default": _ERROR},
+        "responses": {"200": _reply(one), "default": _error(one)},
     }
     if one.deprecated:
         described["deprecated"] = True
@@ -94,8 +95,16 @@ def _reply(one: Operation) -> Object:
         fields = set(() if one.body is None else one.body.__struct_fields__)
         content = cast("dict[str, Object]", reply["content"])
         if "stream" in fields:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content[one.streamed_as] = {"schema": {"type": "string"}}
     return reply
+
+
+def _error(one: Operation) -> Object:
+    schema: Object = {"$ref": _REF.format(name=shape_of(one.path).body.__name__)}
+    return {
+        "description": "What went wrong.",
+        "content": {"application/json": {"schema": schema}},
+    }
 
 
 def _parameters(one: Operation) -> list[Object]:

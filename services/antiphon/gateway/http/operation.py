@@ -26,10 +26,12 @@ class Operation:
         summary: A sentence.
         body: What its body is decoded as; None: it has none.
         reply: What it answers with, if that is JSON of a struct.
+        streamed_as: The type of its streams, if its body may ask for one.
         query: Names of its query parameters, each with its meaning.
         examples: Bodies that are served, for the document.
         refused: Fields of other servers' bodies that are refused here.
         deprecated: Whether another path has taken its place.
+        admin: Whether it is an operator's, as SGLang's admin key has it.
     """
 
     method: str
@@ -38,10 +40,12 @@ class Operation:
     summary: str
     body: type[msgspec.Struct] | None = None
     reply: type[msgspec.Struct] | None = None
+    streamed_as: str = "text/event-stream"
     query: Mapping[str, str] | None = None
     examples: tuple[Mapping[str, object], ...] = ()
     refused: Mapping[str, Refused] = field(default_factory=dict[str, "Refused"])
     deprecated: bool = False
+    admin: bool = False
 
 
 def routes(operations: Iterable[Operation]) -> list[web.RouteDef]:

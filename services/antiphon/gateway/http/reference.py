@@ -11,11 +11,23 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.config.markdown import table
+from antiphon.gateway.http.anthropic import refused as anthropic
+from antiphon.gateway.http.anthropic.bodies import CountBody, MessagesBody
 from antiphon.gateway.http.native import control, generation, parsing
 from antiphon.gateway.http.native import refused as native
 from antiphon.gateway.http.native.bodies import GenerateBody
+from antiphon.gateway.http.native.encoding import EncodeBody
+from antiphon.gateway.http.ollama import library
+from antiphon.gateway.http.ollama import refused as ollama
+from antiphon.gateway.http.ollama.bodies import OllamaChatBody, OllamaGenerateBody
+from antiphon.gateway.http.ollama.embedding import OllamaEmbedBody, OllamaEmbeddingBody
 from antiphon.gateway.http.openai import refused as openai
 from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.classifying import ClassifyBody
+from antiphon.gateway.http.openai.embeddings import EmbeddingBody
+from antiphon.gateway.http.openai.reranking import RerankBody
+from antiphon.gateway.http.openai.responses.bodies import ResponsesBody
+from antiphon.gateway.http.openai.responses.refused import RESPONSES
 from antiphon.gateway.http.openai.scoring import ScoreBody
 from antiphon.gateway.http.openai.tokens import DetokenizeBody, TokenizeBody
 
@@ -33,10 +45,23 @@ _WIDE = 2**31 - 1
 BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, Refused]], ...] = (
     ("/v1/chat/completions", ChatBody, openai.CHAT),
     ("/v1/completions", CompletionBody, openai.COMPLETION),
+    ("/v1/messages", MessagesBody, anthropic.MESSAGES),
+    ("/v1/messages/count_tokens", CountBody, anthropic.COUNT),
+    ("/v1/responses", ResponsesBody, RESPONSES),
     ("/v1/tokenize", TokenizeBody, {}),
     ("/v1/detokenize", DetokenizeBody, {}),
     ("/v1/score", ScoreBody, {}),
+    ("/v1/embeddings", EmbeddingBody, openai.EMBEDDING),
+    ("/v1/classify", ClassifyBody, openai.EMBEDDING),
+    ("/v1/rerank", RerankBody, openai.EMBEDDING),
+    ("/encode", EncodeBody, native.ENCODE),
+    ("/classify", EncodeBody, native.ENCODE),
     ("/generate", GenerateBody, native.GENERATE),
+    ("/api/chat", OllamaChatBody, ollama.CHAT),
+    ("/api/generate", OllamaGenerateBody, ollama.GENERATE),
+    ("/api/embed", OllamaEmbedBody, ollama.EMBED),
+    ("/api/embeddings", OllamaEmbeddingBody, {}),
+    ("/api/show", library.ShowBody, {}),
     ("/open_session", generation.OpenSession, {}),
     ("/close_session", generation.CloseSession, {}),
     ("/abort_request", control.AbortBody, {}),

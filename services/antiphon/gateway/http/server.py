@@ -8,17 +8,27 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
 
-from antiphon.gateway.http.errors import ErrorBody, ErrorEnvelope, envelope, retry_after
+from antiphon.gateway.http.cors import allow_origins
+from antiphon.gateway.http.errors import retry_after, shape_of
 from antiphon.service.web import web_server
-from antiphon.wire.errors import EngineError, Internal, InvalidRequest, RequestTooLarge
+from antiphon.wire.errors import (
+    EngineError,
+    HeadersTooLarge,
+    Internal,
+    InvalidRequest,
+    RequestTooLarge,
+    Unauthorized,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable
 
-    from aiohttp.typedefs import Handler
+    from aiohttp.typedefs import Handler, Middleware
+
+    from antiphon.config.gateway import GatewayConfig
 
 log = logging.getLogger(__name__)
 
@@ -32,30 +42,43 @@ REQUEST_ID = web.RequestKey("request_id", str)
 
 _BODY_S = 60.0
 _LEAVE_S = 5.0
-_HEADER_BYTES_MAX = 16 * 1024
+IDLE_S = 75.0
+"""How long a connection may wait for its next request, and take for its headers."""
+_TOO_MANY_HEADERS = "Too many headers received"
+"""How the parser says that; it has no class of its own for it."""
 
 
 @asynccontextmanager
 async def http_server(
-    host: str, port: int, routes: Iterable[web.AbstractRouteDef]
+    config: GatewayConfig,
+    routes: Iterable[web.AbstractRouteDef],
+    guard: Middleware,
+    origins: frozenset[str],
 ) -> AsyncGenerator[int]:
     """Answer while inside; gives the port. A client that leaves cancels its handler.
+
+    `guard` lets requests in; pages of `origins` may call.
 
     Raises:
         CannotStart: The port is taken, or the address is not ours.
     """
     app = web.Application(middlewares=[_errors], client_max_size=0)  # we count for ourselves
+    app.on_response_prepare.append(_name)
+    if origins:
+        allow_origins(app, origins)  # before the guard: browsers ask for leave without a key
+    app.middlewares.append(guard)
     app.add_routes(routes)
-    runner = web.AppRunner(
+    runner = _Runner(
         app,
         logger=_protocol_log,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=_LEAVE_S,
-        max_line_size=_HEADER_BYTES_MAX,
-        max_field_size=_HEADER_BYTES_MAX,
+        keepalive_timeout=IDLE_S,
+        max_line_size=config.header_bytes_max,
+        max_field_size=config.header_bytes_max,
     )
-    async with web_server(runner, host, port) as bound:
+    async with web_server(runner, config.host, config.port) as bound:
         yield bound
 
 
@@ -66,7 +89,7 @@ async def read_json(request: web.Request, bytes_max: int) -> bytes:
         InvalidRequest: Another content type, or a body that broke off.
         RequestTooLarge: Says how large it is, or how much of it had come.
     """
-    if request.content_type != "application/json":
+    if request.content_type != "application/json" and not _unsaid(request):
         raise InvalidRequest(
             f"Unsupported Media Type: send application/json, not {request.content_type}"
         )
@@ -81,6 +104,14 @@ async def read_json(request: web.Request, bytes_max: int) -> bytes:
         raise InvalidRequest("the body broke off or cannot be decoded") from error
 
 
+def _unsaid(request: web.Request) -> bool:
+    """Whether the type may be left open: Ollama's users write `curl -d`, which says it is a form.
+
+    A page that a browser shows must not get through so without being asked for: it has an origin.
+    """
+    return request.path.startswith("/api/") and "Origin" not in request.headers
+
+
 async def _read(request: web.Request, bytes_max: int) -> bytes:
     body = bytearray()
     async for chunk in request.content.iter_any():
@@ -90,13 +121,59 @@ async def _read(request: web.Request, bytes_max: int) -> bytes:
     return bytes(body)
 
 
-def failure(error: EngineError) -> web.Response:
-    """Write an error as a reply."""
-    response = _reply(error.status, envelope(error))
-    response.headers.update(retry_after(error))
+def failure(error: EngineError, request: web.BaseRequest) -> web.Response:
+    """Write an error as a reply, in the shape of the request's path."""
+    shape = shape_of(request.path)
+    response = web.Response(
+        status=shape.status(error),
+        body=msgspec.json.encode(shape.write(error, request.get(REQUEST_ID))),
+        content_type="application/json",
+        headers=retry_after(error),
+    )
+    if isinstance(error, Unauthorized):
+        response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
     if isinstance(error, RequestTooLarge):
         response.force_close()  # the rest of the body may still be under way
     return response
+
+
+async def _name(request: web.Request, response: web.StreamResponse) -> None:
+    """Name the request by the header that its family has for that."""
+    header = shape_of(request.path).id_header
+    if header is not None and (request_id := request.get(REQUEST_ID)) is not None:
+        response.headers[header] = request_id
+
+
+class _Runner(web.AppRunner):
+    """Serves an application over connections of ours."""
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(made.request_handler, request_factory=made.request_factory, **self._kwargs)
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    """Tells what is too long from what is not HTTP: errors of the parser reach no middleware."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        too_many = isinstance(exc, BadHttpMessage) and exc.message == _TOO_MANY_HEADERS
+        if not (too_many or isinstance(exc, LineTooLong)):
+            return super().handle_error(request, status, exc, message)
+        log.info("headers too large")
+        limits = f"{self.max_headers} headers, {self.max_field_size} bytes each and for the path"
+        text = f"The headers are too large; the limits are {limits}."
+        return failure(HeadersTooLarge(text), request)
 
 
 @web.middleware
@@ -104,7 +181,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineError as error:
-        response = failure(error)
+        response = failure(error, request)
         if (request_id := request.get(REQUEST_ID)) is not None:
             response.headers["X-Request-Id"] = request_id
         return response
@@ -114,16 +191,29 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         log.exception("handler failed", extra={"path": request.path})
         if request.get(BEGUN, False) and request.transport is not None:
             request.transport.abort()
-        return failure(Internal("internal error"))
+        return failure(Internal("internal error"), request)
+
+
+class _NotFound(InvalidRequest):
+    """There is no such path."""
+
+    code = "not_found"
+    status = web.HTTPNotFound.status_code
+
+
+class _NotAllowed(InvalidRequest):
+    """There is, for other methods."""
+
+    code = "method_not_allowed"
+    status = web.HTTPMethodNotAllowed.status_code
 
 
 def _unrouted(request: web.Request, error: web.HTTPException) -> web.Response:
-    if error.status == web.HTTPMethodNotAllowed.status_code:
-        text, code = f"{request.method} is not allowed on {request.path}", "method_not_allowed"
+    if error.status == _NotAllowed.status:
+        refusal = _NotAllowed(f"{request.method} is not allowed on {request.path}")
     else:
-        text, code = f"{request.method} {request.path} does not exist", "not_found"
-    body = ErrorEnvelope(ErrorBody(text, "invalid_request_error", None, code))
-    response = _reply(error.status, body)
+        refusal = _NotFound(f"{request.method} {request.path} does not exist")
+    response = failure(refusal, request)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
@@ -141,9 +231,3 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 _protocol_log.addFilter(_without_traceback)
-
-
-def _reply(status: int, body: ErrorEnvelope) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(body), content_type="application/json"
-    )

@@ -10,3 +10,8 @@ CONTENT_TYPE = "text/event-stream; charset=utf-8"
 def event(payload: bytes) -> bytes:
     """Wrap JSON, which holds no raw line break, as one event."""
     return b"data: %b\n\n" % payload
+
+
+def named_event(name: str, payload: bytes) -> bytes:
+    """Wrap JSON as an event that also has a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)

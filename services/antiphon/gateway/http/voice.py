@@ -20,7 +20,8 @@ class Voice(ABC):
     """Writes one client's answer, whole or in pieces. One an answer: it may remember what it said.
 
     `Answering` calls either `whole`, or `begin`, `chunks` as often as something is said, and `end`
-    or `failure`; it joins what they return into as few writes as there can be.
+    or `failure`; it joins what they return into as few writes as there can be. Before the client
+    hears the end, `keep` is called; if that raises, `failure` is told in place of the end.
     """
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
@@ -45,6 +46,13 @@ class Voice(ABC):
     @abstractmethod
     def failure(self, error: EngineError) -> bytes:
         """What comes in place of the end when the answer breaks off."""
+
+    async def keep(self) -> None:  # noqa: B027  # most answers are told, and that is all
+        """Put by what has to be there when the client hears the end.
+
+        Raises:
+            EngineError: It could not be put by.
+        """
 
 
 def total(usages: Sequence[Usage]) -> Usage:

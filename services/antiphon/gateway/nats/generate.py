@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from antiphon.bus.bus import Delivery
+    from antiphon.gateway.access.access import Access
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.entrance import Entrance
     from antiphon.gateway.metrics import GatewayMetrics
@@ -70,12 +71,14 @@ class Generations:
         entrance: Entrance,
         driver: Driver,
         metrics: GatewayMetrics,
+        access: Access,
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._entrance = entrance
         self._driver = driver
         self._metrics = metrics
+        self._access = access
         self._by_name: dict[tuple[TenantId, ClientKey], Generation] = {}
         self._by_id: dict[RequestId, Generation] = {}
         self._kept: list[Generation] = []
@@ -108,7 +111,9 @@ class Generations:
 
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
         with self._metrics.refusals():
-            tenant = _tenant(delivery)
+            tenant = self._access.member(request.api_key, _tenant(delivery))
+        request = msgspec.structs.replace(request, api_key=None)  # it is not kept
+        with self._metrics.refusals(tenant):
             ask = _ask(request, tenant)
             known = self._by_name.get((tenant, request.key))
             digest = _digest(request)
@@ -118,6 +123,7 @@ class Generations:
                 raise DuplicateRequest(
                     f"a request with the key '{request.key}' is running", param="key"
                 )
+            self._access.knock(tenant)
         generation = Generation(request, tenant, digest, delivery)
         self._by_name[tenant, request.key] = generation
         try:

@@ -261,7 +261,7 @@ class Owner:
     def _submit(self, request: Request) -> None:
         request.asking = True
         self._timers.drop(("submit", request.id))
-        self._actions.append(Submit(request.submission()))
+        self._actions.append(Submit(request.submission(self._clock.now())))
 
     def _submit_due(self, request: Request) -> None:
         """Submit again: no leader was found, or none was heard of the request for long."""

@@ -127,11 +127,13 @@ class Request:
         """Whether something was said beyond a hole."""
         return any(choice.lacks_text for choice in self._choices)
 
-    def submission(self) -> SubmitRequest:
+    def submission(self, now: float) -> SubmitRequest:
         """The submit to send now: one that is sent again names the attempt that was shown."""
-        if not self.shown:
-            return self.submit
-        return msgspec.structs.replace(self.submit, attempt_floor=self.attempt)
+        return msgspec.structs.replace(
+            self.submit,
+            attempt_floor=self.attempt if self.shown else None,
+            waited_ms=round((now - self.opened_at) * 1000),
+        )
 
     def line(self) -> OpenRequest:
         """This request's line of an open list."""

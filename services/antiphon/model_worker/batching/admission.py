@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching import steering, telling
+from antiphon.model_worker.batching import pooling, steering, telling
 from antiphon.model_worker.batching.request import WIRE_IDS, RequestState
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
 
@@ -30,6 +30,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         weight_version: What the weights are called, beyond what was loaded at the start.
         stream_interval: Tokens of an answer that are worth a word.
         hidden_states: Whether a request may be told hidden states.
+        pool_width: How many numbers a prompt becomes, in a model that draws no tokens. None: one
+            that does, and pools nothing.
         queue_timeout_s: How long a request may wait until it is started. None: for ever.
         running_timeout_s: How long a request may take once it is started. None: for ever.
         checkpoint_tokens: A state is kept for others each so many tokens; whole pages. Of models
@@ -53,6 +55,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = "default"
     stream_interval: int = 1
     hidden_states: bool = False
+    pool_width: int | None = None
     queue_timeout_s: float | None = None
     running_timeout_s: float | None = None
     checkpoint_tokens: int = 256
@@ -66,7 +69,8 @@ def check(state: RequestState, limits: Limits) -> None:
     Raises:
         InvalidRequest: There is no prompt, or an id is not in the vocabulary.
         PromptTooLong: Prompt and one token do not fit in the context, or in the empty cache.
-        Unsupported: It was begun with other weights or an adapter, or wants hidden states.
+        Unsupported: It was begun with other weights or an adapter, or wants hidden states; or it
+            wants tokens of a model that gives vectors, or the other way round.
     """
     if len(state.prompt_ids) % 4 or len(state.output_ids) % 4:
         raise InvalidRequest("token ids are not a multiple of 4 bytes", param="input_ids")
@@ -82,6 +86,7 @@ def check(state: RequestState, limits: Limits) -> None:
         raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=limits.context_tokens)
     steering.check(state.sampling, limits.vocab_size)
     telling.check(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
+    pooling.check(state.sampling, limits.pool_width)
     if state.adapter_digest:
         raise Unsupported("this worker runs no adapters")
     if state.weights_digest not in {"", limits.weights_digest}:

@@ -15,6 +15,7 @@ from antiphon.model_worker.batching.late import LateRow, LateRows
 from antiphon.model_worker.batching.plan import RowStatus, future
 from antiphon.model_worker.batching.planner import Planner
 from antiphon.model_worker.batching.policy import Order, Rules
+from antiphon.model_worker.batching.pooling import Vector
 from antiphon.model_worker.batching.queue import WaitingQueue
 from antiphon.model_worker.batching.request import (
     ChoiceKey,
@@ -181,7 +182,6 @@ class Batching:
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
         drawn = [token_ids[start:end] for start, end in pairwise(starts)]
-        details = outcome.details
         walks = {
             index: Walk(row.request.guide, drawn[index])
             for index, row in enumerate(rows)
@@ -192,7 +192,7 @@ class Batching:
             if not row.current:
                 continue
             if status[index] == RowStatus.OK:
-                told = None if details is None else Told.of(details, index)
+                told = _told(outcome, index)
                 self._commit_drawn(LateRow(row, drawn[index], told, walks.get(index)))
             elif status[index] == RowStatus.NO_TOKEN:
                 error = InvalidRequest("what the request allows leaves no token to go on with")
@@ -271,7 +271,7 @@ class Batching:
             key,
             msgspec.structs.replace(state, weights_digest=self.limits.weights_digest),
             arrival=self._arrivals,
-            arrived_s=now,
+            queued_s=now - state.waited_ms / 1000,
             outputs_max=outputs_max(state, self.limits),
             end_ids=self.limits.end_ids,
             place=self._order.place(state, self._arrivals),
@@ -384,3 +384,10 @@ class Batching:
         self._timeouts.ended(request)
         request.end()
         del self._requests[request.key]
+
+
+def _told(outcome: Outcome, row: int) -> Told | Vector | None:
+    """What an outcome tells of a row beside the tokens that it drew."""
+    if outcome.vectors is not None:
+        return Vector.of(outcome.vectors, row)
+    return None if outcome.details is None else Told.of(outcome.details, row)

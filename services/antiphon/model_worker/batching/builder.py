@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from antiphon.model_worker.batching.plan import Plan
+from antiphon.model_worker.batching.pooling import pool_rows, token_types
 from antiphon.model_worker.batching.request import Request
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
     positions = np.arange(len(tokens), dtype=np.int32)
     positions += np.repeat(start - query_start, query_len)
     masks, masked = slots.steering.masks(rows)
+    pooling = pool_rows(rows)
     return Plan(
         step=step,
         slot=slot,
@@ -77,6 +79,8 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
         token_mask_rows=masked,
         biases=slots.steering.biases(rows),
         details=slots.telling.rows(rows, query_start),
+        pooling=pooling,
+        token_types=None if pooling is None else token_types(rows),
         release_fence=step,
     )
 

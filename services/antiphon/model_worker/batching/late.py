@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.pooling import Vector
     from antiphon.model_worker.batching.request import Finish, Request
     from antiphon.model_worker.batching.telling import Told
     from antiphon.model_worker.batching.walking import Walk, Walker
@@ -25,14 +26,14 @@ class LateRow:
 
     Attributes:
         accepted: The tokens that it has drawn.
-        told: What is told of them.
+        told: What is told of them, or what the prompt became.
         walk: Of its guide, if it has one and has drawn any.
         since: When it was first waited for.
     """
 
     row: Row
     accepted: list[int]
-    told: Told | None
+    told: Told | Vector | None
     walk: Walk | None
     since: float | None = None
 

@@ -39,10 +39,11 @@ def open_batching(
     """
     cache = settings.cache
     told = Blocks() if cache.events else None
+    found = RadixIndex(pools, STRATEGIES[cache.eviction], told) if resolved.prefix.value else None
     return Batching(
         limits_of(settings, resolved, pools, vocab_size, weights_digest),
         pools,
-        index=RadixIndex(pools, STRATEGIES[cache.eviction], told) if cache.prefix else None,
+        index=found,
         rules=rules_of(settings.queue),
         namespace=Namespace(
             model_digest=weights_digest,
@@ -64,7 +65,7 @@ def limits_of(
     weights_digest: str,
 ) -> Limits:
     """What one step and one request can take."""
-    batching, queue = settings.batching, settings.queue
+    batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
     return Limits(
         step_tokens_max=resolved.step_tokens.value,
         chunk_tokens=None if resolved.whole_prompts.value else resolved.chunk_tokens.value,
@@ -80,6 +81,7 @@ def limits_of(
         weight_version=settings.model.weight_version,
         stream_interval=batching.stream_interval,
         hidden_states=batching.hidden_states,
+        pool_width=None if pooling is None else pooling.width,
         queue_timeout_s=queue.timeout_s,
         running_timeout_s=batching.running_timeout_s,
         checkpoint_tokens=settings.cache.checkpoint_tokens,
@@ -90,10 +92,9 @@ def limits_of(
 
 def rules_of(queue: QueueConfig) -> Rules:
     """Who goes first. The policy `priority` is arrival among equals of one priority."""
-    by_priority = queue.policy is Policy.PRIORITY
     return Rules(
-        policy=Policy.FCFS if by_priority else queue.policy,
-        priority=queue.priority or by_priority,
+        policy=Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy,
+        priority=queue.by_priority,
         low_first=queue.low_first,
         preempt_threshold=queue.preempt_threshold,
         refuse_priority=queue.refuse_priority,

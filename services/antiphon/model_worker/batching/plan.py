@@ -102,6 +102,19 @@ class DetailRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRows:
+    """How the rows of a model that draws no tokens become vectors; entry r belongs to row r.
+
+    Attributes:
+        ends: (R,) whether a row's prompt ends with it, so that its vector is told.
+        dimensions: (R,) how many of the vector's numbers are told; 0 tells all.
+    """
+
+    ends: NDArray[np.bool_]
+    dimensions: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageMove:
     """Bring a page of a cache group in before the step, or put it out after."""
 
@@ -138,6 +151,7 @@ class Plan:
         token_mask_rows: (G,) the row of each mask, rising; rows that draw in this plan.
         biases: Added after the masks.
         details: What is told of the tokens beside their ids.
+        pooling: How rows become vectors; none of them draws then.
         page_tables: (R, N) a cache group, -1 beyond a row's pages. Token p of a row lies in page
             `table[r, p // page_tokens]` at `p % page_tokens`; the pass writes its own there first.
             Of a group of states (R, 2): where the state lies that a row goes on from, -1 if it is
@@ -163,7 +177,9 @@ class Plan:
     token_mask_rows: Ints | None = None
     biases: Biases | None = None
     details: DetailRows | None = None
+    pooling: PoolRows | None = None
     tree_mask: NDArray[np.bool_] | None = None
+    token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
     splices: tuple[Splice, ...] = ()
     loads: tuple[PageMove, ...] = ()
     saves: tuple[PageMove, ...] = ()
@@ -209,6 +225,14 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """What prompts became: row r's is `values[starts[r]:starts[r + 1]]`; empty in mid-prompt."""
+
+    starts: Ints  # (R + 1,)
+    values: Floats  # (starts[R],)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a pass produced. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
 
@@ -217,4 +241,5 @@ class Outcome:
     token_ids: Ints  # (S,)
     status: Ints  # (R,)
     details: Details | None = None
+    vectors: Vectors | None = None
     drafts: Ints | None = None  # (R, k)

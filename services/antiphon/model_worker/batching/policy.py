@@ -6,9 +6,8 @@ import random
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from antiphon.config.worker import Policy
+from antiphon.service.precedence import Precedence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,30 +26,16 @@ Place = tuple[float, float, int]
 """Rank by priority, then what the policy says, then arrival. No two requests have the same."""
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
+class Rules(Precedence, frozen=True, kw_only=True):
     """Who goes first.
 
     Attributes:
-        priority: Whether the priority of a request counts; the policy orders equals.
-        low_first: Whether the lower number goes first.
-        preempt_threshold: By how much a waiting request must outrank a running one to take its
-            place.
+        policy: Orders those of one rank.
         refuse_priority: Whether a priority is refused where it does not count.
-        max_overtake_s: How long a request may wait after one that came later was admitted.
     """
 
     policy: Policy = Policy.FCFS
-    priority: bool = False
-    low_first: bool = False
-    preempt_threshold: int = 10
     refuse_priority: bool = False
-    max_overtake_s: float = 10.0
-
-    def rank(self, state: RequestState) -> int:
-        """The lower goes first; the same for all where priorities do not count."""
-        if not self.priority:
-            return 0
-        return state.priority if self.low_first else -state.priority
 
 
 class Order:
@@ -67,7 +52,7 @@ class Order:
 
     def place(self, state: RequestState, arrival: int) -> Place:
         """Where a request stands among the waiting ones."""
-        return self._rules.rank(state), self._standing(state), arrival
+        return self._rules.rank(state.priority), self._standing(state), arrival
 
     def _standing(self, state: RequestState) -> float:
         match self._rules.policy:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.policy import TREE_POLICIES, TREE_WAITING_MAX, by_tree
-from antiphon.model_worker.batching.request import Phase
+from antiphon.model_worker.batching.request import Phase, Request
+from antiphon.service.precedence import Overtaken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from antiphon.model_worker.batching.policy import Rules
-    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.index import Prefix
 
 CANDIDATES_MAX = 128
 """How many waiting requests a step looks at. Some may have to be passed over, for they wait for
 something else; this many in a row are rare, and looking at thousands in each step is not cheap."""
+
+Ticket = tuple[Request, int]
+"""A request, and which of its lives it waits in."""
 
 _place = attrgetter("place")
 
@@ -31,7 +32,7 @@ class WaitingQueue:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._requests: list[Request] = []
-        self._overtaken = Overtaken(rules.max_overtake_s)
+        self._overtaken = Overtaken[Ticket](rules.max_overtake_s, _waits)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -39,7 +40,7 @@ class WaitingQueue:
     def put(self, request: Request) -> None:
         """Add a new request, or one that was retracted."""
         insort(self._requests, request, key=_place)
-        self._overtaken.enter(request)
+        self._overtaken.enter(request.arrival, (request, request.life))
 
     def first(self) -> Request | None:
         """The first by its place, if any waits. It stays in the queue."""
@@ -58,7 +59,7 @@ class WaitingQueue:
 
         Those who have been overtaken for too long come first from then on, in order of arrival.
         """
-        for request in self._overtaken.take_overdue(now):
+        for request, _ in self._overtaken.take_overdue(now):
             self.remove(request)
             request.promote()
             insort(self._requests, request, key=_place)
@@ -71,7 +72,7 @@ class WaitingQueue:
     def admit(self, request: Request, now: float) -> None:
         """Take a request out, for it is about to start. It overtakes those who came before it."""
         self.remove(request)
-        self._overtaken.overtake(request, now)
+        self._overtaken.overtake(request.arrival, now)
 
     def remove(self, request: Request) -> None:
         """Take a request out: it was admitted, or nobody wants it."""
@@ -80,40 +81,6 @@ class WaitingQueue:
         del self._requests[index]
 
 
-class Overtaken:
-    """Who waits while somebody who came later was admitted, and since when.
-
-    Each request is looked at once when it is overtaken and once when it leaves, however many wait.
-    Entries of requests that wait no more, or again, are passed over: their life has changed.
-    """
-
-    def __init__(self, overtake_s_max: float) -> None:
-        self._overtake_s_max = overtake_s_max
-        self._fresh: list[tuple[int, int, Request]] = []  # a heap by arrival
-        self._passed: deque[tuple[float, int, Request]] = deque()  # by time
-
-    def enter(self, request: Request) -> None:
-        """A request begins to wait."""
-        heappush(self._fresh, (request.arrival, request.life, request))
-
-    def overtake(self, request: Request, now: float) -> None:
-        """A request is admitted: all that wait and came before it are overtaken."""
-        while self._fresh and self._fresh[0][0] <= request.arrival:
-            _, life, passed = heappop(self._fresh)
-            if passed is not request and _waits(passed, life):
-                self._passed.append((now, life, passed))
-
-    def take_overdue(self, now: float) -> Iterator[Request]:
-        """Those who have been overtaken for too long, the longest first, each once."""
-        while self._passed:
-            since, life, request = self._passed[0]
-            waits = _waits(request, life)
-            if waits and now - since < self._overtake_s_max:
-                return
-            self._passed.popleft()
-            if waits:
-                yield request
-
-
-def _waits(request: Request, life: int) -> bool:
+def _waits(ticket: Ticket) -> bool:
+    request, life = ticket
     return request.phase is Phase.WAITING and request.life == life

@@ -23,7 +23,7 @@ class Record(msgspec.Struct):
     """A plan, and what became of it once that is known.
 
     Attributes:
-        outcome: Without its details: tokens and statuses are what a replay is compared by.
+        outcome: Without details and vectors: tokens and statuses are what a replay is compared by.
         failure: What the runner raised instead.
     """
 
@@ -33,7 +33,8 @@ class Record(msgspec.Struct):
 
     def end(self, outcome: Outcome) -> None:
         """The plan has been computed."""
-        self.outcome = outcome if outcome.details is None else replace(outcome, details=None)
+        plain = outcome.details is None and outcome.vectors is None
+        self.outcome = outcome if plain else replace(outcome, details=None, vectors=None)
 
     def spoil(self) -> None:
         """It was launched on tokens that were never drawn: what came of it says nothing."""

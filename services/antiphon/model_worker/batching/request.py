@@ -45,6 +45,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         weights_digest: What computed the outputs; empty if nobody has begun.
         adapter_digest: The adapter that was on; empty without one.
         priority: Who goes first, where the operator has priorities on; 0 is nobody's.
+        waited_ms: How long it had waited to be started when it came here.
     """
 
     request_id: RequestId
@@ -56,6 +57,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     weights_digest: str = ""
     adapter_digest: str = ""
     priority: int = 0
+    waited_ms: int = 0
     deadline_unix_ms: int
 
 
@@ -106,7 +108,7 @@ class Request:
 
     Attributes:
         arrival: Its number in the order of arrival, which it keeps when it is retracted.
-        arrived_s: When it came.
+        queued_s: Since when it waits to be started: before it came, if it had waited elsewhere.
         place: Its place in the order of the policy.
         rank: By priority; the lower outranks the higher.
         life: Grows when launched rows no longer speak for it: their outcome is passed over.
@@ -131,7 +133,7 @@ class Request:
         state: RequestState,
         *,
         arrival: int,
-        arrived_s: float,
+        queued_s: float,
         outputs_max: int,
         end_ids: frozenset[int],
         place: Place,
@@ -142,7 +144,7 @@ class Request:
         self.key = key
         self.state = state
         self.arrival = arrival
-        self.arrived_s = arrived_s
+        self.queued_s = queued_s
         self.place = place
         self.rank = place[0]
         self.phase = Phase.WAITING

@@ -50,7 +50,7 @@ def choose_preempted(
     weakest = [
         request
         for request in running
-        if not request.urgent and request.rank - candidate.rank > rules.preempt_threshold
+        if not request.urgent and rules.preempts(candidate.rank, request.rank)
     ]
     weakest.sort(key=lambda request: (-request.rank, -request.arrival))
     missing = list(short)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
@@ -34,8 +34,8 @@ class Timeouts:
         return len(self._waiting) + len(self._running)
 
     def arrived(self, request: Request) -> None:
-        """A request begins to wait."""
-        self._waiting.put(request, request.arrived_s)
+        """A request waits here, since it began to wait anywhere."""
+        self._waiting.put(request, request.queued_s)
 
     def started(self, request: Request, now: float) -> None:
         """A request runs, for the first time."""
@@ -52,32 +52,39 @@ class Timeouts:
         for request in self._running.take(now):
             yield request, DeadlineExceeded(f"running timeout: {self._running_s:g} s")
         for request in self._waiting.take(now):
-            message = f"queue timeout: no place for it within {self._queue_s:g} s"
-            yield request, Overloaded(message, retry_after_s=_RETRY_AFTER_S)
+            assert self._queue_s is not None, "somebody is due, and nothing has a time"
+            yield request, Overloaded.late(timeout_s=self._queue_s, retry_after_s=_RETRY_AFTER_S)
 
 
 class _Due:
-    """Requests that have the same time each, and so are due in the order in which they came."""
+    """Requests that have the same time each: so they are due in the order of their beginnings.
+
+    Some began to wait before others who came here earlier. Few wait or run at once, so a sorted
+    list serves.
+    """
 
     def __init__(self, time_s: float | None) -> None:
         self._time_s = time_s
-        self._since: OrderedDict[int, tuple[float, Request]] = OrderedDict()
+        self._order: list[tuple[float, int]] = []  # since when, and the arrival
+        self._since: dict[int, tuple[float, Request]] = {}
 
     def __len__(self) -> int:
         return len(self._since)
 
-    def put(self, request: Request, now: float) -> None:
+    def put(self, request: Request, since: float) -> None:
         if self._time_s is not None:
-            self._since[request.arrival] = (now, request)
+            insort(self._order, (since, request.arrival))
+            self._since[request.arrival] = (since, request)
 
     def forget(self, request: Request) -> None:
-        self._since.pop(request.arrival, None)
+        found = self._since.pop(request.arrival, None)
+        if found is not None:
+            del self._order[bisect_left(self._order, (found[0], request.arrival))]
 
     def take(self, now: float) -> Iterator[Request]:
-        while self._since and self._time_s is not None:
-            arrival = next(iter(self._since))
-            since, request = self._since[arrival]
+        while self._order and self._time_s is not None:
+            since, arrival = self._order[0]
             if now < since + self._time_s:
                 return
-            del self._since[arrival]
-            yield request
+            del self._order[0]
+            yield self._since.pop(arrival)[1]

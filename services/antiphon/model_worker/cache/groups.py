@@ -19,6 +19,8 @@ class GroupKind(StrEnum):
     """One compressed vector of every token."""
     STATE = "state"
     """What a recurrence keeps of all tokens, whatever their number: a page is one whole state."""
+    PASS = "pass"  # noqa: S105 (no password)
+    """Nothing: a whole text is computed at once. Its pages have no bytes, and only count tokens."""
     CROSS = "cross"
     """Keys and values of another sequence, as an image: written once, as long as that one."""
     DRAFT = "draft"

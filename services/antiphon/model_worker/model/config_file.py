@@ -64,6 +64,8 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: Size | None = None
     max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
+    num_labels: Size | None = None
+    id2label: dict[str, object] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     raw: bytes = b"{}"
@@ -83,6 +85,11 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Of the feed-forward block; four times the stream where the file is silent."""
         return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def labels(self) -> int:
+        """Of a classifier; two where the file is silent, as in transformers."""
+        return len(self.id2label or ()) or self.num_labels or 2
 
     @property
     def rope_kind(self) -> str:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from antiphon.kernels.cpu.stack import Stack
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.block import Site
-from antiphon.layers.embedding import LearnedPositions, VocabularyTable
+from antiphon.layers.embedding import VocabularyTable
 from antiphon.layers.methods import PlainLinear
 from antiphon.layers.norm import RmsNorm, norm_of
+from antiphon.layers.score import Score, ScoreSpec
+from antiphon.model_worker.model.entry import Entry
 from antiphon.model_worker.model.layer import DecoderLayer, NotPlain
+from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,39 +70,39 @@ class Decoder:
             index: DecoderLayer(_site(spec, index, build, method), spec.layers[index])
             for index in run
         }
-        self._embedding = self._positions = self._norm = self._head = None
-        # A scale is rounded as what it multiplies is.
-        self._scale = float(torch.tensor(spec.embedding.scale, dtype=build.dtype))
-        if self._first or (self._last and spec.head.tied):
+        self._embedding = self._entry = self._norm = self._head = self._score = None
+        if self._first or (self._last and spec.tied):
             # A table that is only looked up lies best as it comes, a row a token.
-            kept = method if spec.head.tied else PlainLinear()
+            kept = method if spec.tied else PlainLinear()
             self._embedding = _table(spec, spec.embedding.name, build, kept)
-        if self._first and spec.embedding.positions is not None:
-            self._positions = LearnedPositions(
-                spec.embedding.positions, spec.context_tokens, spec.hidden, build
-            )
+        if self._first:
+            self._entry = Entry(spec, build)
         if self._last:
-            self._norm = norm_of(spec.norm, spec.norm_name, spec.hidden, build)
-            head = spec.head
-            if not head.tied:
-                self._head = _table(spec, head.name, build, method, bias=head.bias)
-            else:
-                self._head = self._embedding
+            if spec.norm_name is not None:
+                self._norm = norm_of(spec.norm, spec.norm_name, spec.hidden, build)
+            match spec.head:
+                case HeadSpec(tied=True):
+                    self._head = self._embedding
+                case HeadSpec(name=name, bias=bias):
+                    self._head = _table(spec, name, build, method, bias=bias)
+                case ScoreSpec():
+                    self._score = Score(spec.head, spec.hidden, build, method)
+                case None:
+                    pass
 
     @property
     def operations(self) -> frozenset[str]:
         """Names of the kernels that its layers call."""
-        parts = (*self.layers.values(), *([] if self._norm is None else [self._norm]))
+        ends = (self._entry, self._norm, self._score)
+        parts = (*self.layers.values(), *(part for part in ends if part is not None))
         return frozenset[str]().union(*(part.operations for part in parts))
 
     def embed(self, ctx: ForwardContext, tokens: Tensor) -> Tensor:
         """The residual stream that enters the first layer, (T, hidden)."""
         assert self._first, "only the first stage embeds"
         assert self._embedding is not None
-        embedded = self._embedding.embed(ctx, tokens)
-        if self._scale != 1.0:
-            embedded = embedded * self._scale
-        return embedded if self._positions is None else self._positions.add(ctx, embedded)
+        assert self._entry is not None
+        return self._entry(ctx, self._embedding.embed(ctx, tokens))
 
     def forward(
         self,
@@ -127,7 +128,7 @@ class Decoder:
         for index, layer in self.layers.items():
             pending, residual = layer(ctx, pending, residual)
             if index in aux_layers:
-                aux[index] = residual + pending
+                aux[index] = residual if pending is None else residual + pending
         if self._norm is None:
             return Hidden(residual if pending is None else residual + pending, aux)
         if pending is None:
@@ -141,7 +142,7 @@ class Decoder:
         Raises:
             NotPlain: The layers are not of the shape that it knows.
         """
-        if self._norm is None or not self._first:
+        if not (self._first and self._last):
             raise NotPlain("this is a stage of a pipeline")
         if not isinstance(self._norm, RmsNorm):
             raise NotPlain("the last norm is another than Llama's")
@@ -171,30 +172,43 @@ class Decoder:
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Score normalised hidden (L, hidden)  ->  (L, V) float32."""
+        head = self._spec.head
+        assert isinstance(head, HeadSpec), "a model that writes"
         assert self._head is not None, "only the last stage has the head"
         logits = self._head.logits(ctx, hidden)
-        head = self._spec.head
         if head.scale != 1.0:
             logits = logits * head.scale
         return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
+
+    def scores(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
+        """Judge whole texts: pooled (R, hidden) of the normalised stream  ->  (R, labels) float32.
+
+        They are as the model was trained to give them, before any softmax.
+        """
+        assert self._score is not None, "the last stage of a model that judges"
+        return self._score(ctx, pooled)
 
     def sources(self) -> Iterator[WeightSource]:
         """Every tensor that these layers take from the checkpoint."""
         if self._embedding is not None:
             yield from self._embedding.sources()
-        if self._positions is not None:
-            yield from self._positions.sources()
+        if self._entry is not None:
+            yield from self._entry.sources()
         for layer in self.layers.values():
             yield from layer.sources()
         if self._norm is not None:
             yield from self._norm.sources()
         if self._head is not None and self._head is not self._embedding:
             yield from self._head.sources()
+        if self._score is not None:
+            yield from self._score.sources()
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
         for part in (*self.layers.values(), *self._tables()):
             part.pack()
+        if self._score is not None:
+            self._score.pack()
 
     def _tables(self) -> set[VocabularyTable]:
         """The embedding and the head, which may be one."""

@@ -76,6 +76,8 @@ class DecoderLayer:
         self._after_mixer = norm(norms.after_mixer)
         self._before_feed_forward = norm(norms.before_feed_forward)
         self._after_feed_forward = norm(norms.after_feed_forward)
+        self._with_mixer = norm(norms.with_mixer)
+        self._with_feed_forward = norm(norms.with_feed_forward)
 
     @property
     def operations(self) -> frozenset[str]:
@@ -85,23 +87,26 @@ class DecoderLayer:
 
     def __call__(
         self, ctx: ForwardContext, pending: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """Run the layer. The block output that is not yet in the residual stream is `pending`.
 
-        It is added by the norm that reads it, which saves a pass over memory a block.
+        It is added by the norm that reads it, which saves a pass over memory a block. A layer
+        whose norms are of the stream itself leaves none.
         """
         entered, residual = _enter(ctx, self._before_mixer, pending, residual)
         mixed = self._leave(ctx, self._after_mixer, self._mixer(ctx, entered))
+        mixed, residual = _join(ctx, self._with_mixer, mixed, residual)
         if self._feed_forward is None:
             return mixed, residual
         if self._parallel:
             if self._before_feed_forward is not None:
                 entered = self._before_feed_forward(ctx, residual)
             beside = self._feed_forward(ctx, entered)
+            assert mixed is not None, "parts side by side join the stream together"
             return mixed + self._leave(ctx, self._after_feed_forward, beside), residual
         entered, residual = _enter(ctx, self._before_feed_forward, mixed, residual)
-        transformed = self._feed_forward(ctx, entered)
-        return self._leave(ctx, self._after_feed_forward, transformed), residual
+        transformed = self._leave(ctx, self._after_feed_forward, self._feed_forward(ctx, entered))
+        return _join(ctx, self._with_feed_forward, transformed, residual)
 
     def stacked(self) -> StackLayer:
         """What a stack computes this layer with.
@@ -156,6 +161,8 @@ class DecoderLayer:
             self._before_feed_forward,
             self._after_mixer,
             self._after_feed_forward,
+            self._with_mixer,
+            self._with_feed_forward,
         )
         return tuple(norm for norm in norms if norm is not None)
 
@@ -169,3 +176,13 @@ def _enter(
     if pending is not None:
         residual = residual + pending
     return (residual if norm is None else norm(ctx, residual)), residual
+
+
+def _join(
+    ctx: ForwardContext, norm: Norm | None, x: Tensor, residual: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """What is pending and the stream, once a part gave x; a norm of the stream takes x in."""
+    if norm is None:
+        return x, residual
+    joined, _ = norm.add(ctx, x, residual)
+    return None, joined

@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from antiphon.config.errors import ConfigError
@@ -23,6 +24,7 @@ from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.lending import borrow, family_for
 from antiphon.model_worker.model.quantization import StoredLinears
+from antiphon.model_worker.model.spec import HeadSpec
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.borrowed import BorrowedDecoder
     from antiphon.model_worker.model.spec import ModelSpec
 
+_BASE = "model."
+"""How names begin in most checkpoints of models with a head."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,6 +63,7 @@ def load(
     device: str = "cpu",
     tp: Tp | None = None,
     implementation: str = "auto",
+    headless: bool = False,
 ) -> Model:
     """Build the decoder that config.json describes and fill it from the weights.
 
@@ -73,6 +78,7 @@ def load(
         tp: This rank among those that share the layers; unset for one alone.
         implementation: `antiphon` for our decoder, `transformers` for its own modules over our
             cache, `auto` for ours where there is a family.
+        headless: Without the head that would give logits, whether the checkpoint has it or not.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; nothing has run by then.
@@ -94,6 +100,8 @@ def load(
         build = Build(tp or SingleRank(), number, device_)
         decoder = borrow(files, config, build, linear, quantized=stored is not None)
         return Model(decoder.spec, decoder, build)
+    if headless:
+        spec = _without_logits(spec)
     build = Build(tp or SingleRank(), number, device_, _linears(stored, spec, quantized or linear))
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])
@@ -116,8 +124,11 @@ def fill(
     """
     sources = list(decoder.sources())
     # A tied model's checkpoint may still carry the head; it is the embedding.
-    ignored = spec.ignored + ((f"{spec.head.name}.weight",) if spec.head.tied else ())
+    ignored = spec.ignored
+    if isinstance(spec.head, HeadSpec) and spec.head.tied:
+        ignored += (f"{spec.head.name}.weight",)
     checkpoint.complete(spec.prefix)
+    checkpoint.respell(dict(spec.old_endings))
     blank: tuple[str, ...] = ()
     if quantization is not None:
         checkpoint.respell(quantization.spelled)
@@ -125,7 +136,8 @@ def fill(
         blank = quantization.blank
     count = len(spec.layers)
     further = range(count, count + spec.further_layers)
-    passed_over = tuple(spec.layer_name.format(index) + "." for index in further)
+    passed_over = spec.passed_over
+    passed_over += tuple(spec.layer_name.format(index) + "." for index in further)
     checkpoint.compare(sources, ignored, blank, passed_over)
     checkpoint.load(sources)
     decoder.pack()
@@ -148,7 +160,21 @@ def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
 def _linears(said: Quantization | None, spec: ModelSpec, kept: str) -> StoredLinears | None:
     if said is None:
         return None
-    return StoredLinears(said, METHODS[kept], spec.embedding.name, spec.head.name)
+    head = spec.head.name if isinstance(spec.head, HeadSpec) else None
+    return StoredLinears(said, METHODS[kept], spec.embedding.name, head)
+
+
+def _without_logits(spec: ModelSpec) -> ModelSpec:
+    """A model that gives its stream: a checkpoint of it may leave out how all names begin, too."""
+    if not isinstance(spec.head, HeadSpec):
+        return spec
+    named = spec.embedding.name.startswith(_BASE)
+    return msgspec.structs.replace(
+        spec,
+        head=None,
+        ignored=(*spec.ignored, f"{spec.head.name}.weight", f"{spec.head.name}.bias"),
+        prefix=_BASE if named else spec.prefix,
+    )
 
 
 def _dtype(asked: str, named: str | None, files: ModelFiles) -> torch.dtype:

@@ -26,13 +26,13 @@ class StoredLinears:
         said: What config.json or the operator says.
         method: Keeps linears all of whose parts are stored.
         embedding: Name of the table that tokens are looked up in, which is never stored.
-        head: Name of the table that scores, stored if the config says so.
+        head: Name of the table that scores tokens, stored if the config says so; None without one.
     """
 
     said: schemes.Quantization
     method: LinearMethod
     embedding: str
-    head: str
+    head: str | None
 
     def storage(self, name: str) -> Storage | None:
         """How a linear is stored; None: in plain numbers."""

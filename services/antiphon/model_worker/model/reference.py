@@ -61,9 +61,11 @@ def _families() -> dict[str, tuple[str, tuple[str, ...]]]:
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for architecture in FAMILIES:
         family = find_family((architecture,))
-        module = inspect.getmodule(family.declare)
+        layers = family.layers_of or family
+        module = inspect.getmodule(layers.declare)
         about = (inspect.getdoc(module) or "").partition("\n")[0]
-        found[architecture] = (about, family.features)
+        beside = family.features if layers is family else (*layers.features, *family.features)
+        found[architecture] = (about, beside)
     return found
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, str] = {
     "FalconH1ForCausalLM": "antiphon.model_worker.model.families.falcon_h1:FALCON_H1",
     "LlamaForCausalLM": "antiphon.model_worker.model.families.llama:LLAMA",
+    "Llama4ForCausalLM": "antiphon.model_worker.model.families.llama4:LLAMA4",
     "Qwen2ForCausalLM": "antiphon.model_worker.model.families.qwen2:QWEN2",
     "Qwen3ForCausalLM": "antiphon.model_worker.model.families.qwen3:QWEN3",
     "MistralForCausalLM": "antiphon.model_worker.model.families.mistral:MISTRAL",
@@ -36,6 +37,35 @@ FAMILIES: dict[str, str] = {
     "MixtralForCausalLM": "antiphon.model_worker.model.families.mixtral:MIXTRAL",
     "Qwen2MoeForCausalLM": "antiphon.model_worker.model.families.qwen2_moe:QWEN2_MOE",
     "Qwen3MoeForCausalLM": "antiphon.model_worker.model.families.qwen3_moe:QWEN3_MOE",
+    "GemmaForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA",
+    "Gemma2ForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA2",
+    "Gemma3TextForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA3",
+    "LlamaForSequenceClassification": "antiphon.model_worker.model.families.judges:LLAMA",
+    "MistralForSequenceClassification": "antiphon.model_worker.model.families.judges:MISTRAL",
+    "Qwen2ForSequenceClassification": "antiphon.model_worker.model.families.judges:QWEN2",
+    "Qwen3ForSequenceClassification": "antiphon.model_worker.model.families.judges:QWEN3",
+    "Qwen2ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN2_REWARD",
+    "Qwen3ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN3_REWARD",
+    "BertModel": "antiphon.model_worker.model.families.bert:BERT",
+    "BertForSequenceClassification": "antiphon.model_worker.model.families.bert:BERT_CLASSIFIER",
+    "RobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
+    "RobertaForSequenceClassification": (
+        "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
+    ),
+    "XLMRobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
+    "XLMRobertaForSequenceClassification": (
+        "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
+    ),
+    "ModernBertModel": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
+    "ModernBertForSequenceClassification": (
+        "antiphon.model_worker.model.families.modernbert:MODERNBERT_CLASSIFIER"
+    ),
+    "Gemma2Model": "antiphon.model_worker.model.families.judges:GEMMA2_BASE",
+    "Gemma3TextModel": "antiphon.model_worker.model.families.judges:GEMMA3_BASE",
+    "LlamaModel": "antiphon.model_worker.model.families.judges:LLAMA_BASE",
+    "MistralModel": "antiphon.model_worker.model.families.judges:MISTRAL_BASE",
+    "Qwen2Model": "antiphon.model_worker.model.families.judges:QWEN2_BASE",
+    "Qwen3Model": "antiphon.model_worker.model.families.judges:QWEN3_BASE",
 }
 
 

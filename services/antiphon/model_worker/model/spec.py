@@ -22,13 +22,14 @@ it. To add a kind:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
+from antiphon.kernels.whole import NothingKept
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
@@ -36,6 +37,7 @@ from antiphon.layers.mla import LatentSpec
 from antiphon.layers.mlp import GatedSpec, PlainSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
+from antiphon.layers.score import ScoreSpec
 from antiphon.layers.side_by_side import BranchSpec, SideBySideSpec
 
 if TYPE_CHECKING:
@@ -47,17 +49,26 @@ MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | GatedDeltaSpec | SideBySid
 """What lets tokens see each other."""
 FeedForwardSpec = GatedSpec | PlainSpec | MoeSpec
 """What transforms each token by itself."""
-CacheSpec = KvSpec | LatentSizes | StateSpec
-"""What a mixer keeps: of each token, or of all of them together."""
+CacheSpec = KvSpec | LatentSizes | StateSpec | NothingKept
+"""What a mixer keeps: of each token, of all of them together, or nothing."""
+Pooling = Literal["last", "cls", "mean"]
+"""What stands for a whole text: the vector of its last token, of its first, or their mean."""
 
 
 class Norms(msgspec.Struct, frozen=True, kw_only=True):
-    """Which norms a layer has, by their names in the checkpoint after the layer's; None: none."""
+    """Which norms a layer has, by their names in the checkpoint after the layer's; None: none.
+
+    Attributes:
+        after_mixer, after_feed_forward: Of what the part gives, before that joins the stream.
+        with_mixer, with_feed_forward: Of the stream, once that has joined it.
+    """
 
     before_mixer: str | None = None
     after_mixer: str | None = None
     before_feed_forward: str | None = None
     after_feed_forward: str | None = None
+    with_mixer: str | None = None
+    with_feed_forward: str | None = None
 
 
 PRE = Norms(before_mixer="input_layernorm", before_feed_forward="post_attention_layernorm")
@@ -108,11 +119,20 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         scale: What the embedding is multiplied by.
         positions: The name of a table of learned positions, one a token of the context.
+        positions_first: Rows of that table before the first position.
+        types: The name of a table of learned types of tokens.
+        types_count: How many there are.
+        norm: Of the sum of all these; None: it is left as it is. Its name is `norm_name`.
     """
 
     name: str = "model.embed_tokens"
     scale: float = 1.0
     positions: str | None = None
+    positions_first: int = 0
+    types: str | None = None
+    types_count: int = 0
+    norm: NormSpec | None = None
+    norm_name: str = ""
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,10 +155,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One model: everything that building its decoder needs.
 
     Attributes:
-        norm: After the last layer; its name is `norm_name`.
+        norm: After the last layer; its name is `norm_name`. Without a name there is none.
+        head: What the normalised stream becomes: logits, or scores of whole texts; None: nothing,
+            the stream itself is what is asked for.
+        pooling: How a text becomes one vector where the request does not say, and for scores.
         layer_name: What the checkpoint calls a layer, with `{}` for its index.
         ignored: Endings of tensors that checkpoints carry and nobody takes.
         prefix: What some checkpoints leave out at the start of every name.
+        old_endings: Of names of tensors, as some checkpoints have them and as others do.
+        passed_over: How names begin that may be in the checkpoint and nobody takes.
         further_layers: So many layers after the last, which predict tokens beyond the next, may be
             in the checkpoint; nobody takes them.
     """
@@ -149,13 +174,32 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerSpec, ...]
     context_tokens: int
     norm: NormSpec
-    norm_name: str = "model.norm"
+    norm_name: str | None = "model.norm"
     embedding: EmbeddingSpec = EmbeddingSpec()
-    head: HeadSpec
+    head: HeadSpec | ScoreSpec | None
+    pooling: Pooling = "last"
     layer_name: str = "model.layers.{}"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     prefix: str = ""
+    old_endings: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[str, ...] = ()
     further_layers: int = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has logits, which a token can be drawn from."""
+        return isinstance(self.head, HeadSpec)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees what comes after it, so that a text may be computed in pieces."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return not any(isinstance(mixer.cache, NothingKept) for mixer in mixers)
+
+    @property
+    def tied(self) -> bool:
+        """Whether its embedding is its head, too."""
+        return isinstance(self.head, HeadSpec) and self.head.tied
 
     def cache_groups(self) -> tuple[tuple[CacheSpec, tuple[int, ...]], ...]:
         """Layers that keep the same, full attention first, then narrow windows, then states.
@@ -178,11 +222,13 @@ class Family:
         declare: Raises `ModelLoadError` for a config that would be served wrongly.
         features: What its models have that a plain Llama has not, each with a mutant in the parity
             test, which shows that it is computed.
+        layers_of: The family that has these layers under another head, and their features.
     """
 
     name: str
     declare: Callable[[ConfigFile], ModelSpec]
     features: tuple[str, ...] = ()
+    layers_of: Family | None = None
 
 
 def _group_order(kept: CacheSpec) -> tuple[bool, bool, int]:

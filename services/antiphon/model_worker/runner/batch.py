@@ -36,26 +36,28 @@ class Batch:
     logit_position: Longs
 
 
-def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
-    """Derive what the pass needs. Groups beyond those of `shapes` are groups of states.
+def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
+    """Derive what the pass needs. Groups beyond those of `shapes` are so many groups of states.
+
+    What comes after them keeps nothing.
 
     Raises:
         PlanRefused: The plan uses a part of the contract that this runner does not have.
     """
     _refuse_unsupported(plan)
     groups = tuple(
-        AttentionRows(shape, table, plan.query_len, plan.kv_len)
+        AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
         for shape, table in zip(shapes, plan.page_tables, strict=False)
     )
-    states = tuple(
+    kept = tuple(
         StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
-        for table in plan.page_tables[len(shapes) :]
+        for table in plan.page_tables[len(shapes) : len(shapes) + states]
     )
     rows = len(plan.slot)
     if len(plan.tokens) == rows == len(plan.logit_tokens):
         # Decode rows and nothing else: most steps, and the shortest, in which this would show.
         row = np.arange(rows)
-        return Batch(groups, states, row, row, plan.kv_len.astype(np.int64))
+        return Batch(groups, kept, row, row, plan.kv_len.astype(np.int64))
     query_len, kv_len = plan.query_len, plan.kv_len
     ends = np.cumsum(query_len)
     assert (plan.query_start == ends - query_len).all(), "rows follow each other"
@@ -64,7 +66,7 @@ def build(plan: Plan, shapes: tuple[KvShape, ...]) -> Batch:
     assert (np.diff(plan.logit_tokens) > 0).all(), "logits are asked for in order"
     return Batch(
         groups=groups,
-        states=states,
+        states=kept,
         token_row=token_row,
         logit_row=logit_row,
         logit_position=plan.logit_tokens + (kv_len - ends)[logit_row] + 1,

@@ -15,6 +15,7 @@ from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
 from antiphon.model_worker.model.layer import NotPlain
 from antiphon.model_worker.runner.latent import PagedLatentAttend, latent_groups, latent_rows
+from antiphon.model_worker.runner.whole import WholeAttend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import Rotary
     from antiphon.kernels.states import StateRows
-    from antiphon.layers.context import Manner
+    from antiphon.layers.context import Attend, Manner
     from antiphon.model_worker.batching.plan import Plan
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.runner.batch import Batch
@@ -65,6 +66,7 @@ class Contexts:
         self._caches = _caches(pools)
         self._states = _states(states)
         self._latent = latent_groups(model.spec)
+        self._causal = model.spec.causal
         self._deterministic = deterministic
         self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
@@ -95,14 +97,20 @@ class Contexts:
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
-            attend=PagedAttend(self._ops, self._caches, batch.groups, rotations),
+            attend=self._attend(plan, batch, rotations),
             recur=PagedStates(self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, rotations),
             positions=torch.as_tensor(plan.positions[0]),
+            token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
             token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,
             adapters=self._adapters if adapted else None,
             fused=fused,
         )
+
+    def _attend(self, plan: Plan, batch: Batch, rotations: Rotations) -> Attend:
+        if not self._causal:
+            return WholeAttend.of(self._ops, plan, rotations)
+        return PagedAttend(self._ops, self._caches, batch.groups, rotations)
 
     def _attend_latent(self, batch: Batch, rotations: Rotations) -> PagedLatentAttend:
         rows = latent_rows(self._latent, batch.groups, absorbed=self._deterministic)

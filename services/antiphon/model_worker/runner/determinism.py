@@ -11,7 +11,7 @@ BLOCKS = frozenset(
         *("norm.rmsnorm", "norm.add_rmsnorm", "norm.rmsnorm_wide", "norm.layernorm"),
         *("norm.squares", "activation.silu_mul", "activation.gate", "activation.plain"),
         *("norm.gated_rmsnorm", "recurrent.conv", "recurrent.ssd", "recurrent.gated_delta"),
-        *("attention.heads", "attention.paged", "attention.shaped"),
+        *("attention.heads", "attention.paged", "attention.shaped", "attention.whole"),
     }
 )
 """Operations of layers, which some models call and others do not."""

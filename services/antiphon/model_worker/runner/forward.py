@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from antiphon.kernels.attention import KvShape
+from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.op import Device, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.states import StateSpec
+from antiphon.kernels.whole import NothingKept
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import Outcome, Plan, RowStatus
@@ -34,19 +36,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import Choice
     from antiphon.layers.context import Adapters, ForwardContext
     from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.model.decoder import Hidden
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.model.spec import ModelSpec
+    from antiphon.model_worker.runner.pooling import Pooler
 
 
 class Runner:
     """Runs plans on one rank. Not thread-safe: one thread calls `run`, once a step.
 
     A plan's page tables are in the order of `groups`. `forced` names a backend by op name; `fused`
-    false runs layer by layer what could be one call, with the same bits. A `deterministic` runner
-    gives a row its bits whatever else is in its plans, and however its tokens came to be computed.
+    false runs layer by layer what could be one call, with the same bits. With a `pooler` its plans
+    make vectors of prompts, and draw nothing. A `deterministic` runner gives a row its bits
+    whatever else is in its plans, and however its tokens came to be computed.
 
     Raises:
         KernelUnavailable: The device, or a forced backend, is not one that this build has; or what
@@ -61,19 +67,27 @@ class Runner:
         adapters: Adapters | None = None,
         forced: dict[str, str] | None = None,
         fused: bool = True,
+        pooler: Pooler | None = None,
         deterministic: bool = False,
     ) -> None:
         spec, placement = model.spec, model.build
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
         self.ops = select(Device.of(placement.device, placement.dtype), forced)
-        attending = [(group, _attention_of(spec, group)) for group in groups if not _keeps(group)]
-        self.pools = tuple(KvPool(group, mixer.cache, placement) for group, mixer in attending)
+        attending = [
+            (group, *_attention_of(spec, group))
+            for group in groups
+            if group.kind not in (GroupKind.STATE, GroupKind.PASS)
+        ]
+        self.pools = tuple(KvPool(group, kept, placement) for group, _, kept in attending)
         states = tuple(
-            StatePool(group, _state_of(spec, group), placement) for group in groups if _keeps(group)
+            StatePool(group, _state_of(spec, group), placement)
+            for group in groups
+            if group.kind is GroupKind.STATE
         )
+        self._states_count = len(states)
         self._model = model
-        self._shapes = tuple(_shape(model, group, mixer) for group, mixer in attending)
+        self._shapes = tuple(_shape(model, *attends) for attends in attending)
         if deterministic:
             require_invariant(model, self.ops.choices)
         self._contexts = Contexts(
@@ -88,6 +102,7 @@ class Runner:
         self._futures = Futures()
         self._sampler = Sampler(self.ops)
         self._teller = Teller(self.ops)
+        self._pooler = pooler
         self._step: int | None = None
 
     @torch.inference_mode()
@@ -101,7 +116,7 @@ class Runner:
             PlanRefused: A step was left out, or the plan uses what this runner does not have.
         """
         self._follow(plan.step)
-        batch = build(plan, self._shapes)
+        batch = build(plan, self._shapes, self._states_count)
         try:
             return self._compute(plan, batch)
         except Exception:
@@ -114,6 +129,8 @@ class Runner:
         tokens = self._futures.resolve(plan.tokens)
         ctx = self._contexts.of(plan, batch)
         left = self._model.decoder.forward(ctx, tokens=torch.as_tensor(tokens.astype(np.int64)))
+        if plan.pooling is not None:
+            return self._pool(plan, batch, ctx, left)
         hidden = left.last
         logits = self._logits(ctx, plan, hidden)
         failed = failed_rows(self.ops, batch, len(plan.slot), left, logits)
@@ -133,6 +150,29 @@ class Runner:
         status[failed] = RowStatus.NON_FINITE
         return Outcome(
             step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
+        )
+
+    def _pool(self, plan: Plan, batch: Batch, ctx: ForwardContext, left: Hidden) -> Outcome:
+        """What prompts became; a row that is not finite is one that failed, as it is elsewhere."""
+        if self._pooler is None:
+            raise PlanRefused(f"step {plan.step}: this runner makes no vectors")
+        rows = len(plan.slot)
+        failed = failed_rows(self.ops, batch, rows, left, torch.zeros(0, 1))
+
+        def score(pooled: Tensor) -> Tensor:
+            return self._model.own.scores(ctx, pooled.to(left.last.dtype))
+
+        vectors = self._pooler.pool(plan, left.last, score)
+        of_row = np.repeat(np.arange(rows), np.diff(vectors.starts))
+        failed[of_row[~np.isfinite(vectors.values)]] = True
+        if failed.any():
+            self._wipe(batch, failed)
+        return Outcome(
+            step=plan.step,
+            starts=np.zeros(rows + 1, np.int32),
+            token_ids=np.zeros(0, np.int32),
+            status=np.where(failed, RowStatus.NON_FINITE, RowStatus.OK).astype(np.int32),
+            vectors=vectors,
         )
 
     def _follow(self, step: int) -> None:
@@ -165,15 +205,14 @@ class Runner:
             pool.zero(rows.write_places[wiped])
 
 
-def _keeps(group: CacheGroup) -> bool:
-    """Whether a group keeps states. Groups that do come after those that do not."""
-    return group.kind is GroupKind.STATE
-
-
-def _attention_of(spec: ModelSpec, group: CacheGroup) -> AttentionSpec | LatentSpec:
-    """An attention of the group: those of all its layers keep the same."""
+def _attention_of(
+    spec: ModelSpec, group: CacheGroup
+) -> tuple[AttentionSpec | LatentSpec, KvSpec | LatentSizes]:
+    """An attention of the group and what it keeps: those of all its layers keep the same."""
     mixers = spec.layers[group.layers[0]].mixers
-    return next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
+    mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
+    assert not isinstance(mixer.cache, NothingKept), "a group of pages"
+    return mixer, mixer.cache
 
 
 def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
@@ -182,14 +221,21 @@ def _state_of(spec: ModelSpec, group: CacheGroup) -> StateSpec:
     return next(cache for cache in caches if isinstance(cache, StateSpec))
 
 
-def _shape(model: Model, group: CacheGroup, mixer: AttentionSpec | LatentSpec) -> KvShape:
+def _shape(
+    model: Model,
+    group: CacheGroup,
+    mixer: AttentionSpec | LatentSpec,
+    kept: KvSpec | LatentSizes,
+) -> KvShape:
     ranks = model.build.tp.ranks
-    heads = mixer.cache.heads_of(ranks)
+    heads = kept.heads_of(ranks)
+    chunked = isinstance(kept, KvSpec) and kept.chunked
     return KvShape(
         page_tokens=group.page_tokens,
         heads=heads,
         queries_per_head=mixer.query_heads // ranks // heads,
-        head_size=mixer.cache.head_size,
+        head_size=kept.head_size,
         dtype=model.build.dtype,
-        window=group.window,
+        window=None if chunked else group.window,
+        chunk=group.window if chunked else None,
     )

@@ -6,13 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.config.model_files import files_at
 from antiphon.kernels.op import table
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import STATES, cache_groups
+from antiphon.model_worker.runner.pooling import Pooler
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
+    from antiphon.config.pooling import Pooling
     from antiphon.layers.context import Adapters
     from antiphon.layers.tp import Tp
     from antiphon.model_worker.cache.groups import CacheGroup
@@ -45,10 +48,11 @@ def open_model(
     adapters: Adapters | None = None,
     deterministic: bool = False,
     implementation: str = "auto",
+    pooling: Pooling | None = None,
 ) -> OpenModel:
     """Load a model and make room for `pages` pages a cache group, or `states`.
 
-    See `load` and `Runner`.
+    With `pooling` it makes vectors of prompts. See `load` and `Runner`.
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
@@ -63,10 +67,12 @@ def open_model(
         device=device,
         tp=tp,
         implementation=implementation,
+        headless=pooling is not None,
     )
     groups = cache_groups(
         model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states
     )
-    runner = Runner(model, groups, adapters=adapters, deterministic=deterministic)
+    pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
+    runner = Runner(model, groups, adapters=adapters, pooler=pooler, deterministic=deterministic)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec)

@@ -4,11 +4,7 @@
 // ascending, whatever the number of rows and wherever chunks begin: independent outputs keep the
 // pipelines busy, so no sum needs to be split. A register tile is up to TILE_ROWS rows by one
 // panel; rows are read where they lie, one broadcast a step, so nothing of x is packed.
-//
-// Used inside a running team (team.h):
-//     member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
-//         linear_chunk(linear, chunk, x, rows, y, Epilogue::store);
-//     });
+// chunks.h shares the panels out.
 
 static constexpr int PANEL = 2 * LANES;
 static constexpr int TILE_ROWS = ANTIPHON_AVX512 ? 12 : 3;
@@ -30,38 +26,6 @@ INLINE int64_t panel_bytes(const PackedLinear &linear) {
 
 // Rows of 8-bit activations begin where whole vectors can be written.
 INLINE int64_t byte_stride(int64_t inputs) { return ceil_div(inputs, LANES) * LANES; }
-
-// How a call is cut: blocks of rows by groups of panels.
-struct Cutting {
-    int64_t rows, row_blocks, panels, panel_groups;
-};
-
-static Cutting cut(const PackedLinear &linear, int64_t rows) {
-    // A block of rows stays in the second-level cache beside its panels.
-    constexpr int64_t BLOCK_ROWS = 48;
-    // Enough chunks that a thread which lost its core holds up little; none so small that the
-    // ticket costs more than the work.
-    constexpr int64_t CHUNKS = 64, CHUNK_BYTES = 48 << 10;
-    const int64_t panels = panels_of(linear);
-    const int64_t row_blocks = ceil_div(rows, BLOCK_ROWS);
-    int64_t block = ceil_div(rows, row_blocks);
-    if (row_blocks > 1) block = ceil_div(block, TILE_ROWS) * TILE_ROWS;
-    // Each chunk of int8_dynamic cuts its rows to bytes again.
-    const int64_t smallest = linear.weights == Weights::int8_dynamic && rows > 4
-                                 ? 8
-                                 : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, 4));
-    int64_t group = panels * row_blocks / CHUNKS;
-    group = group > 16 ? 16 : group;
-    group = group < smallest ? smallest : group;
-    group = group < 1 ? 1 : group > panels ? panels : group;
-    return {block, ceil_div(rows, block), group, ceil_div(panels, group)};
-}
-
-// Chunks of a call of so many rows; they may be computed in any order, by any thread.
-static int64_t linear_chunks(const PackedLinear &linear, int64_t rows) {
-    const Cutting cutting = cut(linear, rows);
-    return cutting.row_blocks * cutting.panel_groups;
-}
 
 // Where R rows begin; three share a base, so that their addresses fit the registers.
 template <int R, class X> struct Rows {
@@ -225,43 +189,61 @@ INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
     }
 }
 
-// Scale the sums of some rows, add the bias, and put them where they belong.
-template <class T>
-static __attribute__((noinline)) void finish(
-    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y,
-    Epilogue epilogue) {
+// Scale the sums of some rows, add the bias, and put them where they belong. WHOLE: all outputs of
+// the panel are there.
+template <class T, Epilogue E, bool WHOLE>
+static __attribute__((noinline)) void finish_rows(
+    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y) {
+    using Kept = std::conditional_t<E == Epilogue::widen, float, T>;
     const PackedLinear &linear = block.linear;
     const int64_t half = linear.outputs / 2;
     const int64_t at = block.panel * (linear.halves ? LANES : PANEL);
     const int64_t at_b = at + (linear.halves ? half : LANES);
     const int64_t left = (linear.halves ? half : linear.outputs) - at;
     const int64_t left_b = linear.halves ? left : left - LANES;
-    const auto count = [](int64_t some) { return static_cast<int>(some < LANES ? some : LANES); };
-    const auto put = [](auto *to, F32 lanes, int lanes_count) {
-        if (lanes_count == LANES) store(to, lanes);
-        else if (lanes_count > 0) store(to, lanes, lanes_count);
+    const int64_t columns = E == Epilogue::silu_mul ? half : linear.outputs;
+    const auto put = [](Kept *to, F32 lanes, int64_t some) {
+        if (WHOLE || some >= LANES) store(to, lanes);
+        else if (some > 0) store(to, lanes, static_cast<int>(some));
     };
-    for (int64_t r = 0; r < rows; ++r, sums += PANEL) {
+    const float *scales = linear.scales ? linear.scales + block.panel * PANEL : nullptr;
+    const float *bias = linear.bias ? linear.bias + block.panel * PANEL : nullptr;
+    Kept *to = static_cast<Kept *>(y) + (block.first + row) * columns;
+    for (int64_t r = 0; r < rows; ++r, sums += PANEL, to += columns) {
         F32 a = load(sums), b = load(sums + LANES);
-        if (linear.scales) {
-            a = mul(a, load(linear.scales + block.panel * PANEL));
-            b = mul(b, load(linear.scales + block.panel * PANEL + LANES));
+        if (scales) {
+            a = mul(a, load(scales));
+            b = mul(b, load(scales + LANES));
         }
-        if (linear.bias) {
-            a = add(a, load(linear.bias + block.panel * PANEL));
-            b = add(b, load(linear.bias + block.panel * PANEL + LANES));
+        if (bias) {
+            a = add(a, load(bias));
+            b = add(b, load(bias + LANES));
         }
-        const int64_t out = block.first + row + r;
-        if (epilogue == Epilogue::silu_mul) {
-            const F32 product = silu_mul<T>(rounded<T>(a), rounded<T>(b));
-            put(static_cast<T *>(y) + out * half + at, product, count(left));
-        } else if (epilogue == Epilogue::widen) {
-            put(static_cast<float *>(y) + out * linear.outputs + at, a, count(left));
-            put(static_cast<float *>(y) + out * linear.outputs + at_b, b, count(left_b));
+        if constexpr (E == Epilogue::silu_mul) {
+            put(to + at, silu_mul<T>(rounded<T>(a), rounded<T>(b)), left);
         } else {
-            put(static_cast<T *>(y) + out * linear.outputs + at, a, count(left));
-            put(static_cast<T *>(y) + out * linear.outputs + at_b, b, count(left_b));
+            put(to + at, a, left);
+            put(to + at_b, b, left_b);
         }
+    }
+}
+
+template <class T>
+INLINE void finish(
+    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y,
+    Epilogue epilogue) {
+    const PackedLinear &linear = block.linear;
+    const int64_t width = linear.halves ? LANES : PANEL;
+    const int64_t outputs = linear.halves ? linear.outputs / 2 : linear.outputs;
+    const bool whole = (block.panel + 1) * width <= outputs;
+    const auto put = [&](auto kind) {
+        if (whole) finish_rows<T, kind(), true>(block, row, rows, sums, y);
+        else finish_rows<T, kind(), false>(block, row, rows, sums, y);
+    };
+    switch (epilogue) {
+        case Epilogue::store: return put(std::integral_constant<Epilogue, Epilogue::store>());
+        case Epilogue::widen: return put(std::integral_constant<Epilogue, Epilogue::widen>());
+        default: return put(std::integral_constant<Epilogue, Epilogue::silu_mul>());
     }
 }
 
@@ -304,92 +286,4 @@ template <class T> static Tile<T> tile_for(Weights weights, int64_t rows) {
     if (weights == Weights::int8) return tile_of_height<Weights::int8, T>(rows);
     if (weights == Weights::int8_dynamic) return tile_of_height<Weights::int8_dynamic, T>(rows);
     return tile_of_height<plain, T>(rows);
-}
-
-// Rows from `first` on, by some panels.
-template <class T>
-static void linear_block(
-    const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const T *x, int64_t first,
-    int64_t rows, void *y, Epilogue epilogue) {
-    Block<T> block{linear, 0, first, nullptr, x + first * linear.inputs, {}};
-    if (linear.weights == Weights::int8_dynamic)
-        block.bytes = cut_rows(block.x, linear.inputs, rows);
-    const int64_t tiles = ceil_div(rows, TILE_ROWS);
-    for (block.panel = panel_first; block.panel < panel_last; ++block.panel) {
-        const char *panels = static_cast<const char *>(linear.panels);
-        block.weights = panels + block.panel * panel_bytes(linear);
-        for (int64_t i = 0, row = 0; i < tiles; ++i) {
-            // Tiles of like height: 16 rows are 8 and 8.
-            const int64_t height = (rows - row) / (tiles - i);
-            tile_for<T>(linear.weights, height)(block, row, y, epilogue);
-            row += height;
-        }
-    }
-}
-
-// Compute one chunk of y. x (rows, inputs) and y are contiguous; y is (rows, outputs), of half as
-// many columns with silu_mul.
-static void linear_chunk(
-    const PackedLinear &linear, int64_t chunk, const void *x, int64_t rows, void *y,
-    Epilogue epilogue) {
-    const Cutting cutting = cut(linear, rows);
-    const int64_t first = chunk % cutting.row_blocks * cutting.rows;
-    const int64_t count = rows - first < cutting.rows ? rows - first : cutting.rows;
-    const int64_t panel = chunk / cutting.row_blocks * cutting.panels;
-    const int64_t end = panel + cutting.panels;
-    const int64_t last = end < panels_of(linear) ? end : panels_of(linear);
-    if (linear.number == Number::bf16)
-        linear_block(linear, panel, last, static_cast<const bf16 *>(x), first, count, y, epilogue);
-    else
-        linear_block(linear, panel, last, static_cast<const float *>(x), first, count, y, epilogue);
-}
-
-// A whole call, with a team of its own.
-static void linear_call(
-    const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
-    int threads) {
-    Phase phase{};
-    in_team(threads, &phase, [&](Member &member) {
-        member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
-            linear_chunk(linear, chunk, x, rows, y, epilogue);
-        });
-    });
-}
-
-// The weights of one output, as floats are kept: what a table of embeddings is asked for.
-template <class T> static void linear_row(const PackedLinear &linear, int64_t output, T *y) {
-    const int64_t half = linear.outputs / 2;
-    const bool second = linear.halves && output >= half;
-    const int64_t within = second ? output - half : output;
-    const int64_t width = linear.halves ? LANES : PANEL;
-    const int64_t lane = within % width + (second ? LANES : 0);
-    const char *panel =
-        static_cast<const char *>(linear.panels) + within / width * panel_bytes(linear);
-    if (linear.weights == Weights::bf16 || linear.weights == Weights::f32) {
-        constexpr int64_t GROUP = std::is_same_v<T, bf16> ? 2 : 1;
-        const T *at = reinterpret_cast<const T *>(panel) + lane * GROUP;
-        for (int64_t k = 0; k < linear.inputs; ++k)
-            y[k] = at[k / GROUP * GROUP * PANEL + k % GROUP];
-        return;
-    }
-    const bool dynamic = linear.weights == Weights::int8_dynamic;
-    const int64_t group = dynamic ? 4 : 2;
-    const char *at = panel + lane * group;
-    const float scale = linear.scales[within / width * PANEL + lane];
-    for (int64_t k = 0; k < linear.inputs; ++k) {
-        const char byte = at[k / group * group * PANEL + k % group];
-        const int value = dynamic ? static_cast<uint8_t>(byte) - 128 : static_cast<int8_t>(byte);
-        store(y + k, all(static_cast<float>(value) * scale), 1);
-    }
-}
-
-// Several of them: y (count, inputs).
-static void linear_rows(
-    const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads) {
-#pragma omp parallel for num_threads(threads) if (count >= 32)
-    for (int64_t i = 0; i < count; ++i) {
-        if (linear.number == Number::bf16)
-            linear_row(linear, outputs[i], static_cast<bf16 *>(y) + i * linear.inputs);
-        else linear_row(linear, outputs[i], static_cast<float *>(y) + i * linear.inputs);
-    }
 }

@@ -6,6 +6,7 @@
 #define ISA_NS isa_avx512
 #define ANTIPHON_AVX512 1
 #define ANTIPHON_BF16 0
+#define ANTIPHON_AMX 0
 
 #include "kernels.inc"
 

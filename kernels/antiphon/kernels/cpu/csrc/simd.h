@@ -49,6 +49,10 @@ INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 
 // x * 2^n, n integral, down to zero and up to infinity.
 INLINE F32 scale_by_power(F32 x, F32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// Zero where x is below a limit, else y; of a NaN, y.
+INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), y.v)};
+}
 
 INLINE I32 all_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE I32 load_int(const void *p) { return {_mm512_loadu_si512(p)}; }
@@ -232,6 +236,12 @@ INLINE __m256 scale_by_power(__m256 x, __m256 n) {
 // x * 2^n, n integral, down to zero and up to infinity.
 INLINE F32 scale_by_power(F32 x, F32 n) {
     return {scale_by_power(x.lo, n.lo), scale_by_power(x.hi, n.hi)};
+}
+// Zero where x is below a limit, else y; of a NaN, y.
+INLINE F32 zero_below(F32 x, F32 limit, F32 y) {
+    return {
+        _mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_NLT_UQ), y.lo),
+        _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_NLT_UQ), y.hi)};
 }
 
 INLINE I32 all_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }

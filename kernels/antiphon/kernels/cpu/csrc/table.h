@@ -10,7 +10,7 @@
 struct Table {
     const char *isa;
 
-    // gemm.h
+    // chunks.h
     void (*linear)(
         const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
         int threads);
@@ -36,6 +36,7 @@ struct Table {
     void (*stack)(const StackCall &call, int threads);
 };
 
+extern const Table table_amx;
 extern const Table table_avx512bf16;
 extern const Table table_avx512;
 extern const Table table_avx2;

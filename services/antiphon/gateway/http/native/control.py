@@ -76,6 +76,7 @@ class Control:
                 Operation(
                     method=method,
                     path="/flush_cache",
+                    admin=True,
                     answer=self._flush,
                     summary="Drops the prefix cache of every worker; 400 while requests run.",
                     query={"timeout": "Seconds to wait until nothing runs; 0 unless said."},
@@ -85,6 +86,7 @@ class Control:
             Operation(
                 method="POST",
                 path="/abort_request",
+                admin=True,
                 answer=self._abort,
                 summary="Ends requests as aborted, whichever gateway owns them.",
                 body=AbortBody,
@@ -93,6 +95,7 @@ class Control:
             Operation(
                 method="POST",
                 path="/pause_generation",
+                admin=True,
                 answer=self._pause,
                 summary="Runs no more steps until told to go on.",
                 body=PauseBody,
@@ -102,6 +105,7 @@ class Control:
             Operation(
                 method="POST",
                 path="/continue_generation",
+                admin=True,
                 answer=self._go_on,
                 summary="Runs steps again.",
                 body=ContinueBody,
@@ -111,6 +115,7 @@ class Control:
             Operation(
                 method="POST",
                 path="/update_weight_version",
+                admin=True,
                 answer=self._name_weights,
                 summary="Names the weights anew; nothing that was cached is found again.",
                 body=VersionBody,

@@ -8,28 +8,31 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.native import reading, refused
 from antiphon.gateway.http.native.bodies import GenerateBody
 from antiphon.gateway.http.native.replies import GenerateReply
 from antiphon.gateway.http.native.voice import GenerateVoice
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.sessions import Place, Sessions
+from antiphon.gateway.sessions import Place
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import ClientKey, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.encode import TokenizerCalls
-    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.answering import Answering, VoiceOf
     from antiphon.gateway.http.native.bodies import SessionParams
     from antiphon.gateway.http.native.reading import Posted
     from antiphon.gateway.http.voice import Voice
+    from antiphon.gateway.sessions import Sessions
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
+    from antiphon.wire.ids import TenantId
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -49,18 +52,22 @@ class CloseSession(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Reads, stands requests in their sessions, and gives each answer its voice."""
+    """Reads, stands requests in their sessions, and gives each answer its voice.
+
+    `sessions_of` makes a tenant's sessions: no other finds them.
+    """
 
     def __init__(
         self,
         answering: Answering,
         tokenizers: TokenizerCalls,
-        sessions: Sessions,
+        sessions_of: Callable[[TenantId], Sessions],
         runtime: Runtime,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
-        self._sessions = sessions
+        self._sessions_of = sessions_of
+        self._sessions: dict[TenantId, Sessions] = {}
         self._runtime = runtime
 
     def operations(self) -> list[Operation]:
@@ -108,27 +115,23 @@ class Generation:
         )
         if params is not None:
             return await self._in_session(request, posted, params)
-        reply, _ = await self._answer(request, posted)
-        return reply
+        return await self._answering.answer(
+            request, posted.asks, self._voices(posted), streamed=posted.stream
+        )
 
-    async def _answer(
-        self, request: web.Request, posted: Posted
-    ) -> tuple[web.StreamResponse, GenerateVoice]:
-        voices: list[GenerateVoice] = []
-
+    def _voices(self, posted: Posted) -> VoiceOf:
         async def voice(streams: Sequence[Stream]) -> Voice:
-            voices.append(
-                GenerateVoice(
-                    posted,
-                    streams,
-                    weight_version=weight_version(self._runtime),
-                    news=self._runtime.settings.gateway.stream_output,
-                )
-            )
-            return voices[0]
+            return self._voice(posted, streams)
 
-        reply = await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
-        return reply, voices[0]
+        return voice
+
+    def _voice(self, posted: Posted, streams: Sequence[Stream]) -> GenerateVoice:
+        return GenerateVoice(
+            posted,
+            streams,
+            weight_version=weight_version(self._runtime),
+            news=self._runtime.settings.gateway.stream_output,
+        )
 
     async def _in_session(
         self, request: web.Request, posted: Posted, params: SessionParams
@@ -141,19 +144,32 @@ class Generation:
             bool(params.drop_previous_output),
         )
         (ask,) = posted.asks
-        before = self._sessions.before(place)
+        sessions = self._of(request)
+        before = sessions.before(place)
+        characters = await self._characters(ask)
         prompt_ids = before + await self._ids(ask, begins=not before)
         rid = str(ask.key or new_request_id())
         ask = msgspec.structs.replace(ask, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid))
-        self._sessions.begin(place, rid, prompt_ids, len(posted.asks[0].prompt or ""))
-        answer = None
+        posted = msgspec.structs.replace(posted, asks=(ask,))
+        sessions.begin(place, rid, prompt_ids, characters)
+        heard: list[tuple[Stream, GenerateVoice]] = []
+
+        async def voice(streams: Sequence[Stream]) -> Voice:
+            sessions.accept(place, rid)
+            heard.append((streams[0], self._voice(posted, streams)))
+            return heard[0][1]
+
         try:
-            posted = msgspec.structs.replace(posted, asks=(ask,))
-            reply, voice = await self._answer(request, posted)
-            answer = (tuple(voice.first_ids), voice.first_text)
+            return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
         finally:
-            self._sessions.end(place, rid, answer)
-        return reply
+            sessions.end(place, rid, _answer(*heard[0]) if heard else None)
+
+    async def _characters(self, ask: Ask) -> int:
+        """The characters of what is new, however it was given."""
+        if ask.prompt_ids is None:
+            return len(ask.prompt or "")
+        (text,) = await self._tokenizers.decode([ask.prompt_ids], skip_special_tokens=False)
+        return len(text)
 
     async def _ids(self, ask: Ask, *, begins: bool) -> tuple[int, ...]:
         """The ids of what is new. Special tokens stand at the beginning of a session only."""
@@ -169,21 +185,34 @@ class Generation:
         return tuple(unpack_ids(encoded.token_ids))
 
     async def _open(self, request: web.Request) -> web.Response:
+        sessions = self._of(request)
         name = await self._answering.read(
             request,
             OpenSession,
-            lambda body: self._sessions.open(
-                body.session_id, body.capacity_of_str_len, body.timeout
-            ),
+            lambda body: sessions.open(body.session_id, body.capacity_of_str_len, body.timeout),
             {"streaming": _STREAMING},
         )
         return web.json_response(name)
 
     async def _close(self, request: web.Request) -> web.Response:
+        sessions = self._of(request)
         await self._answering.read(
-            request, CloseSession, lambda body: self._sessions.close(body.session_id)
+            request, CloseSession, lambda body: sessions.close(body.session_id)
         )
         return web.Response()
+
+    def _of(self, request: web.Request) -> Sessions:
+        tenant = tenant_of(request)
+        if tenant not in self._sessions:
+            self._sessions[tenant] = self._sessions_of(tenant)
+        return self._sessions[tenant]
+
+
+def _answer(stream: Stream, voice: GenerateVoice) -> tuple[tuple[int, ...], str] | None:
+    """The answer, if all of it was heard: one that broke off is nothing to go on from."""
+    if stream.ended is None or stream.ended.error is not None or stream.waiting:
+        return None
+    return tuple(voice.first_ids), voice.first_text
 
 
 _STREAMING = refused.Refused("a session is kept as ids; none holds pages of the cache", (False,))

@@ -13,8 +13,10 @@ from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.wire.base import Role, State
 from antiphon.wire.errors import Unavailable
+from antiphon.wire.sampling import PoolParams
 
 if TYPE_CHECKING:
+    from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
@@ -31,10 +33,17 @@ class Healthy(msgspec.Struct, frozen=True):
 class Health:
     """Answers at once, but for `/health_generate`."""
 
-    def __init__(self, runtime: Runtime, model: ModelName, answering: Answering) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        answering: Answering,
+        tokenizers: TokenizerCalls,
+    ) -> None:
         self._runtime = runtime
         self._model = model
         self._answering = answering
+        self._tokenizers = tokenizers
 
     def operations(self) -> list[Operation]:
         """What a load balancer asks."""
@@ -56,7 +65,7 @@ class Health:
                 method="GET",
                 path="/health_generate",
                 answer=self._generate,
-                summary="200 once the model has said one token; 503 if it has not in 20 s.",
+                summary="200 once the model has said a token, or made a vector; 503 after 20 s.",
                 reply=Healthy,
             ),
         ]
@@ -77,15 +86,17 @@ class Health:
 
     async def _generate(self, request: web.Request) -> web.Response:
         self._check()
-        ask = Ask(
-            door="health",
-            model=None,
-            prompt_ids=(0,),
-            tokens_max=1,
-            sampling=Sampling(temperature=0.0, ignore_eos=True),
-        )
         try:
             async with asyncio.timeout(_GENERATE_S):
+                pools = (await self._tokenizers.card(_GENERATE_S)).pooling is not None
+                ask = Ask(
+                    door="health",
+                    model=None,
+                    prompt_ids=(0,),
+                    tokens_max=0 if pools else 1,
+                    sampling=Sampling(temperature=0.0, ignore_eos=True),
+                    pool=PoolParams() if pools else None,
+                )
                 await self._answering.hear(request, [ask])
         except TimeoutError:
             text = f"the model said nothing in {_GENERATE_S:g} s"

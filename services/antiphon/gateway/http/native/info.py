@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,7 +34,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     served_model_name: str
     tokenizer_path: str
-    is_generation: Literal[True] = True
+    is_generation: bool = True
     preferred_sampling_params: None = None
     weight_version: str
     load_format: str
@@ -177,6 +177,7 @@ class Info:
         tools, reasoning = parsers_of(settings.gateway, card)
         return ModelInfo(
             model_path=settings.model.path,
+            is_generation=card is None or card.pooling is None,
             served_model_name=self._model,
             tokenizer_path=settings.model.tokenizer_path or settings.model.path,
             weight_version=weight_version(self._runtime),

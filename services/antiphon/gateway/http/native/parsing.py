@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.chats import plain
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.parsing.answer import AnswerParser, parse
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.answering import Answering
     from antiphon.gateway.parsing.events import Parsed
+    from antiphon.wire.schemas import Json
 
-Json = dict[str, msgspec.Raw]
+Object = dict[str, msgspec.Raw]
 
 
 class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /parse_function_call."""
 
     text: Annotated[str, Meta(description="What the model said.")]
-    tools: Annotated[list[Json], Meta(description="The functions that it may have called.")]
+    tools: Annotated[list[Object], Meta(description="The functions that it may have called.")]
     tool_call_parser: Annotated[str, Meta(description="How it writes calls, as hermes.")]
 
 
@@ -110,7 +112,7 @@ class Parsing:
 
 
 def _called(body: ParseBody) -> Parsed:
-    tools = read_tools(msgspec.json.decode(msgspec.json.encode(body.tools)))
+    tools = read_tools(cast("list[Json]", plain(body.tools, "tools")))
     offer = Offer(schemas={tool.name: tool.parameters for tool in tools})
     parser = AnswerParser(tools=tool_format(body.tool_call_parser), offer=offer)
     return parse(parser, [body.text])

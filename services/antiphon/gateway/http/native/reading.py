@@ -185,7 +185,7 @@ def _ask(
             skip_special_tokens=said.skip_special_tokens is not False,
             token_texts=telling.texts,
         ),
-        priority=body.priority or 0,
+        priority=body.priority,
         key=None if name is None else ClientKey(name),
     )
 

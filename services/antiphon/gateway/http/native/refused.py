@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.fields import Refused
-from antiphon.gateway.http.openai import refused
+from antiphon.gateway.http.openai import refused as openai
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ _FLAT = Refused("log-probabilities are told as lists", (False,))
 _MASKS = Refused("it is not told of", (False,))
 _COMMON = {
     name: why
-    for name, why in refused.COMMON.items()
+    for name, why in openai.COMMON.items()
     if name not in ("session_params", "session_id", "return_meta_info", "custom_params")
 }
 
@@ -37,7 +37,7 @@ GENERATE: Mapping[str, Refused] = {
     "return_flat_raw_top_logprobs": _FLAT,
     "return_flat_raw_output_top_logprobs": _FLAT,
     "return_flat_raw_top_logprobs_b64": _FLAT,
-    "routed_experts_start_len": Refused("mixture-of-experts models are not built yet", (0, -1)),
+    "routed_experts_start_len": Refused("which experts a token went through is not told", (0, -1)),
     "return_indexer_topk": _MASKS,
     "return_entropy": _MASKS,
     "return_sampling_mask": _MASKS,
@@ -45,4 +45,16 @@ GENERATE: Mapping[str, Refused] = {
     "require_reasoning": Refused("a chat's form begins behind its thinking", (False,)),
     "decode_tp_size": Refused("prefill and decode run in one worker"),
     "kv_hints": Refused("where a request runs is the scheduler's to say", _NOTHING),
+}
+
+ENCODE: Mapping[str, Refused] = {
+    **openai.EMBEDDING,
+    "input_embeds": Refused("prompts are text or token ids"),
+    "image_data": _MEDIA,
+    "video_data": _MEDIA,
+    "audio_data": _MEDIA,
+    "modalities": _MEDIA,
+    "sampling_params": Refused("nothing is drawn", _NOTHING),
+    "is_cross_encoder_request": Refused("pairs of texts are for /v1/rerank", (False,)),
+    "return_pooled_hidden_states": Refused("they are what is told", (False,)),
 }

@@ -75,13 +75,10 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     triggers: list[str] | None = None
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and text completions share."""
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """What every kind of body says of how an answer is made."""
 
     model: Annotated[str | None, _is("The served model; null takes it.")] = None
-    max_tokens: Annotated[
-        TokensMax | None, _is("Longest answer. 16 for a text, what the context leaves for a chat.")
-    ] = None
     temperature: Annotated[
         Temperature | None, _is("0 takes the likeliest token; 1 is the model as it is.")
     ] = None
@@ -90,7 +87,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[
         MinP | None, _is("Draws from tokens at least so likely, as a part of the likeliest.")
     ] = None
-    n: Annotated[Choices | None, _is("How many answers to each prompt.")] = None
     frequency_penalty: Annotated[
         AdditivePenalty | None, _is("Taken off a logit for each time its token was drawn.")
     ] = None
@@ -119,17 +115,26 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     regex: Annotated[str | None, _is("The answer matches this as a whole.")] = None
     ebnf: Annotated[str | None, _is("The answer is a `root` of these rules.")] = None
     json_schema: Annotated[Schema | None, _is("The answer is JSON of this schema.")] = None
-    response_format: Annotated[ResponseFormat | None, _is("The form of the answer.")] = None
     stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
+    priority: Annotated[
+        Priority | None, _is("The higher goes first, where the operator goes by priorities.")
+    ] = None
+
+
+class Body(Sampled, frozen=True, kw_only=True):
+    """What chat and text completions share."""
+
+    max_tokens: Annotated[
+        TokensMax | None, _is("Longest answer. 16 for a text, what the context leaves for a chat.")
+    ] = None
+    n: Annotated[Choices | None, _is("How many answers to each prompt.")] = None
+    response_format: Annotated[ResponseFormat | None, _is("The form of the answer.")] = None
     stream_options: Annotated[StreamOptions | None, _is("What a stream tells besides.")] = None
     return_hidden_states: Annotated[
         bool | None, _is("Tells the state that each token followed from, if the operator allows.")
     ] = None
     return_token_ids: Annotated[
         bool | None, _is("Tells the ids of prompt and answer in each choice.")
-    ] = None
-    priority: Annotated[
-        Priority | None, _is("The higher goes first, where the operator goes by priorities.")
     ] = None
     rid: Annotated[Rid | None, _is("The client's name for it, unique while it runs.")] = None
 

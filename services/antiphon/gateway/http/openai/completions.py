@@ -10,6 +10,7 @@ import msgspec
 from antiphon.gateway.http.openai import reading, refused
 from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
 from antiphon.gateway.http.openai.chat_voice import ChatVoice
+from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.openai.replies import ChatReply, TextReply
 from antiphon.gateway.http.openai.text_voice import CompletionVoice, Echo
 from antiphon.gateway.http.openai.voice import Header
@@ -117,12 +118,7 @@ class Completions:
     async def _with_mark(self, posted: Posted) -> Posted:
         """Find out which token ends the thinking, where the answer's form begins behind it."""
         (ask,) = posted.asks
-        if ask.thinking is None or ask.sampling.grammar is None:
-            return posted
-        end_id = await self._tokenizers.mark_id(ask.thinking.format.end)
-        thinking = msgspec.structs.replace(ask.thinking, end_id=end_id)
-        asks = (msgspec.structs.replace(ask, thinking=thinking),)
-        return msgspec.structs.replace(posted, asks=asks)
+        return msgspec.structs.replace(posted, asks=(await marked(ask, self._tokenizers),))
 
     @property
     def _cached(self) -> bool:

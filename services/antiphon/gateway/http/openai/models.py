@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.wire.errors import EngineError, UnknownModel
@@ -13,13 +15,17 @@ from antiphon.wire.errors import EngineError, UnknownModel
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from antiphon.gateway.access.access import Access
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One model as OpenAI lists it. `max_model_len` is null until a tokenizer was asked."""
+    """One model as OpenAI's clients read it, and Anthropic's, which have other names for the same.
+
+    `max_model_len` and `max_input_tokens` are null until a tokenizer was asked.
+    """
 
     id: str
     object: str = "model"
@@ -28,22 +34,33 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int | None
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    max_input_tokens: int | None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them."""
+    """All of them, on one page."""
 
     object: str = "list"
     data: tuple[ModelEntry, ...]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class Models:
     """Answers from what is known already; only the context length may cost a call, once."""
 
-    def __init__(self, runtime: Runtime, model: ModelName, tokenizers: TokenizerCalls) -> None:
+    def __init__(
+        self, runtime: Runtime, model: ModelName, tokenizers: TokenizerCalls, access: Access
+    ) -> None:
         self._runtime = runtime
         self._model = model
         self._tokenizers = tokenizers
+        self._access = access
         self._created = runtime.clock.unix_ms() // 1000
 
     def operations(self) -> list[Operation]:
@@ -53,7 +70,7 @@ class Models:
                 method="GET",
                 path="/v1/models",
                 answer=self._list,
-                summary="The model that is served.",
+                summary="The model that is served, if the key may use it.",
                 reply=ModelList,
             ),
             Operation(
@@ -65,14 +82,20 @@ class Models:
             ),
         ]
 
-    async def _list(self, _: web.Request) -> web.Response:
-        return json_reply(ModelList(data=(await self._entry(),)))
+    async def _list(self, request: web.Request) -> web.Response:
+        if not self._shown(request):
+            return json_reply(ModelList(data=(), first_id=None, last_id=None))
+        entry = await self._entry()
+        return json_reply(ModelList(data=(entry,), first_id=entry.id, last_id=entry.id))
 
     async def _one(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        if name != self._model:
+        if name != self._model or not self._shown(request):
             raise UnknownModel.of(name)
         return json_reply(await self._entry())
+
+    def _shown(self, request: web.Request) -> bool:
+        return self._access.serves(tenant_of(request), self._model)
 
     async def _entry(self) -> ModelEntry:
         try:
@@ -84,4 +107,7 @@ class Models:
             created=self._created,
             root=self._model,
             max_model_len=context_tokens,
+            display_name=self._model,
+            created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
+            max_input_tokens=context_tokens,
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.gateway.ask import Ask, Sampling, Thinking
+from antiphon.gateway.http.chats import held, plain, shown, tool_plan
 from antiphon.gateway.http.forms import Form, one_form, plain_forms
 from antiphon.gateway.http.openai.bodies import (
     COMPLETION_TOKENS,
@@ -20,9 +21,9 @@ from antiphon.gateway.http.openai.bodies import (
 from antiphon.gateway.http.openai.speech import Hearing
 from antiphon.gateway.http.openai.turns import message
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
-from antiphon.gateway.parsing.tools.choice import Mode, ToolPlan, plan_tools, read_choice
+from antiphon.gateway.parsing.tools.choice import read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
 from antiphon.wire.sampling import DetailParams, StopStrings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.tools.choice import ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 
@@ -93,7 +95,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
         messages=None if body.input_ids else messages,
         prompt_ids=tuple(body.input_ids) if body.input_ids else None,
         continue_final_message=bool(body.continue_final_message),
-        template=TemplateParams(options=_options(body), tools=_shown(plan)),
+        template=TemplateParams(options=_options(body), tools=shown(plan)),
         thinking=_thinking(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
@@ -111,7 +113,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
         calls_before=sum(len(turn.tool_calls or ()) for turn in body.messages),
     )
     return Posted(
-        asks=(_called(_filled(ask, body, wanted, name=body.rid), plan, formats.reasoning),),
+        asks=(held(_filled(ask, body, wanted, name=body.rid), plan, formats.reasoning),),
         stream=bool(body.stream),
         telling=msgspec.structs.replace(telling, hearing=hearing),
     )
@@ -220,7 +222,7 @@ def _filled(
             skip_special_tokens=body.skip_special_tokens is not False,
             token_texts=wanted is not None and wanted.logprobs,
         ),
-        priority=body.priority or 0,
+        priority=body.priority,
         key=None if name is None else ClientKey(name),
     )
 
@@ -282,25 +284,14 @@ def _plan(body: ChatBody, format_: ToolFormat | None) -> ToolPlan:
         InvalidRequest: They are malformed, or contradict the form of the answer.
         Unsupported: The model may call as it likes, and nobody knows how it would.
     """
-    tools = read_tools(cast("list[Json]", _plain(body.tools or [])))
-    choice = read_choice(_plain(body.tool_choice), tools)
-    if choice.mode is Mode.AUTO and tools and format_ is None:
-        text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
-        raise Unsupported(text, param="tools")
-    if choice.mode is Mode.REQUIRED and _form(body) is not None:
-        text = "tool_choice: an answer that has to be a call has no other form"
-        raise InvalidRequest(text, param="tool_choice")
-    return plan_tools(tools, choice, format_, parallel=body.parallel_tool_calls is not False)
-
-
-def _plain(value: object) -> Json:
-    """JSON that was left as it came, as values."""
-    return cast("Json", msgspec.json.decode(msgspec.json.encode(value)))
-
-
-def _shown(plan: ToolPlan) -> str | None:
-    tools = [tool.written for tool in plan.tools]
-    return msgspec.json.encode(tools).decode() if tools else None
+    tools = read_tools(cast("list[Json]", plain(body.tools or [], "tools")))
+    return tool_plan(
+        tools,
+        read_choice(plain(body.tool_choice, "tool_choice"), tools),
+        format_,
+        parallel=body.parallel_tool_calls is not False,
+        formed=_form(body) is not None,
+    )
 
 
 def _thinking(body: ChatBody, format_: ReasoningFormat | None) -> Thinking | None:
@@ -308,22 +299,10 @@ def _thinking(body: ChatBody, format_: ReasoningFormat | None) -> Thinking | Non
         return None
     said: object = None
     if format_.switch is not None:
-        said = _plain((body.chat_template_kwargs or {}).get(format_.switch))
+        said = plain((body.chat_template_kwargs or {}).get(format_.switch), "chat_template_kwargs")
     if said is None and body.reasoning_effort == "none":
         said = False
     return Thinking(format=format_, switched=said if isinstance(said, bool) else None)
-
-
-def _called(ask: Ask, plan: ToolPlan, reasoning: ReasoningFormat | None) -> Ask:
-    """Hold the answer to calls where it has to be some, and let their marks be seen."""
-    sampling, field = ask.sampling, ask.grammar_field
-    if plan.grammar is not None and sampling.grammar is None:
-        sampling, field = msgspec.structs.replace(sampling, grammar=plan.grammar), "tools"
-    special = bool((plan.format and plan.format.special) or (reasoning and reasoning.special))
-    stop = msgspec.structs.replace(
-        ask.stop, skip_special_tokens=ask.stop.skip_special_tokens and not special
-    )
-    return msgspec.structs.replace(ask, sampling=sampling, grammar_field=field, stop=stop)
 
 
 def _options(body: ChatBody) -> str | None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _NOTHING: tuple[object, ...] = ({}, [], "")
 _ROUTING = Refused("where a request runs is the scheduler's to say")
-_EXPERTS = Refused("mixture-of-experts models are not built yet", (False,))
+_EXPERTS = Refused("which experts a token went through is not told", (False,))
 _SESSIONS = Refused("sessions are of /generate only", _NOTHING)
 _SGLEXT = Refused("say return_token_ids, or return_prompt_token_ids", (False,))
 _CACHE = Refused("namespaces of the prefix cache are not built yet", _NOTHING)
@@ -60,4 +60,17 @@ CHAT: Mapping[str, Refused] = {
 COMPLETION: Mapping[str, Refused] = {
     **COMMON,
     "suffix": Refused("this model has no form of text with a gap to fill", ("",)),
+}
+
+EMBEDDING: Mapping[str, Refused] = {
+    name: COMMON[name]
+    for name in (
+        *("lora_path", "extra_key", "cache_salt", "custom_labels"),
+        *("routed_dp_rank", "data_parallel_rank"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    )
+}
+RERANK: Mapping[str, Refused] = {
+    **EMBEDDING,
+    "instruct": Refused("a cross-encoder takes a query and a document, and no more", ("",)),
 }

@@ -1,4 +1,4 @@
-"""POST /v1/score: how likely each of some tokens is to come next; and what does not score or embed.
+"""POST /v1/score: how likely each of some tokens is to come next.
 
 A causal model is asked for no new tokens, only for what would come next.
 """
@@ -6,7 +6,7 @@ A causal model is asked for no new tokens, only for what would come next.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,7 @@ from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.voice import total
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.sampling import NAMED_MAX, DetailParams
 
 if TYPE_CHECKING:
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 _Items = Meta(min_length=1, max_length=PROMPTS_MAX)
-_EMBEDS = "this model does not embed"
-_UNSERVED = {
-    "/v1/embeddings": _EMBEDS,
-    "/encode": _EMBEDS,
-    "/v1/rerank": "this model does not rerank",
-    "/v1/classify": "this model does not classify",
-    "/classify": "this model does not classify",
-}
 
 
 class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +71,7 @@ class Scoring:
         self._model = model
 
     def operations(self) -> list[Operation]:
-        """Scores, and what needs another kind of model."""
+        """Scores."""
         return [
             Operation(
                 method="POST",
@@ -97,19 +89,7 @@ class Scoring:
                     },
                 ),
             ),
-            *(
-                Operation(
-                    method="POST",
-                    path=path,
-                    answer=self._refuse,
-                    summary=f"Refused: {reason}.",
-                )
-                for path, reason in _UNSERVED.items()
-            ),
         ]
-
-    async def _refuse(self, request: web.Request) -> NoReturn:
-        raise Unsupported(_UNSERVED[request.path], param="model")
 
     async def _score(self, request: web.Request) -> web.Response:
         body = await self._answering.read(request, ScoreBody, _checked)

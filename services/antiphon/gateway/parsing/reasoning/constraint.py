@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def after_thinking(
         inside: Whether the answer begins as thinking: then it begins with a grammar only after
             the mark. Otherwise it may think or not.
         end_id: The token of the mark at the end, if it is one token.
+
+    Raises:
+        InvalidRequest: The grammar is nested deeper than can be written.
     """
     if inside and end_id is not None:
         return msgspec.structs.replace(grammar, begins_after=(end_id,))
@@ -31,8 +35,8 @@ def after_thinking(
         # No grammar writes special tokens: thinking that is not begun yet cannot be allowed.
         return grammar
     begin = "" if inside else format_.begin
-    text: Json = {"type": "any_text"}
-    thinking: Json = {"type": "tag", "begin": begin, "content": text, "end": format_.end}
+    within: Json = {"type": "any_text"}
+    thinking: Json = {"type": "tag", "begin": begin, "content": within, "end": format_.end}
     if not inside:
         thinking = {"type": "optional", "content": thinking}
     white: Json = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -40,7 +44,13 @@ def after_thinking(
         "type": "structural_tag",
         "format": {"type": "sequence", "elements": [thinking, white, _node(grammar)]},
     }
-    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=msgspec.json.encode(tag).decode())
+    try:
+        text = msgspec.json.encode(tag).decode()
+    except RecursionError as error:
+        raise InvalidRequest(
+            "the form of the answer is nested too deep", param="grammar"
+        ) from error
+    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
 
 
 def _node(grammar: Grammar) -> Json:

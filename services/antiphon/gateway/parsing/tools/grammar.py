@@ -107,7 +107,10 @@ def _definitions(tools: Sequence[Tool], word: str) -> dict[str, Json]:
 
 
 def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
-    text = msgspec.json.encode(tree).decode()
+    try:
+        text = msgspec.json.encode(tree).decode()
+    except RecursionError as error:
+        raise InvalidRequest("tools: nested too deep", param="tools") from error
     if len(text) > GRAMMAR_TEXT_MAX:
         message = f"tools: their schemas are longer than {GRAMMAR_TEXT_MAX} characters"
         raise InvalidRequest(message, param="tools")

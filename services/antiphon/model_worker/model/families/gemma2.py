@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.model_worker.model.declare import attention, layers, model
 from antiphon.model_worker.model.families.gemma import one_plus, scaled, tanh_gated
-from antiphon.model_worker.model.spec import SANDWICH, Family, LayerSpec
+from antiphon.model_worker.model.spec import SANDWICH, Family, HeadSpec, LayerSpec
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
@@ -59,7 +59,8 @@ def finished(family: str, config: ConfigFile, stack: tuple[LayerSpec, ...]) -> M
     """The model around the layers, with a capped head."""
     spec = scaled(model(family, config, stack, one_plus(config)))
     cap = config.own(Caps).final_logit_softcapping
-    return msgspec.structs.replace(spec, head=msgspec.structs.replace(spec.head, softcap=cap))
+    head = HeadSpec(tied=config.tie_word_embeddings, softcap=cap)
+    return msgspec.structs.replace(spec, head=head)
 
 
 GEMMA2 = Family(

@@ -1,4 +1,7 @@
-"""Gemma 3 (text): Gemma 2 with norms of heads in place of caps, and a rotation for local layers."""
+"""Gemma 3 (text): Gemma 2 with norms of heads in place of caps, and a rotation for local layers.
+
+EmbeddingGemma is one that sees both ways.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.tasks import Task, task_of
 from antiphon.kernels.rotary import Rotary
 from antiphon.model_worker.model.declare import attention, layers
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.families.gemma import one_plus, tanh_gated
 from antiphon.model_worker.model.families.gemma2 import capped, finished
 from antiphon.model_worker.model.spec import SANDWICH, Family, LayerSpec
@@ -22,11 +27,20 @@ if TYPE_CHECKING:
 class _Fields(msgspec.Struct, frozen=True):
     sliding_window_pattern: int = 6
     rope_local_base_freq: float = 10_000.0
+    use_bidirectional_attention: bool = False
 
 
 def declare(config: ConfigFile) -> ModelSpec:
-    """Five local layers for each global one, where the config does not say otherwise."""
-    every = config.own(_Fields).sliding_window_pattern
+    """Five local layers for each global one, where the config does not say otherwise.
+
+    Raises:
+        ModelLoadError: It sees both ways and is to write.
+    """
+    every, both_ways = _sight(config)
+    if both_ways:
+        # Half of the window to each side, and the token itself.
+        window = None if config.sliding_window is None else config.sliding_window // 2 + 1
+        config = msgspec.structs.replace(config, sliding_window=window)
     windows = (
         config.windows()
         if config.layer_types
@@ -39,13 +53,26 @@ def declare(config: ConfigFile) -> ModelSpec:
 
     def layer(window: int | None) -> LayerSpec:
         return LayerSpec(
-            mixer=replace(capped(config, _rotated(config, window)), qk_norm=norm),
+            mixer=replace(
+                capped(config, _rotated(config, window)), qk_norm=norm, causal=not both_ways
+            ),
             feed_forward=tanh_gated(config),
             norm=norm,
             norms=SANDWICH,
         )
 
     return finished("gemma3", config, layers(windows, layer))
+
+
+def _sight(config: ConfigFile) -> tuple[int, bool]:
+    """Each which layer is global, and whether tokens see what comes after them."""
+    fields = config.own(_Fields)
+    both_ways = fields.use_bidirectional_attention
+    if both_ways and task_of(config.architectures[0]) is Task.GENERATE:
+        raise ModelLoadError(
+            "config.json: use_bidirectional_attention: such a model embeds texts and writes none"
+        )
+    return fields.sliding_window_pattern, both_ways
 
 
 def _rotated(config: ConfigFile, window: int | None) -> AttentionSpec:

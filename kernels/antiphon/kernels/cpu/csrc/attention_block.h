@@ -1,0 +1,308 @@
+// Attention over a paged cache, for any number of queries: prefill, decode and verify are one.
+//
+// Keys are taken in blocks of KEYS, counted from position 0, and every query goes through the
+// blocks in that order with the running maximum and sum of an online softmax. A block is laid out
+// first: keys transposed, so that a lane is a key and its product with a query is one accumulator,
+// dimensions ascending; values in pairs of keys, so that a lane is a dimension and its sum is one
+// accumulator, keys ascending. A query's bits therefore depend on its own keys alone, however many
+// queries and heads share the block; and one code serves a decode row, a chunk and a whole prompt.
+//
+// Here a tile of queries meets one block; attention.h goes through the blocks.
+//
+// Source of the online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.
+
+static constexpr int KEYS = 64;
+static constexpr int KEY_VECTORS = KEYS / LANES;
+// A register tile: so many queries by so many vectors.
+static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
+static constexpr int TILE_VECTORS = ANTIPHON_AVX512 ? 4 : 2;
+// How many queries a tile may have, on squares too.
+static constexpr int ROOM_QUERIES = TILE_QUERIES > SQUARE ? TILE_QUERIES : SQUARE;
+// How often, a block and head, the memory is asked for what comes next.
+static constexpr int AHEAD_STEPS = 2 * KEY_VECTORS + 2;
+// Below any score, and still finite, so that what was never seen has no weight and no NaN.
+static constexpr float LOWEST = -1e30f;
+static constexpr float LOG2_E = 1.44269504088896341f;
+
+// The keys of a block that somebody may see, [begin + from, begin + until).
+struct KeyBlock {
+    int64_t begin;
+    int from, until;
+
+    int vectors() const { return (until + LANES - 1) / LANES; }
+};
+
+// Asks the memory for the next block's tokens, a few at a time between the sums of this block: the
+// pages lie apart, so the hardware does not see where it goes on, and it holds few questions. Keys
+// are asked for before values, since it sees a run within a page.
+class Ahead {
+  public:
+    // What is read of each token lies `bytes` long at its offset from either base.
+    Ahead(const void *keys, const void *values, int64_t bytes, int item)
+        : keys_(static_cast<const char *>(keys)),
+          values_(static_cast<const char *>(values)),
+          bytes_(bytes),
+          item_(item) {}
+
+    // From now on, ask for a block's tokens in so many steps.
+    void begin(const int64_t (&offsets)[KEYS], int64_t steps) {
+        offsets_ = offsets;
+        done_ = 0;
+        share_ = ceil_div(2 * KEYS, steps);
+    }
+
+    void step() {
+        const int64_t until = done_ + share_ < 2 * KEYS ? done_ + share_ : 2 * KEYS;
+        for (; done_ < until; ++done_) {
+            const int64_t offset = offsets_[done_ % KEYS];
+            if (offset < 0) continue;
+            const char *at = (done_ < KEYS ? keys_ : values_) + offset * item_;
+            for (int64_t byte = 0; byte < bytes_; byte += 64)
+                _mm_prefetch(at + byte, _MM_HINT_T0);
+        }
+    }
+
+  private:
+    const char *keys_, *values_;
+    int64_t bytes_, item_;
+    const int64_t *offsets_ = nullptr;
+    int64_t done_ = 2 * KEYS, share_ = 0;
+};
+
+// What one task works in, cut from the thread's scratch memory.
+template <class T> struct AttentionRoom {
+    int64_t words, width;  // words of a head; columns of a row of sums, whole vectors
+    uint32_t *keys;        // (words, KEYS)
+    uint32_t *values;      // (KEYS / WORD_VALUES, width)
+    float *sums;           // (queries of all heads, width)
+    float *top, *mass;     // (queries of all heads,) running maximum and sum
+    T *nothing;            // (H, D) zeros, in the place of keys that nobody may read
+    uint32_t *tile;        // (ROOM_QUERIES, square_words) queries side by side, for squares
+    int64_t square_words;  // words of a head, whole steps of a square
+    alignas(64) float scores[ROOM_QUERIES][KEYS];
+    alignas(64) T shares[ROOM_QUERIES][KEYS];
+    // Offsets of a block's tokens in the cache, in values; -1 for those that nobody may read.
+    int64_t offsets[2][KEYS];
+    Ahead ahead;
+
+    AttentionRoom(Scratch &scratch, const CacheShape &shape, const Ahead &ahead, int64_t queries)
+        : ahead(ahead) {
+        words = shape.head_size / WORD_VALUES<T>;
+        width = ceil_div(shape.head_size, LANES) * LANES;
+        const int64_t padded = ceil_div(queries, LANES) * LANES;
+        square_words = ceil_div(words, SQUARE) * SQUARE;
+        const int64_t sizes[] = {
+            square_words * KEYS, KEYS / WORD_VALUES<T> * width, padded * width, padded, padded,
+            ceil_div(shape.heads * words, LANES) * LANES, ROOM_QUERIES * square_words};
+        int64_t total = 0;
+        for (const int64_t size : sizes) total += size;
+        auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
+        keys = at;
+        values = keys + sizes[0];
+        sums = reinterpret_cast<float *>(values + sizes[1]);
+        top = sums + sizes[2];
+        mass = top + sizes[3];
+        nothing = reinterpret_cast<T *>(mass + sizes[4]);
+        tile = reinterpret_cast<uint32_t *>(nothing) + sizes[5];
+        // Columns beyond the head are read, and so must hold numbers.
+        if (width != shape.head_size) std::memset(values, 0, sizes[1] * sizeof(uint32_t));
+        std::memset(keys + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
+        const int64_t others = sizes[2] + sizes[3] + sizes[4] + sizes[5] + sizes[6];
+        std::memset(sums, 0, others * sizeof(float));
+        for (int64_t i = 0; i < padded; ++i) top[i] = LOWEST;
+    }
+};
+
+// Where the tokens of a block lie in the cache.
+INLINE void locate(
+    const AttentionCall &call, int32_t row, const KeyBlock &block, int64_t (&offsets)[KEYS]) {
+    const int64_t size = call.shape.page_tokens;
+    const int64_t token = call.shape.heads * call.shape.head_size;
+    const int32_t *table = call.rows.tables + row * call.rows.stride;
+    for (int i = 0; i < block.from; ++i) offsets[i] = -1;
+    int64_t page = (block.begin + block.from) / size;
+    int64_t inside = (block.begin + block.from) % size;
+    for (int i = block.from; i < block.until; ++page, inside = 0)
+        for (int64_t at = (table[page] * size + inside) * token;
+             inside < size && i < block.until; ++i, ++inside, at += token)
+            offsets[i] = at;
+    for (int i = block.until < 0 ? 0 : block.until; i < KEYS; ++i) offsets[i] = -1;
+}
+
+// Lay out one head's keys and values of a block.
+template <class T>
+INLINE void lay_out(
+    const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
+    AttentionRoom<T> &room) {
+    const int64_t size = call.shape.head_size;
+    const auto find = [&](const void *cache, int key) {
+        const T *base = static_cast<const T *>(cache) + head * size;
+        return offsets[key] < 0 ? room.nothing : base + offsets[key];
+    };
+    for (int v = 0; v < block.vectors(); ++v) {
+        const uint32_t *rows[LANES];
+        for (int i = 0; i < LANES; ++i) rows[i] = words_of(find(call.cache.keys, v * LANES + i));
+        transpose(rows, room.words, room.keys + v * LANES, KEYS);
+        room.ahead.step();
+    }
+    constexpr int step = WORD_VALUES<T>;
+    for (int key = 0; key < block.until; key += step) {
+        if (key % LANES == 0) room.ahead.step();
+        lay_side_by_side(
+            find(call.cache.values, key), find(call.cache.values, key + step - 1), size,
+            room.values + key / step * room.width);
+    }
+}
+
+// acc[r] += each[r] . words, over `steps` words of a row; `words` has `stride` words a step.
+template <class T, int R, int V>
+INLINE void add_products(
+    F32 (&acc)[R][V], const uint32_t *const (&each)[R], const uint32_t *words, int64_t stride,
+    int64_t steps) {
+    for (int64_t step = 0; step < steps; ++step, words += stride) {
+        I32 columns[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) columns[v] = load_int(words + v * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            const I32 word = all_words(each[r] + step);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) acc[r][v] = dot_words<T>(acc[r][v], columns[v], word);
+        }
+    }
+}
+
+// Call `body` for all of 0 .. vectors - 1: as a constant number of vectors, and where they begin.
+template <class Body> INLINE void in_tiles(int64_t vectors, Body &&body) {
+    int64_t v = 0;
+    for (; v + TILE_VECTORS <= vectors; v += TILE_VECTORS)
+        body(std::integral_constant<int, TILE_VECTORS>(), v);
+    if (TILE_VECTORS > 2 && v + 2 <= vectors) {
+        body(std::integral_constant<int, 2>(), v);
+        v += 2;
+    }
+    if (v < vectors) body(std::integral_constant<int, 1>(), v);
+}
+
+// Lanes [from, until) of 16 count: zero there, -infinity elsewhere.
+INLINE F32 unseen_outside(int from, int until) {
+    static constexpr float INF = __builtin_inff();
+    static constexpr float EDGES[3 * LANES] = {
+        -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF,
+        -INF, 0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,
+        0,    0,    -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF, -INF,
+        -INF, -INF, -INF};
+    const auto clamp = [](int x) { return x < 0 ? 0 : x > LANES ? LANES : x; };
+    return add(load(EDGES + LANES - clamp(from)), load(EDGES + 2 * LANES - clamp(until)));
+}
+
+// 2^x for x <= 0, within 2 units in the last place; a NaN stays one. Below 2^-125 it is zero: what
+// is no longer a normal number would take a hundred times as long.
+INLINE F32 power_of_two(F32 x) {
+    const F32 least = all(-125.0f), within = max(least, x);
+    const F32 n = round_even(within), r = sub(within, n);
+    F32 p = fma(all(1.3333558e-3f), r, all(9.6181291e-3f));
+    p = fma(p, r, all(5.5504109e-2f));
+    p = fma(p, r, all(2.4022651e-1f));
+    p = fma(p, r, all(6.9314718e-1f));
+    return zero_below(x, least, scale_by_power(fma(p, r, all(1.0f)), n));
+}
+
+// One query's scores in V vectors become its keys' weights, rounded as they will be multiplied.
+// `top` and `mass` are its running maximum, in powers of two, and sum. Returns what becomes of all
+// that was summed under the old maximum.
+template <class T, int V>
+INLINE float weigh(
+    const float *scores, float scale, int from, int until, float &top, float &mass, T *shares) {
+    F32 scaled[V], most = all(top);
+    for (int v = 0; v < V; ++v) {
+        scaled[v] = mul(load(scores + v * LANES), all(scale));
+        if (from > v * LANES || until < (v + 1) * LANES)
+            scaled[v] = add(scaled[v], unseen_outside(from - v * LANES, until - v * LANES));
+        most = max(most, scaled[v]);
+    }
+    const float before = top, after = greatest(most);
+    F32 total = zeros();
+    for (int v = 0; v < V; ++v) {
+        const F32 share = power_of_two(sub(scaled[v], all(after)));
+        store(shares + v * LANES, share);
+        total = add(total, rounded<T>(share));
+    }
+    const float kept = before == after ? 1.0f : lane_0(power_of_two(all(before - after)));
+    top = after;
+    mass = mass * kept + sum(total);
+    return kept;
+}
+
+// Where one query of a head begins: the `index`-th of the task's.
+template <class T>
+INLINE const T *query_at(
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t index) {
+    const int64_t group = call.shape.queries_per_head;
+    const T *q = static_cast<const T *>(call.q) + (task.token + index / group) * call.q_stride;
+    return q + ((task.head + head) * group + index % group) * call.shape.head_size;
+}
+
+// The scores of some queries, from `first` of the task's on, become weights; `kept` is what becomes
+// of what each has summed.
+template <class T>
+INLINE void weigh_all(
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first, int queries,
+    const KeyBlock &block, AttentionRoom<T> &room, float *kept) {
+    const int64_t group = call.shape.queries_per_head, window = call.shape.window;
+    const int64_t row = head * task.queries * group + first;
+    for (int r = 0; r < queries; ++r) {
+        const int64_t position = task.position + (first + r) / group;
+        const int64_t seen = position + 1 - block.begin, unseen = window ? seen - window : 0;
+        const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
+        const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
+        const float scale = call.scale * LOG2_E;
+        const auto weigh_in = [&](auto vectors) {
+            return weigh<T, vectors>(
+                room.scores[r], scale, from, until, room.top[row + r], room.mass[row + r],
+                room.shares[r]);
+        };
+        switch (block.vectors()) {
+            case 1: kept[r] = weigh_in(std::integral_constant<int, 1>()); break;
+            case 2: kept[r] = weigh_in(std::integral_constant<int, 2>()); break;
+            case 3: kept[r] = weigh_in(std::integral_constant<int, 3>()); break;
+            default: kept[r] = weigh_in(std::integral_constant<int, KEY_VECTORS>());
+        }
+    }
+}
+
+// R queries of one head, from `first` of the task's on, meet a block that is laid out.
+template <class T, int R>
+static void meet_block(
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
+    const KeyBlock &block, AttentionRoom<T> &room) {
+    const uint32_t *each[R];
+    for (int r = 0; r < R; ++r) each[r] = words_of(query_at<T>(call, task, head, first + r));
+    in_tiles(block.vectors(), [&](auto count, int64_t v) {
+        F32 acc[R][count];
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < count; ++i) acc[r][i] = zeros();
+        add_products<T>(acc, each, room.keys + v * LANES, KEYS, room.words);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
+    });
+
+    room.ahead.step();
+    const int64_t row = head * task.queries * call.shape.queries_per_head + first;
+    float kept[R];
+    weigh_all(call, task, head, first, R, block, room, kept);
+
+    room.ahead.step();
+    for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]);
+    in_tiles(room.width / LANES, [&](auto count, int64_t v) {
+        F32 acc[R][count];
+        float *sums = room.sums + row * room.width + v * LANES;
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < count; ++i)
+                acc[r][i] = mul(load(sums + r * room.width + i * LANES), all(kept[r]));
+        const int64_t steps = ceil_div(block.until, WORD_VALUES<T>);
+        add_products<T>(acc, each, room.values + v * LANES, room.width, steps);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < count; ++i) store(sums + r * room.width + i * LANES, acc[r][i]);
+    });
+}

@@ -1,0 +1,24 @@
+// AVX-512 and tiles of bf16: Sapphire Rapids and later.
+
+#include "standard.h"
+
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16")
+#define ISA_NS isa_amx
+#define ANTIPHON_AVX512 1
+#define ANTIPHON_BF16 1
+#define ANTIPHON_AMX 1
+
+#include "kernels.inc"
+
+const Table table_amx = {
+    .isa = "amx",
+    .linear = ISA_NS::linear_call,
+    .linear_rows = ISA_NS::linear_rows,
+    .norm = ISA_NS::norm_call,
+    .gate = ISA_NS::gate_call,
+    .heads = ISA_NS::heads_call,
+    .finite = ISA_NS::finite_call,
+    .greatest = ISA_NS::greatest_call,
+    .attention = ISA_NS::attention_call,
+    .stack = ISA_NS::stack_call,
+};

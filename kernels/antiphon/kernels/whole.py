@@ -1,0 +1,79 @@
+"""Attention that looks both ways, of rows whose tokens are all in one pass: nothing is cached.
+
+Axes: T tokens of all rows, R rows, Q query heads, H kv heads, G query heads a kv head, D head size,
+N queries and M keys of a piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
+from torch import Tensor
+
+from antiphon.kernels.op import kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+QUERIES_MAX = 256
+"""Queries of a row with a window that run at once, over the keys that any of them sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class NothingKept:
+    """What a layer keeps of a token that sees all tokens of its row in the same pass."""
+
+
+@kernel("attention.whole")
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
+) -> Tensor:
+    """Softmax attention of each token over all tokens of its row, or those near it.
+
+    Args:
+        q: (T, Q, D).
+        k: (T, H, D).
+        v: (T, H, D).
+        lengths: (R,) tokens of each row; rows follow each other.
+        scale: Of the scores.
+        window: A token sees itself and the window - 1 tokens to each side; None: its whole row.
+
+    Returns:
+        (T, Q, D). A row runs alone: padding short ones to long ones would cost more than calls.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    start = 0
+    for length in lengths:
+        row = slice(start, start + length)
+        for queries, keys, mask in _pieces(length, window):
+            mixed = _attend(q[row][queries], k[row][keys], v[row][keys], mask, scale)
+            out[row][queries] = mixed
+        start += length
+    return out
+
+
+def _pieces(length: int, window: int | None) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries of a row, the keys that they see, and which see which, (N, M) bool; None: all."""
+    if window is None or window >= length:
+        yield slice(0, length), slice(0, length), None
+        return
+    for first in range(0, length, QUERIES_MAX):
+        last = min(first + QUERIES_MAX, length)
+        begin, end = max(0, first - window + 1), min(length, last + window - 1)
+        apart = torch.arange(first, last)[:, None] - torch.arange(begin, end)
+        yield slice(first, last), slice(begin, end), apart.abs() < window
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One piece: (N, Q, D) over (M, H, D)  ->  (N, Q, D)."""
+    count, heads, size = len(q), k.shape[1], q.shape[2]
+    shared = q.shape[1] // heads
+    grouped = q.view(count, heads, shared, size).permute(1, 2, 0, 3).reshape(1, heads, -1, size)
+    seen = None if mask is None else mask.to(q.device).repeat(shared, 1)
+    mixed = F.scaled_dot_product_attention(
+        grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=seen, scale=scale
+    )
+    return mixed.view(heads, shared, count, size).permute(2, 0, 1, 3).reshape(q.shape)

@@ -1,0 +1,124 @@
+"""The head of a model that judges whole texts: scores of labels, or one reward.
+
+Axes: R texts, D hidden size, N labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from antiphon.layers.linear import ReplicatedLinear
+from antiphon.layers.norm import norm_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from antiphon.kernels.activation import Activation
+    from antiphon.layers.context import ForwardContext
+    from antiphon.layers.methods import LinearMethod
+    from antiphon.layers.norm import NormSpec
+    from antiphon.layers.weights import Build, WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """norm(activation(linear(x))), as wide as x.
+
+    Attributes:
+        name: Of the linear in the checkpoint.
+        norm: None: what the activation gives is left as it is.
+        norm_name: Of that norm.
+    """
+
+    name: str
+    activation: Activation
+    bias: bool = True
+    norm: NormSpec | None = None
+    norm_name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSpec:
+    """Scores of what a text was pooled to.
+
+    Attributes:
+        labels: N; a reward is the score of one.
+        name: Of the linear that gives them.
+        bias: Whether that has one.
+        dense: What comes before it; None: nothing.
+    """
+
+    labels: int
+    name: str = "score"
+    bias: bool = False
+    dense: DenseSpec | None = None
+
+
+class Score:
+    """Scores of texts. It is small, and kept as it comes whatever the layers' linears are kept as.
+
+    Every rank has all of it.
+    """
+
+    def __init__(self, spec: ScoreSpec, hidden: int, build: Build, method: LinearMethod) -> None:
+        build, method = replace(build, quantization=None), method.exact()
+        self._dense = None if spec.dense is None else _Dense(spec.dense, hidden, build, method)
+        self._linear = ReplicatedLinear(
+            spec.name, hidden, spec.labels, bias=spec.bias, build=build, method=method
+        )
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Those of what comes before the scores."""
+        return frozenset[str]() if self._dense is None else self._dense.operations
+
+    def __call__(self, ctx: ForwardContext, pooled: Tensor) -> Tensor:
+        """Judge pooled (R, D)  ->  (R, N) float32, as the model was trained to give them."""
+        if self._dense is not None:
+            pooled = self._dense(ctx, pooled)
+        return self._linear(ctx, pooled).float()
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of all its linears and norms."""
+        if self._dense is not None:
+            yield from self._dense.sources()
+        yield from self._linear.sources()
+
+    def pack(self) -> None:
+        """Called once all sources are loaded."""
+        if self._dense is not None:
+            self._dense.pack()
+        self._linear.pack()
+
+
+class _Dense:
+    """One layer between a text's vector and its scores."""
+
+    def __init__(self, spec: DenseSpec, hidden: int, build: Build, method: LinearMethod) -> None:
+        self._activation: Activation = spec.activation
+        self._linear = ReplicatedLinear(
+            spec.name, hidden, hidden, bias=spec.bias, build=build, method=method
+        )
+        self._norm = None
+        if spec.norm is not None:
+            self._norm = norm_of(spec.norm, spec.norm_name, hidden, build)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        own = frozenset({"activation.plain"})
+        return own if self._norm is None else own | self._norm.operations
+
+    def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
+        y = ctx.ops.activate(self._linear(ctx, x), self._activation)
+        return y if self._norm is None else self._norm(ctx, y)
+
+    def sources(self) -> Iterator[WeightSource]:
+        yield from self._linear.sources()
+        if self._norm is not None:
+            yield from self._norm.sources()
+
+    def pack(self) -> None:
+        self._linear.pack()

@@ -1,0 +1,76 @@
+"""What the chats of every family come to: which tools are shown, and what an answer is held to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from antiphon.gateway.http.fields import decode
+from antiphon.gateway.parsing.tools.choice import Mode, plan_tools
+from antiphon.wire.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.tools.choice import ToolChoice, ToolPlan
+    from antiphon.gateway.parsing.tools.format import ToolFormat
+    from antiphon.gateway.parsing.tools.tool import Tool
+    from antiphon.wire.schemas import Json
+
+
+def plain(value: object, field: str) -> Json:
+    """JSON that was left as it came, as values.
+
+    Raises:
+        InvalidRequest: It holds what nobody can read, as a number beyond all bounds.
+    """
+    return cast("Json", decode(msgspec.json.encode(value), object, field))
+
+
+def tool_plan(
+    tools: tuple[Tool, ...],
+    choice: ToolChoice,
+    format_: ToolFormat | None,
+    *,
+    parallel: bool,
+    formed: bool,
+) -> ToolPlan:
+    """What the tools of a request come to.
+
+    Args:
+        tools: Those of the request.
+        choice: What it says of them.
+        format_: How this model writes calls; None: it is not known.
+        parallel: Whether there may be several calls in an answer.
+        formed: Whether the answer has a form of its own.
+
+    Raises:
+        InvalidRequest: They contradict the form of the answer.
+        Unsupported: The model may call as it likes, and nobody knows how it would.
+    """
+    if choice.mode is Mode.AUTO and tools and format_ is None:
+        text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
+        raise Unsupported(text, param="tools")
+    if choice.mode is Mode.REQUIRED and formed:
+        text = "tool_choice: an answer that has to be a call has no other form"
+        raise InvalidRequest(text, param="tool_choice")
+    return plan_tools(tools, choice, format_, parallel=parallel)
+
+
+def shown(plan: ToolPlan) -> str | None:
+    """The tools as the chat template reads them."""
+    tools = [tool.written for tool in plan.tools]
+    return msgspec.json.encode(tools).decode() if tools else None
+
+
+def held(ask: Ask, plan: ToolPlan, reasoning: ReasoningFormat | None) -> Ask:
+    """Hold the answer to calls where it has to be some, and let their marks be seen."""
+    sampling, field = ask.sampling, ask.grammar_field
+    if plan.grammar is not None and sampling.grammar is None:
+        sampling, field = msgspec.structs.replace(sampling, grammar=plan.grammar), "tools"
+    special = bool((plan.format and plan.format.special) or (reasoning and reasoning.special))
+    stop = msgspec.structs.replace(
+        ask.stop, skip_special_tokens=ask.stop.skip_special_tokens and not special
+    )
+    return msgspec.structs.replace(ask, sampling=sampling, grammar_field=field, stop=stop)

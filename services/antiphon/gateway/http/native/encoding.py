@@ -1,0 +1,168 @@
+"""POST /encode and /classify: what a model that does not generate makes of texts, as it is."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.native.bodies import Rid, TokenIds
+from antiphon.gateway.http.native.refused import ENCODE
+from antiphon.gateway.http.native.replies import FinishBody
+from antiphon.gateway.http.openai.completions import weight_version
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.processors import TokenId
+from antiphon.wire.sampling import Dimensions, Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.pooling import Pooled, Prompt, Vectors
+    from antiphon.service.service import Runtime
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /encode and /classify. Exactly one of `text` and `input_ids` is given."""
+
+    text: Annotated[
+        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None,
+        Meta(description="A text, or several."),
+    ] = None
+    input_ids: Annotated[
+        Annotated[list[TokenId | TokenIds], Meta(min_length=1)] | None,
+        Meta(description="Token ids, or lists of them; in place of text."),
+    ] = None
+    dimensions: Annotated[
+        Dimensions | None,
+        Meta(description="So many of the vector's first numbers, of a model made for that."),
+    ] = None
+    rid: Annotated[
+        Rid | None, Meta(description="The client's name for it; of several, how theirs begin.")
+    ] = None
+    priority: Annotated[
+        Priority | None,
+        Meta(description="The higher goes first, where the operator goes by priorities."),
+    ] = None
+
+
+class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a vector beside its numbers."""
+
+    id: str
+    finish_reason: FinishBody
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of a text, or its scores as they leave the model."""
+
+    embedding: list[float]
+    meta_info: EncodeMeta
+
+
+class Encoding:
+    """SGLang's own way to ask for vectors and scores."""
+
+    def __init__(self, answering: Answering, vectors: Vectors, runtime: Runtime) -> None:
+        self._answering = answering
+        self._vectors = vectors
+        self._runtime = runtime
+
+    def operations(self) -> list[Operation]:
+        """Both, by POST and PUT."""
+        return [
+            Operation(
+                method=method,
+                path=path,
+                answer=answer,
+                summary=summary,
+                body=EncodeBody,
+                reply=Encoded,
+                refused=ENCODE,
+                examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
+                deprecated=method == "PUT",
+            )
+            for path, answer, summary in (
+                ("/encode", self._encode, "The vector of a text; several get a list."),
+                ("/classify", self._classify, "The scores of a text; several get a list."),
+            )
+            for method in ("POST", "PUT")
+        ]
+
+    async def _encode(self, request: web.Request) -> web.Response:
+        card = await self._vectors.card("embed")
+        return await self._answer(request, lambda body: _asks(body, card, "encode"))
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        card = await self._vectors.scorer("classify")
+        return await self._answer(request, lambda body: _asks(body, card, "classify"))
+
+    async def _answer(
+        self, request: web.Request, asks_of: Callable[[EncodeBody], tuple[list[Ask], bool]]
+    ) -> web.Response:
+        began = time.monotonic()
+        asks, batch = await self._answering.read(request, EncodeBody, asks_of, ENCODE)
+        pooled = await self._vectors.of(request, asks)
+        seconds = time.monotonic() - began
+        told = [self._told(one, seconds) for one in pooled]
+        return json_reply(told if batch else told[0])
+
+    def _told(self, pooled: Pooled, seconds: float) -> Encoded:
+        return Encoded(
+            embedding=pooled.numbers,
+            meta_info=EncodeMeta(
+                id=pooled.id,
+                finish_reason=FinishBody(type="length", length=0),
+                prompt_tokens=pooled.usage.prompt_tokens,
+                cached_tokens=pooled.usage.cached_tokens,
+                weight_version=weight_version(self._runtime),
+                e2e_latency=seconds,
+            ),
+        )
+
+
+def _asks(body: EncodeBody, card: PoolingCard, door: str) -> tuple[list[Ask], bool]:
+    """The asks, and whether they came as a list."""
+    prompts, batch = _prompts(body)
+    if len(prompts) > INPUTS_MAX:
+        raise InvalidRequest(f"there are more than {INPUTS_MAX} texts", param="input_ids")
+    refuse_blank(prompts, "text")
+    pool = cut(card, body.dimensions)
+    asks = asks_for(
+        prompts,
+        door=door,
+        field="text" if body.input_ids is None else "input_ids",
+        model=None,
+        pool=pool,
+        rid=body.rid,
+        priority=body.priority,
+    )
+    return asks, batch
+
+
+def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("give either text or input_ids", param="text")
+    if body.text is not None:
+        return ([body.text], False) if isinstance(body.text, str) else (list(body.text), True)
+    ids = body.input_ids or []
+    rows = [tuple(row) for row in ids if isinstance(row, list)]
+    if not rows:
+        return [tuple(each for each in ids if isinstance(each, int))], False
+    if len(rows) != len(ids):
+        raise InvalidRequest("token ids, or lists of them; not both", param="input_ids")
+    return list(rows), True

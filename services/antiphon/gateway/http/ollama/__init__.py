@@ -1,0 +1,1 @@
+"""The Ollama family: bodies to asks by way of OpenAI's, answers to its objects, a line each."""

@@ -1,0 +1,142 @@
+"""POST /api/embed, and its older form /api/embeddings."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.ollama.reading import model_of, tagged
+from antiphon.gateway.http.ollama.refused import EMBED
+from antiphon.gateway.http.openai.bodies import Json
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.sampling import Dimensions
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.pooling import Prompt, Vectors
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
+    options: Annotated[Json | None, Meta(description="Changes nothing: nothing is drawn.")] = None
+    keep_alive: Annotated[
+        str | float | None, Meta(description="Changes nothing: the model stays loaded.")
+    ] = None
+
+
+class OllamaEmbedBody(_Body, frozen=True, kw_only=True):
+    """POST /api/embed."""
+
+    input: Annotated[
+        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)],
+        Meta(description="A text, or several."),
+    ]
+    dimensions: Annotated[
+        Dimensions | None,
+        Meta(description="So many of the vector's first numbers, of a model made for that."),
+    ] = None
+
+
+class OllamaEmbeddingBody(_Body, frozen=True, kw_only=True):
+    """POST /api/embeddings."""
+
+    prompt: Annotated[str, Meta(description="A text.")]
+
+
+class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors, in the order of the texts; durations in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
+    """One vector."""
+
+    embedding: list[float]
+
+
+class OllamaEmbedding:
+    """Has vectors made as every other door does."""
+
+    def __init__(self, answering: Answering, vectors: Vectors, model: ModelName) -> None:
+        self._answering = answering
+        self._vectors = vectors
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Both forms."""
+        return [
+            Operation(
+                method="POST",
+                path="/api/embed",
+                answer=self._embed,
+                summary="A vector for each text, of a model that embeds.",
+                body=OllamaEmbedBody,
+                reply=OllamaEmbedReply,
+                refused=EMBED,
+                examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
+            ),
+            Operation(
+                method="POST",
+                path="/api/embeddings",
+                answer=self._embed_one,
+                summary="The vector of one text.",
+                body=OllamaEmbeddingBody,
+                reply=OllamaEmbeddingReply,
+                examples=({"prompt": "Hello"},),
+                deprecated=True,
+            ),
+        ]
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        began = time.monotonic()
+        card = await self._vectors.embedder()
+        asks = await self._answering.read(
+            request, OllamaEmbedBody, lambda body: self._asks(body, card), EMBED
+        )
+        pooled = await self._vectors.of(request, asks)
+        return json_reply(
+            OllamaEmbedReply(
+                model=tagged(self._model),
+                embeddings=[one.numbers for one in pooled],
+                total_duration=int((time.monotonic() - began) * 1e9),
+                prompt_eval_count=sum(one.usage.prompt_tokens for one in pooled),
+            )
+        )
+
+    async def _embed_one(self, request: web.Request) -> web.Response:
+        card = await self._vectors.embedder()
+        asks = await self._answering.read(
+            request, OllamaEmbeddingBody, lambda body: self._asks(body, card)
+        )
+        (pooled,) = await self._vectors.of(request, asks)
+        return json_reply(OllamaEmbeddingReply(pooled.numbers))
+
+    def _asks(self, body: OllamaEmbedBody | OllamaEmbeddingBody, card: PoolingCard) -> list[Ask]:
+        if isinstance(body, OllamaEmbeddingBody):
+            field, given, dimensions = "prompt", body.prompt, None
+        else:
+            field, given, dimensions = "input", body.input, body.dimensions
+        prompts: list[Prompt] = [given] if isinstance(given, str) else [*given]
+        refuse_blank(prompts, field)
+        return asks_for(
+            prompts,
+            door="ollama",
+            field=field,
+            model=model_of(body.model, self._model),
+            pool=cut(card, dimensions),
+        )

@@ -1,0 +1,204 @@
+"""Bodies of /api/chat and /api/generate, written as those of the OpenAI family and read as such."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.gateway.http.ollama import refused
+from antiphon.gateway.http.ollama.bodies import OllamaOptions
+from antiphon.gateway.http.openai import reading as openai
+from antiphon.gateway.http.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    FunctionCall,
+    Json,
+    JsonSchemaFormat,
+    ResponseFormat,
+    ToolCall,
+    Turn,
+)
+from antiphon.wire.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from antiphon.gateway.http.ollama.bodies import (
+        OllamaBody,
+        OllamaCall,
+        OllamaChatBody,
+        OllamaGenerateBody,
+        OllamaTurn,
+    )
+    from antiphon.gateway.http.openai.reading import Posted
+    from antiphon.gateway.parsing.formats import Formats
+    from antiphon.wire.ids import ModelName
+
+B = TypeVar("B", ChatBody, CompletionBody)
+
+_LATEST = "latest"
+
+
+def chat(body: OllamaChatBody, formats: Formats, served: ModelName) -> Posted | None:
+    """Read a conversation; None: it has no messages, and asks only whether the model is there.
+
+    Raises:
+        InvalidRequest: Names the field at fault.
+    """
+    if not body.messages:
+        return _nothing(body, served)
+    last = body.messages[-1]
+    asked = ChatBody(
+        messages=[_turn(turn, f"messages[{index}]") for index, turn in enumerate(body.messages)],
+        tools=body.tools,
+        continue_final_message=last.role == "assistant"
+        and bool(last.content)
+        and not last.tool_calls,
+    )
+    return _chat("ollama_chat", body, asked, formats, served)
+
+
+def generate(body: OllamaGenerateBody, formats: Formats, served: ModelName) -> Posted | None:
+    """Read a prompt; None: it is empty, and asks only whether the model is there.
+
+    Raises:
+        InvalidRequest: Names the field at fault.
+    """
+    if not body.prompt:
+        return _nothing(body, served)
+    if body.raw:
+        return _raw(body, body.prompt, served)
+    turns = [Turn(role="system", content=body.system)] if body.system else []
+    asked = ChatBody(messages=[*turns, Turn(role="user", content=body.prompt)])
+    return _chat("ollama_generate", body, asked, formats, served)
+
+
+def tagged(name: str) -> str:
+    """A model's name with its tag, which is `latest` unless said."""
+    return name if ":" in name.rpartition("/")[2] else f"{name}:{_LATEST}"
+
+
+def model_of(name: str | None, served: ModelName) -> str | None:
+    """The model that is meant; None: the one that is served."""
+    return None if name and tagged(name) == tagged(served) else openai.model_of(name)
+
+
+def _nothing(body: OllamaBody, served: ModelName) -> None:
+    if model_of(body.model, served) is None and _ends(body.keep_alive):
+        text = "keep_alive: the model stays loaded as long as it is served"
+        raise Unsupported(text, param="keep_alive")
+
+
+def _ends(keep_alive: str | float | None) -> bool:
+    """Whether the model shall go at once."""
+    if isinstance(keep_alive, str):
+        return not keep_alive.strip("0.hmnuµs") and "0" in keep_alive
+    return keep_alive == 0
+
+
+def _chat(
+    door: str, body: OllamaBody, asked: ChatBody, formats: Formats, served: ModelName
+) -> Posted:
+    if body.think and formats.reasoning is None:
+        text = (
+            "think: it is not known how this model marks its thinking: set gateway.reasoning_parser"
+        )
+        raise Unsupported(text, param="think")
+    asked = msgspec.structs.replace(
+        asked,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        reasoning_effort=body.think if isinstance(body.think, str) else None,
+        chat_template_kwargs=_switches(body.think),
+    )
+    return _posted(door, body, openai.chat(_filled(asked, body), formats), served)
+
+
+def _raw(body: OllamaGenerateBody, prompt: str, served: ModelName) -> Posted:
+    if body.system:
+        raise InvalidRequest("system: a raw prompt has a place for it, if any", param="system")
+    if body.think:
+        raise InvalidRequest("think: a raw prompt says so itself, if at all", param="think")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    asked = CompletionBody(
+        prompt=prompt, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+    )
+    return _posted("ollama_generate", body, openai.completion(_filled(asked, body)), served)
+
+
+def _filled(asked: B, body: OllamaBody) -> B:
+    """Add what both kinds of body say in the same way."""
+    options = body.options or OllamaOptions()
+    _check(options)
+    top_k = options.top_k
+    return msgspec.structs.replace(
+        asked,
+        temperature=options.temperature,
+        top_k=-1 if top_k is not None and top_k <= 0 else top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=None if options.seed == -1 else options.seed,
+        stop=options.stop,
+        response_format=_form(body.format),
+        stream=body.stream is not False,
+    )
+
+
+def _check(options: OllamaOptions) -> None:
+    for name, why in refused.OPTIONS.items():
+        value: object = getattr(options, name)
+        if value is not None and value not in why.neutral:
+            raise Unsupported(f"options.{name}: {why.reason}", param=f"options.{name}")
+
+
+def _form(said: str | Json | None) -> ResponseFormat | None:
+    if isinstance(said, dict):
+        return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=said))
+    return ResponseFormat(type="json_object") if said else None
+
+
+def _switches(think: bool | str | None) -> Json | None:
+    """What chat templates call the switch of their thinking, each in its own way."""
+    if think is None:
+        return None
+    on = msgspec.Raw(msgspec.json.encode(bool(think)))
+    return {"enable_thinking": on, "thinking": on}
+
+
+def _posted(door: str, body: OllamaBody, posted: Posted, served: ModelName) -> Posted:
+    """Name things as Ollama does; a limit over what the context leaves is none."""
+    (ask,) = posted.asks
+    limit = None if body.options is None else body.options.num_predict
+    ask = msgspec.structs.replace(
+        ask,
+        door=door,
+        model=model_of(body.model, served),
+        tokens_max=None,
+        tokens_default=None if limit is None or limit < 0 else limit,
+        grammar_field="tools" if ask.grammar_field == "tools" else "format",
+        model_defaults=True,
+    )
+    return msgspec.structs.replace(posted, asks=(ask,))
+
+
+def _turn(turn: OllamaTurn, at: str) -> Turn:
+    if turn.images:
+        raise Unsupported(f"{at}.images: this model reads text only", param=f"{at}.images")
+    return Turn(
+        role=turn.role,
+        content=turn.content,
+        name=turn.tool_name,
+        reasoning_content=turn.thinking,
+        tool_calls=[_call(call) for call in turn.tool_calls or ()],
+        tool_call_id=turn.tool_call_id,
+    )
+
+
+def _call(call: OllamaCall) -> ToolCall:
+    arguments = msgspec.json.encode(call.function.arguments or {}).decode()
+    return ToolCall(
+        id=call.id or "", function=FunctionCall(name=call.function.name, arguments=arguments)
+    )

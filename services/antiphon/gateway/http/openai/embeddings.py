@@ -1,0 +1,168 @@
+"""POST /v1/embeddings: a vector for each text."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.openai.bodies import Rid, TokenId
+from antiphon.gateway.http.openai.refused import EMBEDDING
+from antiphon.gateway.http.openai.replies import UsageBody, usage_body
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.voice import total
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.sampling import Dimensions, Priority
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.pooling import Pooled, Prompt, Vectors
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class InputPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A text, as models write it that read images, too."""
+
+    text: str | None = None
+    image: str | None = None
+    video: str | None = None
+
+
+Input = (
+    str
+    | Annotated[
+        list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)] | InputPart],
+        Meta(min_length=1),
+    ]
+)
+
+
+class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
+    input: Annotated[Input, Meta(description="A text or token ids, or up to 2048 of either.")]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        Meta(description="Numbers, or base64 of float32, little-endian; numbers unless said."),
+    ] = None
+    dimensions: Annotated[
+        Dimensions | None,
+        Meta(description="So many of the vector's first numbers, of a model made for that."),
+    ] = None
+    rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    priority: Annotated[
+        Priority | None,
+        Meta(description="The higher goes first, where the operator goes by priorities."),
+    ] = None
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of one text."""
+
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+    index: int
+
+
+class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors, in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: UsageBody
+
+
+class Embeddings:
+    """Has vectors made and writes them as they were asked for."""
+
+    def __init__(self, answering: Answering, vectors: Vectors, model: ModelName) -> None:
+        self._answering = answering
+        self._vectors = vectors
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Embeddings."""
+        return [
+            Operation(
+                method="POST",
+                path="/v1/embeddings",
+                answer=self._embed,
+                summary="A vector for each text, of a model that embeds.",
+                body=EmbeddingBody,
+                reply=EmbeddingReply,
+                refused=EMBEDDING,
+                examples=(
+                    {"input": "Hello"},
+                    {"input": ["One", "Two"], "encoding_format": "base64"},
+                    {"input": [[1, 2], [3]]},
+                ),
+            )
+        ]
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        card = await self._vectors.embedder()
+        body, asks = await self._answering.read(
+            request, EmbeddingBody, lambda body: (body, _asks(body, card)), EMBEDDING
+        )
+        pooled = await self._vectors.of(request, asks)
+        as_text = body.encoding_format == "base64"
+        return json_reply(
+            EmbeddingReply(
+                data=[_embedding(index, one, as_text=as_text) for index, one in enumerate(pooled)],
+                model=self._model,
+                usage=usage_body(total([one.usage for one in pooled])),
+            )
+        )
+
+
+def prompts_of(given: Input, field: str) -> list[Prompt]:
+    """The texts of a body: one, or a list; token ids, or lists of them.
+
+    Raises:
+        InvalidRequest: There are too many, they are mixed, or one is empty.
+        Unsupported: One of them is an image.
+    """
+    listed = [given] if isinstance(given, str) else given
+    ids = [each for each in listed if isinstance(each, int)]
+    if ids and len(ids) < len(listed):
+        raise InvalidRequest(f"{field}: texts, or token ids; not both", param=field)
+    prompts: list[Prompt] = [tuple(ids)] if ids else [_prompt(each, field) for each in listed]
+    if len(prompts) > INPUTS_MAX:
+        raise InvalidRequest(f"{field}: there are more than {INPUTS_MAX} texts", param=field)
+    refuse_blank(prompts, field)
+    return prompts
+
+
+def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
+    if isinstance(given, InputPart):
+        if given.image is not None or given.video is not None:
+            raise Unsupported(f"{field}: this model reads text only", param=field)
+        return given.text or ""
+    return tuple(given) if isinstance(given, list) else str(given)
+
+
+def _asks(body: EmbeddingBody, card: PoolingCard) -> list[Ask]:
+    return asks_for(
+        prompts_of(body.input, "input"),
+        door="embeddings",
+        field="input",
+        model=body.model,
+        pool=cut(card, body.dimensions),
+        rid=body.rid,
+        priority=body.priority,
+    )
+
+
+def _embedding(index: int, pooled: Pooled, *, as_text: bool) -> Embedding:
+    written = base64.b64encode(pooled.vector).decode() if as_text else pooled.numbers
+    return Embedding(embedding=written, index=index)

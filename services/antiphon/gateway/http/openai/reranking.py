@@ -1,0 +1,247 @@
+"""POST /v1/rerank: documents in the order in which they answer a query.
+
+A cross-encoder scores the two together. A decoder that was trained for it is asked whether the
+document answers, by its own chat template, and its score is how much likelier yes is than no.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.encode import PATIENCE_S
+from antiphon.gateway.http.openai.bodies import Rid
+from antiphon.gateway.http.openai.refused import EMBEDDING, RERANK
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.pooling import (
+    INPUTS_MAX,
+    OPEN_MAX,
+    asks_for,
+    read_vector,
+    refuse_blank,
+    sigmoid,
+    spoken,
+)
+from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.sampling import DetailParams, PoolParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiohttp import web
+
+    from antiphon.gateway.chorus import Answer
+    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.fields import Refused
+    from antiphon.gateway.http.pooling import Vectors
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/rerank."""
+
+    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
+    query: Annotated[str, Meta(description="What is looked for.")]
+    documents: Annotated[
+        list[str],
+        Meta(min_length=1, max_length=INPUTS_MAX, description="What is put in order."),
+    ]
+    instruct: Annotated[
+        str | None,
+        Meta(description="What makes a document an answer; for the template of a decoder."),
+    ] = None
+    top_n: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Only so many, the best.")
+    ] = None
+    return_documents: Annotated[
+        bool | None, Meta(description="Whether the texts are told again; true unless said.")
+    ] = None
+    rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+
+
+class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a score has cost."""
+
+    id: str
+    prompt_tokens: int
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a document answers; `index` is its place in the request."""
+
+    score: float
+    document: str | None
+    index: int
+    meta_info: RankMeta
+
+
+class Judge(Protocol):
+    """How a model is asked for the score of a document, and what it says."""
+
+    @property
+    def refused(self) -> Mapping[str, Refused]:
+        """Fields that it has no use for."""
+        ...
+
+    def asks(self, body: RerankBody) -> list[Ask]:
+        """One for each document."""
+        ...
+
+    def score(self, answer: Answer) -> float:
+        """From 0 to 1, unless the model's own scores are told as they are."""
+        ...
+
+
+class Reranking:
+    """Finds out how the model judges, and has it judge."""
+
+    def __init__(self, answering: Answering, vectors: Vectors, tokenizers: TokenizerCalls) -> None:
+        self._answering = answering
+        self._vectors = vectors
+        self._tokenizers = tokenizers
+
+    def operations(self) -> list[Operation]:
+        """One, by two methods."""
+        return [
+            Operation(
+                method=method,
+                path="/v1/rerank",
+                answer=self._rerank,
+                summary="Documents, the best first, as the model scores them: a list.",
+                body=RerankBody,
+                reply=Ranked,
+                refused=EMBEDDING,
+                examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
+                deprecated=method == "PUT",
+            )
+            for method in ("POST", "PUT")
+        ]
+
+    async def _rerank(self, request: web.Request) -> web.Response:
+        judge = await self._judge()
+        body, asks = await self._answering.read(
+            request, RerankBody, lambda body: (body, _checked(body, judge)), judge.refused
+        )
+
+        def read(answer: Answer) -> tuple[float, RankMeta]:
+            meta = RankMeta(id=answer.name, prompt_tokens=answer.usage.prompt_tokens)
+            return judge.score(answer), meta
+
+        scored = await self._answering.hear_each(request, asks, read, OPEN_MAX)
+        ranked = [
+            Ranked(
+                score=score,
+                document=None if body.return_documents is False else document,
+                index=index,
+                meta_info=meta,
+            )
+            for index, (document, (score, meta)) in enumerate(
+                zip(body.documents, scored, strict=True)
+            )
+        ]
+        ranked.sort(key=lambda one: -one.score)
+        return json_reply(ranked[: body.top_n])
+
+    async def _judge(self) -> Judge:
+        """How this model judges.
+
+        Raises:
+            Unsupported: It does not.
+        """
+        model = await self._tokenizers.card(PATIENCE_S)
+        if model.reranks and model.pooling is None:
+            ids = [await self._tokenizers.mark_id(word) for word in ("yes", "no")]
+            if None in ids:
+                text = "this model does not rerank: its tokenizer has no token for yes, or for no"
+                raise Unsupported(text, param="model")
+            return YesOrNo(tuple(each for each in ids if each is not None))
+        card = await self._vectors.scorer("rerank")
+        if card.width != 1:
+            text = f"this model does not rerank: it scores {card.width} labels, not one"
+            raise Unsupported(text, param="model")
+        return CrossEncoder(card)
+
+
+class CrossEncoder:
+    """Scores two texts that it reads together."""
+
+    refused = RERANK
+
+    def __init__(self, card: PoolingCard) -> None:
+        self._card = card
+
+    def asks(self, body: RerankBody) -> list[Ask]:
+        """Pairs."""
+        queries = [body.query] * len(body.documents)
+        asks = asks_for(
+            queries,
+            door="rerank",
+            field="documents",
+            model=body.model,
+            pool=PoolParams(),
+            rid=body.rid,
+        )
+        return [
+            msgspec.structs.replace(ask, pair=document)
+            for ask, document in zip(asks, body.documents, strict=True)
+        ]
+
+    def score(self, answer: Answer) -> float:
+        """Through a sigmoid, unless the model says otherwise."""
+        (score,) = read_vector(answer).numbers
+        return score if self._card.plain_score else sigmoid(score)
+
+
+class YesOrNo:
+    """Asks a decoder; `label_ids` are its tokens for yes and no."""
+
+    refused = EMBEDDING
+
+    def __init__(self, label_ids: tuple[int, ...]) -> None:
+        self._details = DetailParams(named_ids=label_ids)
+
+    def asks(self, body: RerankBody) -> list[Ask]:
+        """Conversations of query and document, as SGLang gives them to the chat template."""
+        options = {"instruct": body.instruct} if body.instruct else {}
+        template = TemplateParams(options=msgspec.json.encode(options).decode())
+        asks = asks_for(
+            body.documents,
+            door="rerank",
+            field="documents",
+            model=body.model,
+            pool=None,
+            rid=body.rid,
+        )
+        query = ChatMessage(role="user", content=body.query)
+        return [
+            msgspec.structs.replace(
+                ask,
+                prompt=None,
+                messages=(query, ChatMessage(role="user", content=document)),
+                template=template,
+                sampling=Sampling(details=self._details),
+            )
+            for ask, document in zip(asks, body.documents, strict=True)
+        ]
+
+    def score(self, answer: Answer) -> float:
+        """How much of the chance of both has yes."""
+        (told,) = spoken(answer).each()
+        yes, no = told.named
+        if -math.inf in (yes, no):
+            return 0.0 if yes == -math.inf else 1.0
+        return sigmoid(yes - no)
+
+
+def _checked(body: RerankBody, judge: Judge) -> list[Ask]:
+    if not body.query.strip():
+        raise InvalidRequest("query: it is empty or white space", param="query")
+    refuse_blank(body.documents, "documents")
+    return judge.asks(body)

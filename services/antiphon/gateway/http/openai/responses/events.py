@@ -1,0 +1,133 @@
+"""The events of a response's stream. `sequence_number` counts them from 0, with none left out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.gateway.http.openai.logprobs import TokenLogprob
+from antiphon.gateway.http.openai.responses.items import OutputItem, OutputText, ReasoningText
+from antiphon.gateway.http.openai.responses.replies import ResponseReply
+from antiphon.gateway.http.sse import named_event
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """What all have."""
+
+    sequence_number: int
+
+
+class OfResponse(ResponseEvent, frozen=True, kw_only=True):
+    """The response as it stands."""
+
+    response: ResponseReply
+
+
+class Queued(OfResponse, frozen=True, tag="response.queued"):
+    """It will be made in the background."""
+
+
+class Created(OfResponse, frozen=True, tag="response.created"):
+    """It exists."""
+
+
+class InProgress(OfResponse, frozen=True, tag="response.in_progress"):
+    """It is being made."""
+
+
+class Completed(OfResponse, frozen=True, tag="response.completed"):
+    """It is whole."""
+
+
+class Incomplete(OfResponse, frozen=True, tag="response.incomplete"):
+    """It ends before its end: it is too long, or somebody has cancelled it."""
+
+
+class Failed(OfResponse, frozen=True, tag="response.failed"):
+    """It ends with an error."""
+
+
+class ItemAdded(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.added"):
+    """An item begins."""
+
+    output_index: int
+    item: OutputItem
+
+
+class ItemDone(ResponseEvent, frozen=True, kw_only=True, tag="response.output_item.done"):
+    """An item is over."""
+
+    output_index: int
+    item: OutputItem
+
+
+class OfItem(ResponseEvent, frozen=True, kw_only=True):
+    """About an item by its place."""
+
+    item_id: str
+    output_index: int
+
+
+class OfPart(OfItem, frozen=True, kw_only=True):
+    """About a part of an item; each has one."""
+
+    content_index: int = 0
+
+
+class PartAdded(OfPart, frozen=True, kw_only=True, tag="response.content_part.added"):
+    """A part begins."""
+
+    part: OutputText | ReasoningText
+
+
+class PartDone(OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
+    """A part is over."""
+
+    part: OutputText | ReasoningText
+
+
+class TextDelta(OfPart, frozen=True, kw_only=True, tag="response.output_text.delta"):
+    """More text."""
+
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(OfPart, frozen=True, kw_only=True, tag="response.output_text.done"):
+    """All of a text."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+    """More thinking."""
+
+    delta: str
+
+
+class ReasoningDone(OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    """All of the thinking of an item."""
+
+    text: str
+
+
+class ArgumentsDelta(
+    OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
+):
+    """More of a call's arguments."""
+
+    delta: str
+
+
+class ArgumentsDone(OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+    """All of a call's arguments."""
+
+    name: str
+    arguments: str
+
+
+def written(event: ResponseEvent) -> bytes:
+    """An event as it goes to the client."""
+    name = event.__struct_config__.tag
+    assert isinstance(name, str), "every event has a name"
+    return named_event(name, msgspec.json.encode(event))

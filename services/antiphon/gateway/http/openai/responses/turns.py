@@ -1,0 +1,106 @@
+"""Items as the turns of a chat: what the model says in one go is one turn, however many items."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.openai.bodies import FunctionCall, ToolCall, Turn
+from antiphon.gateway.http.openai.responses.items import (
+    CallItem,
+    CallOutputItem,
+    MessageItem,
+    ReasoningItem,
+    text_of,
+)
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.openai.responses.items import Item
+
+
+class _Growing(msgspec.Struct):
+    """A turn of the assistant's, of which more items may be."""
+
+    reasoning: str | None = None
+    content: str | None = None
+    calls: list[ToolCall] = msgspec.field(default_factory=list[ToolCall])
+
+    def turn(self) -> Turn:
+        """As it stands."""
+        return Turn(
+            role="assistant",
+            content=self.content,
+            reasoning_content=self.reasoning,
+            tool_calls=self.calls or None,
+        )
+
+
+def turns(items: Sequence[Item], instructions: str | None) -> list[Turn]:
+    """Write a conversation as chats have it, the instructions before everything else.
+
+    Raises:
+        InvalidRequest: An output answers no call.
+    """
+    made = [] if instructions is None else [Turn(role="system", content=instructions)]
+    growing: _Growing | None = None
+    called: set[str] = set()
+    for item in items:
+        if isinstance(item, CallItem):
+            called.add(item.call_id)
+        if _said_by_model(item):
+            if growing is None or not _fits(growing, item):
+                made += _closed(growing)
+                growing = _Growing()
+            _add(growing, item)
+            continue
+        made += _closed(growing)
+        growing = None
+        made.append(_turn(item, called))
+    return made + _closed(growing)
+
+
+def _closed(growing: _Growing | None) -> list[Turn]:
+    return [] if growing is None else [growing.turn()]
+
+
+def _said_by_model(item: Item) -> bool:
+    return isinstance(item, ReasoningItem | CallItem) or (
+        isinstance(item, MessageItem) and item.role == "assistant"
+    )
+
+
+def _fits(growing: _Growing, item: Item) -> bool:
+    """Whether it follows in the order that templates write: thinking, content, calls."""
+    if isinstance(item, CallItem):
+        return True
+    if growing.calls or growing.content is not None:
+        return False
+    return isinstance(item, MessageItem) or growing.reasoning is None
+
+
+def _add(growing: _Growing, item: Item) -> None:
+    match item:
+        case ReasoningItem():
+            thoughts = item.content or item.summary
+            growing.reasoning = "\n".join(part.text for part in thoughts) or None
+        case MessageItem():
+            growing.content = text_of(item.content)
+        case CallItem():
+            function = FunctionCall(name=item.name, arguments=item.arguments or "{}")
+            growing.calls.append(ToolCall(id=item.call_id, function=function))
+        case CallOutputItem():
+            raise AssertionError("no output of a call is the model's")
+
+
+def _turn(item: Item, called: set[str]) -> Turn:
+    if isinstance(item, CallOutputItem):
+        if item.call_id not in called:
+            text = f"there is no call with the call_id '{item.call_id}' before its output"
+            raise InvalidRequest(text, param="input")
+        return Turn(role="tool", content=text_of(item.output), tool_call_id=item.call_id)
+    assert isinstance(item, MessageItem), "whatever else is the model's"
+    return Turn(role=item.role, content=text_of(item.content))

@@ -1,0 +1,116 @@
+"""BERT and (XLM-)RoBERTa: attention both ways, and norms of the stream after each part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.tasks import Task, task_of, unread
+from antiphon.layers.attention import AttentionNames
+from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.model_worker.model.declare import attention, model
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+NAMES = AttentionNames(
+    query="attention.self.query",
+    key="attention.self.key",
+    value="attention.self.value",
+    out="attention.output.dense",
+)
+NORMS = Norms(with_mixer="attention.output.LayerNorm", with_feed_forward="output.LayerNorm")
+FEATURES = (
+    *("attention both ways", "biases", "norms of the stream", "norm of the embedding"),
+    *("learned positions", "types of tokens"),
+)
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    type_vocab_size: int = 2
+    pad_token_id: int = 1
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+
+
+def declare_bert(config: ConfigFile) -> ModelSpec:
+    """Labels are scored by the first token, once the pooler has had it."""
+    pooler = DenseSpec(name="bert.pooler.dense", activation="tanh")
+    head = ScoreSpec(labels=config.labels, name="classifier", bias=True, dense=pooler)
+    return _encoder("bert", config, head, positions_first=0)
+
+
+def declare_roberta(config: ConfigFile) -> ModelSpec:
+    """Its head has the layer of its own; its positions begin after that of padding."""
+    dense = DenseSpec(name="classifier.dense", activation="tanh")
+    head = ScoreSpec(labels=config.labels, name="classifier.out_proj", bias=True, dense=dense)
+    return _encoder("roberta", config, head, positions_first=config.own(_Fields).pad_token_id + 1)
+
+
+def _encoder(
+    family: str, config: ConfigFile, head: ScoreSpec, *, positions_first: int
+) -> ModelSpec:
+    """Equal layers, whose names begin with the family's."""
+    fields = config.own(_Fields)
+    if fields.position_embedding_type != "absolute" or fields.is_decoder:
+        raise ModelLoadError(
+            "config.json: position_embedding_type must be absolute, and is_decoder false"
+        )
+    norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
+    layer = LayerSpec(
+        mixer=replace(
+            attention(config),
+            causal=False,
+            rotary=None,
+            qkv_bias=True,
+            out_bias=True,
+            names=NAMES,
+        ),
+        feed_forward=PlainSpec(
+            width=config.width,
+            activation=config.activation,
+            bias=True,
+            up="intermediate.dense",
+            down="output.dense",
+        ),
+        norm=norm,
+        norms=NORMS,
+    )
+    architecture = config.architectures[0]
+    return msgspec.structs.replace(
+        model(family, config, (layer,) * config.num_hidden_layers, norm),
+        context_tokens=config.max_position_embeddings - positions_first,
+        norm_name=None,
+        embedding=EmbeddingSpec(
+            name=f"{family}.embeddings.word_embeddings",
+            positions=f"{family}.embeddings.position_embeddings",
+            positions_first=positions_first,
+            types=f"{family}.embeddings.token_type_embeddings",
+            types_count=fields.type_vocab_size,
+            norm=norm,
+            norm_name=f"{family}.embeddings.LayerNorm",
+        ),
+        head=head if task_of(architecture) is Task.SCORE else None,
+        pooling="cls",
+        layer_name=f"{family}.encoder.layer.{{}}",
+        ignored=("embeddings.position_ids",),
+        prefix=f"{family}.",
+        # What TensorFlow called them, which the first checkpoints kept.
+        old_endings=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+        passed_over=unread(architecture),
+    )
+
+
+BERT = Family(name="bert", declare=declare_bert, features=FEATURES)
+BERT_CLASSIFIER = replace(BERT, features=(*FEATURES, "dense layer", "first token"))
+ROBERTA = Family(
+    name="roberta", declare=declare_roberta, features=(*FEATURES, "positions after padding")
+)
+ROBERTA_CLASSIFIER = replace(ROBERTA, features=(*ROBERTA.features, "dense layer", "first token"))

@@ -1,0 +1,147 @@
+"""Llama 4 (text): rotated layers that see runs of tokens, unrotated ones that see all, experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.kernels.routing import Routing
+from antiphon.layers.attention import Temperature
+from antiphon.layers.experts import ExpertsSpec, StackedExperts
+from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.moe import MoeSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.declare import attention, layers, model, rms_norm
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.mixture import Count, check_choice
+from antiphon.model_worker.model.spec import Family, LayerSpec
+
+if TYPE_CHECKING:
+    from antiphon.layers.attention import AttentionSpec
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What Llama 4 alone has.
+
+    Attributes:
+        no_rope_layers: In spite of its name: 1 for a layer that is rotated.
+    """
+
+    intermediate_size_mlp: Count
+    num_experts: Count
+    num_experts_per_tok: Count
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: Count = 1
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: Count = 4
+    attention_chunk_size: Count | None = None
+    use_qk_norm: bool = True
+    attn_temperature_tuning: bool = True
+    floor_scale: Count = 8192
+    attn_scale: float = 0.1
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in their rotation, in how far they look, and in whether they have experts.
+
+    Raises:
+        ModelLoadError: A layer looks in another way, or the layers do not count up.
+    """
+    fields, norm = config.own(Fields), rms_norm(config)
+    check_choice(fields.num_experts, fields.num_experts_per_tok)
+    dense, experts = _dense(config, fields.intermediate_size_mlp), _experts(config, fields)
+
+    def layer(kind: tuple[bool, str, bool]) -> LayerSpec:
+        rotated, sight, sparse = kind
+        return LayerSpec(
+            mixer=_mixer(config, fields, sight, rotated=rotated),
+            feed_forward=experts if sparse else dense,
+            norm=norm,
+        )
+
+    return model("llama4", config, layers(_kinds(config, fields), layer), norm)
+
+
+def _kinds(config: ConfigFile, fields: Fields) -> list[tuple[bool, str, bool]]:
+    """Of each layer: whether it is rotated, how it looks, whether it has experts."""
+    count, step = config.num_hidden_layers, fields.interleave_moe_layer_step
+    rotated = [bool(flag) for flag in fields.no_rope_layers or ()] or [
+        (index + 1) % fields.no_rope_layer_interval != 0 for index in range(count)
+    ]
+    if len(rotated) != count:
+        raise ModelLoadError(f"config.json: no_rope_layers names {len(rotated)} of {count} layers")
+    sights = config.layer_types or tuple(CHUNKED if turns else FULL for turns in rotated)
+    if unknown := sorted(set(sights) - {CHUNKED, FULL}):
+        raise ModelLoadError(f"config.json: layer_types: {unknown[0]!r} is not supported")
+    sparse = fields.moe_layers
+    if sparse is None:
+        sparse = tuple(range(step - 1, count, step))
+    return [
+        (turns, sight, index in sparse)
+        for index, (turns, sight) in enumerate(zip(rotated, sights, strict=True))
+    ]
+
+
+def _mixer(config: ConfigFile, fields: Fields, sight: str, *, rotated: bool) -> AttentionSpec:
+    bias, norm = config.attention_bias, None
+    if rotated and fields.use_qk_norm:
+        # After the rotation, where they were trained to be, norms without weights are the same.
+        norm = NormSpec(eps=config.rms_norm_eps, affine=False)
+    temperature = None
+    if fields.attn_temperature_tuning and not rotated:
+        temperature = Temperature(floor=fields.floor_scale, scale=fields.attn_scale)
+    mixer = attention(config)
+    return replace(
+        mixer,
+        rotary=mixer.rotary if rotated else None,
+        neighbours=True,
+        window=fields.attention_chunk_size if sight == CHUNKED else None,
+        chunked=sight == CHUNKED,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=norm,
+        temperature=temperature,
+    )
+
+
+def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> GatedSpec:
+    return GatedSpec(
+        width=width,
+        activation=config.activation,
+        gate=f"{within}.gate_proj",
+        up=f"{within}.up_proj",
+        down=f"{within}.down_proj",
+    )
+
+
+def _experts(config: ConfigFile, fields: Fields) -> MoeSpec:
+    return MoeSpec(
+        routing=Routing(chosen=fields.num_experts_per_tok, scoring="sigmoid"),
+        experts=ExpertsSpec(
+            count=fields.num_experts,
+            width=config.width,
+            activation=config.activation,
+            weighs_input=True,
+            names=StackedExperts(
+                gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
+            ),
+        ),
+        router="feed_forward.router",
+        shared=_dense(config, config.width, "feed_forward.shared_expert"),
+    )
+
+
+LLAMA4 = Family(
+    name="llama4",
+    declare=declare,
+    features=(
+        *("unrotated layers", "runs of tokens", "temperature", "qk-norm", "neighbouring pairs"),
+        *("biases", "rope scaling", "sigmoid scores", "weighed input", "shared block"),
+    ),
+)

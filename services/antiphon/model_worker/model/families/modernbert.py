@@ -1,0 +1,124 @@
+"""ModernBERT: an encoder that looks both ways, most layers only near, with rotations and gates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from antiphon.config.tasks import Task, task_of, unread
+from antiphon.kernels.rotary import Rotary
+from antiphon.layers.attention import AttentionNames
+from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.model_worker.model.config_file import activation_of
+from antiphon.model_worker.model.declare import attention, layers, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+
+if TYPE_CHECKING:
+    from antiphon.layers.attention import AttentionSpec
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+QKV = "attn.Wqkv"
+NAMES = AttentionNames(query=QKV, key=QKV, value=QKV, out="attn.Wo")
+FIRST = Norms(before_feed_forward="mlp_norm")
+"""The embedding's norm is right before the first layer's."""
+LATER = Norms(before_mixer="attn_norm", before_feed_forward="mlp_norm")
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    global_attn_every_n_layers: int = 3
+    local_attention: int = 128
+    global_rope_theta: float = 160_000.0
+    local_rope_theta: float = 10_000.0
+    norm_bias: bool = False
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+
+
+def declare(config: ConfigFile) -> ModelSpec:
+    """Layers that differ in how far they look, and in the rotation that goes with it."""
+    fields = config.own(_Fields)
+    norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=fields.norm_bias)
+
+    def layer(kind: tuple[int | None, bool]) -> LayerSpec:
+        window, first = kind
+        return LayerSpec(
+            mixer=_mixer(config, fields, window),
+            feed_forward=GatedSpec(
+                width=config.width,
+                activation=config.activation,
+                bias=config.mlp_bias,
+                gate="mlp.Wi",
+                up="mlp.Wi",
+                down="mlp.Wo",
+            ),
+            norm=norm,
+            norms=FIRST if first else LATER,
+        )
+
+    kinds = [(window, index == 0) for index, window in enumerate(_windows(config, fields))]
+    architecture = config.architectures[0]
+    scores = task_of(architecture) is Task.SCORE
+    return msgspec.structs.replace(
+        model("modernbert", config, layers(kinds, layer), norm),
+        norm_name="model.final_norm",
+        embedding=EmbeddingSpec(
+            name="model.embeddings.tok_embeddings", norm=norm, norm_name="model.embeddings.norm"
+        ),
+        head=_head(config, fields, norm) if scores else None,
+        pooling=fields.classifier_pooling if scores else "cls",
+        prefix="model.",
+        passed_over=unread(architecture),
+    )
+
+
+def _mixer(config: ConfigFile, fields: _Fields, window: int | None) -> AttentionSpec:
+    bias = config.attention_bias
+    mixer = replace(
+        attention(config, window=window),
+        causal=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        names=NAMES,
+    )
+    if config.rope_parameters is not None:
+        return mixer
+    theta = fields.global_rope_theta if window is None else fields.local_rope_theta
+    scaling = None if mixer.rotary is None else mixer.rotary.scaling
+    return replace(mixer, rotary=Rotary(config.head_size, theta, scaling))
+
+
+def _windows(config: ConfigFile, fields: _Fields) -> tuple[int | None, ...]:
+    """Half of the config's span to each side, and the token itself."""
+    kinds = config.layer_types or tuple(
+        "sliding_attention" if index % fields.global_attn_every_n_layers else "full_attention"
+        for index in range(config.num_hidden_layers)
+    )
+    window = fields.local_attention // 2 + 1
+    return msgspec.structs.replace(config, layer_types=kinds, sliding_window=window).windows()
+
+
+def _head(config: ConfigFile, fields: _Fields, norm: NormSpec) -> ScoreSpec:
+    dense = DenseSpec(
+        name="head.dense",
+        activation=activation_of(fields.classifier_activation, "classifier_activation"),
+        bias=fields.classifier_bias,
+        norm=norm,
+        norm_name="head.norm",
+    )
+    return ScoreSpec(labels=config.labels, name="classifier", bias=True, dense=dense)
+
+
+FEATURES = (
+    *("attention both ways", "window", "local rotation", "exact gate", "biases", "layer norms"),
+    "norm of the embedding",
+)
+MODERNBERT = Family(name="modernbert", declare=declare, features=FEATURES)
+MODERNBERT_CLASSIFIER = replace(
+    MODERNBERT, features=(*FEATURES, "dense layer", "norm of the dense layer", "pooling")
+)

@@ -1,0 +1,255 @@
+"""How a text becomes one vector: by the files of sentence-transformers, else by habit.
+
+A folder of sentence-transformers lists in modules.json what follows the model itself: how the
+vectors of its tokens are pooled, linears behind that, and whether the result has length 1.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.model_files import Place, files_at
+from antiphon.config.tasks import Task, looks_ahead
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.config.card import ModelCard
+
+T = TypeVar("T")
+
+
+class PoolMode(StrEnum):
+    """What stands for a text."""
+
+    LAST = "last"
+    """The vector of its last token."""
+    CLS = "cls"
+    """That of its first."""
+    MEAN = "mean"
+    """The mean of all."""
+
+
+class Squash(StrEnum):
+    """What a linear behind the pooling is followed by."""
+
+    IDENTITY = "identity"
+    TANH = "tanh"
+    RELU = "relu"
+    GELU = "gelu"
+    SIGMOID = "sigmoid"
+
+
+class Dense(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear behind the pooling; `folder` below the model's holds its weights."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool
+    squash: Squash
+
+
+class Pooling(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model makes of a text that it does not answer.
+
+    Attributes:
+        task: Never `generate`.
+        dense: Linears behind the pooling, in their order.
+        normalize: Whether the vector then has length 1.
+        width: Numbers of the vector, or labels that are scored.
+        matryoshka: Whether a beginning of the vector is a vector, too.
+        cuts: How long that beginning may be; empty: as long as anybody likes.
+        labels: What is scored, in the order of the scores.
+        several: Whether labels are judged one by one: several may hold, or none.
+        plain_score: Whether a score of one label is taken as it is, not through a sigmoid.
+    """
+
+    task: Task
+    mode: PoolMode
+    dense: tuple[Dense, ...] = ()
+    normalize: bool
+    width: int
+    matryoshka: bool = False
+    cuts: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    several: bool = False
+    plain_score: bool = False
+
+    def __str__(self) -> str:
+        parts = [str(self.mode), *(f"dense {dense.outputs}" for dense in self.dense)]
+        return ", ".join([*parts, *(["normalised"] if self.normalize else [])])
+
+
+def read_pooling(place: Place, card: ModelCard, *, embedding: bool = False) -> Pooling | None:
+    """How the model at a place pools; None if it answers texts.
+
+    Args:
+        place: Holds config.json, and the files of sentence-transformers if there are any.
+        card: Of the model there.
+        embedding: Whether a model that answers texts is to embed them instead.
+
+    Raises:
+        ConfigError: A file is broken, or asks for a pooling that is not built.
+    """
+    task = Task.EMBED if embedding and card.task is Task.GENERATE else card.task
+    if task is Task.GENERATE:
+        return None
+    files = files_at(place)
+    config = _convert(files.config(), files.folder / "config.json", _Config)
+    habit = _habit(card)
+    if task is Task.SCORE:
+        return Pooling(
+            task=task,
+            mode=config.classifier_pooling or habit,
+            normalize=False,
+            width=len(card.labels),
+            labels=card.labels,
+            several=config.problem_type == "multi_label_classification",
+            plain_score=config.scores_plainly,
+        )
+    pooling = Pooling(
+        task=task,
+        mode=habit,
+        normalize=True,
+        width=card.hidden_size,
+        matryoshka=config.is_matryoshka or bool(config.matryoshka_dimensions),
+        cuts=tuple(sorted(config.matryoshka_dimensions or ())),
+    )
+    listing = files.folder / "modules.json"
+    if not listing.exists():
+        return pooling
+    return _followed(pooling, files.folder, _decode(listing, tuple[_Module, ...]))
+
+
+def _habit(card: ModelCard) -> PoolMode:
+    """A decoder's last token has seen all; encoders are trained for their first one."""
+    if card.causal:
+        return PoolMode.LAST
+    return PoolMode.CLS if looks_ahead(card.architecture) else PoolMode.MEAN
+
+
+class _Sentence(msgspec.Struct):
+    activation_fn: str | None = None
+
+
+class _Config(msgspec.Struct):
+    problem_type: str | None = None
+    classifier_pooling: PoolMode | None = None
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] | None = None
+    sbert_ce_default_activation_function: str | None = None
+    sentence_transformers: _Sentence | None = None
+
+    @property
+    def scores_plainly(self) -> bool:
+        """Newer files name what a score goes through under `sentence_transformers`."""
+        newer = self.sentence_transformers and self.sentence_transformers.activation_fn
+        named = newer or self.sbert_ce_default_activation_function
+        return named is not None and named.rpartition(".")[2] == "Identity"
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+class _PoolFile(msgspec.Struct):
+    pooling_mode: str | None = None
+    pooling_mode_cls_token: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+
+
+class _DenseFile(msgspec.Struct):
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+
+
+_MODES = {
+    "cls": PoolMode.CLS,
+    "cls_token": PoolMode.CLS,
+    "mean": PoolMode.MEAN,
+    "mean_tokens": PoolMode.MEAN,
+    "lasttoken": PoolMode.LAST,
+}
+_DROPPED = frozenset({"Transformer", "Dropout"})
+
+
+def _followed(habit: Pooling, folder: Path, modules: tuple[_Module, ...]) -> Pooling:
+    """A pooling with what modules.json lists, in its order."""
+    pooling = msgspec.structs.replace(habit, normalize=False)
+    for module in modules:
+        kind = module.type.rpartition(".")[2]
+        file = folder / module.path / "config.json"
+        if kind == "Transformer" and module.path not in ("", "."):
+            raise ConfigError(f"{folder / 'modules.json'}: the model is in {module.path}: serve it")
+        if pooling.normalize and kind not in _DROPPED:
+            raise ConfigError(f"{folder / 'modules.json'}: {kind} behind Normalize is not built")
+        match kind:
+            case "Pooling":
+                pooling = msgspec.structs.replace(pooling, mode=_mode(file))
+            case "Dense":
+                dense = _dense(module.path, file, pooling.width)
+                pooling = msgspec.structs.replace(
+                    pooling, dense=(*pooling.dense, dense), width=dense.outputs
+                )
+            case "Normalize":
+                pooling = msgspec.structs.replace(pooling, normalize=True)
+            case _ if kind not in _DROPPED:
+                raise ConfigError(f"{folder / 'modules.json'}: the module {kind} is not built")
+            case _:
+                pass
+    return pooling
+
+
+def _mode(file: Path) -> PoolMode:
+    said = _decode(file, _PoolFile)
+    start = "pooling_mode_"
+    names = [name.removeprefix(start) for name in said.__struct_fields__ if name.startswith(start)]
+    modes = [name for name in names if getattr(said, start + name)]
+    if said.pooling_mode is not None:
+        modes = [said.pooling_mode]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        named = " and ".join(modes) or "none"
+        raise ConfigError(f"{file}: the pooling {named} is not built; there are cls, mean and last")
+    return _MODES[modes[0]]
+
+
+def _dense(path: str, file: Path, width: int) -> Dense:
+    said = _decode(file, _DenseFile)
+    if said.in_features != width:
+        raise ConfigError(f"{file}: in_features = {said.in_features}; what comes has {width}")
+    name = said.activation_function.rpartition(".")[2].lower()
+    if name not in set(Squash):
+        raise ConfigError(f"{file}: activation_function {name} is not built")
+    return Dense(
+        folder=path,
+        inputs=said.in_features,
+        outputs=said.out_features,
+        bias=said.bias,
+        squash=Squash(name),
+    )
+
+
+def _decode(file: Path, type_: type[T]) -> T:
+    try:
+        return _convert(file.read_bytes(), file, type_)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+
+
+def _convert(content: bytes, file: Path, type_: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=type_)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error

@@ -1,0 +1,138 @@
+"""The keys file: tenants, the hashes of their keys, and what each of them may do.
+
+    [tenants.acme]
+    keys = ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+    requests_per_minute = 600
+    tokens_per_minute = 100_000
+
+A key is kept as its SHA-256 in hexadecimal, so that who reads the file cannot use it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.frozen import FrozenMeta
+
+BYTES_MAX = 1024 * 1024
+
+TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
+"""As it stands in subjects, logs and metrics."""
+KeyHash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Meta(ge=1, le=2**53)]
+Rank = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+_ANYBODY = "default"
+"""The tenant of whoever needs no key of the file, and so needs none in it."""
+
+
+class TenantConfig(msgspec.Struct, metaclass=FrozenMeta, kw_only=True, forbid_unknown_fields=True):
+    """One tenant. A limit that is unset does not bound.
+
+    Attributes:
+        keys: SHA-256 of each of its keys.
+        requests_per_minute: HTTP calls that are neither GETs nor orders, and requests over NATS.
+        requests_burst: How many of them may come at once after a rest; unset: a minute's.
+        tokens_per_minute: Of prompts and answers.
+        tokens_burst: As many at once; also the most that one request may need.
+        concurrency: Prompts that are answered at the same time.
+        priority: Of a request that names none.
+        priority_max: The highest that a request may name.
+        models: Served names that it may use; unset: all.
+    """
+
+    keys: tuple[KeyHash, ...] = ()
+    requests_per_minute: Count | None = None
+    requests_burst: Count | None = None
+    tokens_per_minute: Count | None = None
+    tokens_burst: Count | None = None
+    concurrency: Count | None = None
+    priority: Rank = 0
+    priority_max: Rank | None = None
+    models: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.requests_burst is not None and self.requests_per_minute is None:
+            raise ValueError("requests_burst without requests_per_minute")
+        if self.tokens_burst is not None and self.tokens_per_minute is None:
+            raise ValueError("tokens_burst without tokens_per_minute")
+        if self.priority_max is not None and self.priority > self.priority_max:
+            raise ValueError("priority is above priority_max")
+
+
+class Tenants(msgspec.Struct, metaclass=FrozenMeta, forbid_unknown_fields=True):
+    """A whole file."""
+
+    tenants: Mapping[TenantName, TenantConfig] = {}
+
+    def __post_init__(self) -> None:
+        owners: dict[str, str] = {}
+        for name, tenant in self.tenants.items():
+            if not tenant.keys and name != _ANYBODY:
+                raise ValueError(f"tenant {name} has no key")
+            for key in tenant.keys:
+                if (other := owners.setdefault(key, name)) != name:
+                    raise ValueError(f"tenants {other} and {name} have the same key")
+
+
+def keys_file_bytes(path: Path) -> bytes:
+    """Read a file as it is.
+
+    Raises:
+        ConfigError: It cannot be read, or is too large to be one.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"access.keys_file: {path}: {error.strerror}") from error
+    if len(data) > BYTES_MAX:
+        raise ConfigError(f"access.keys_file: {path}: has more than {BYTES_MAX} bytes")
+    return data
+
+
+def tenants_of(data: bytes, path: Path) -> Tenants:
+    """Read what a file says, by the ending of its name.
+
+    Raises:
+        ConfigError: It is of another form, or says what cannot be. Names no key.
+    """
+    kind = path.suffix.removeprefix(".")
+    if kind not in _KINDS:
+        raise ConfigError(f"access.keys_file: {path}: must end in .toml or .json")
+    try:
+        return _KINDS[kind](data)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"access.keys_file: {path}: {error}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"access.keys_file: {path}: is no {kind.upper()}: {error}") from error
+
+
+def read_tenants(file: str) -> Tenants:
+    """Read a keys file; an empty name has no tenants.
+
+    Raises:
+        ConfigError: It cannot be read or used.
+    """
+    if not file:
+        return Tenants()
+    path = Path(file).expanduser()
+    return tenants_of(keys_file_bytes(path), path)
+
+
+def _json(data: bytes) -> Tenants:
+    return msgspec.json.decode(data, type=Tenants)
+
+
+def _toml(data: bytes) -> Tenants:
+    return msgspec.convert(tomllib.loads(data.decode()), Tenants)
+
+
+_KINDS = {"json": _json, "toml": _toml}

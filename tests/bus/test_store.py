@@ -1,0 +1,133 @@
+"""Buckets on a real nats-server: values large and small, who may, and what a broker may lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.bus.worlds import bus_config
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.bus.nats import NatsTransport
+from antiphon.bus.permissions import users, users_text
+from antiphon.bus.server import ServerSettings
+from antiphon.bus.store import PART_BYTES, Store, StoreLimits
+from antiphon.testing.nats import NatsServer
+from antiphon.testing.services import CLUSTER, client_bus
+from antiphon.testing.wait import until
+from antiphon.wire.base import Process, Role
+from antiphon.wire.buckets import RESPONSES
+from antiphon.wire.errors import Unavailable
+from antiphon.wire.ids import InstanceId, new_incarnation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+LIMITS = StoreLimits(keep_s=3600, bytes_max=64 * 1024 * 1024)
+LARGE = bytes(range(256)) * (PART_BYTES // 256) * 2 + b"end"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NatsServer]:
+    async with NatsServer(durable=True) as running:
+        yield running
+
+
+@pytest.fixture
+async def bus(server: NatsServer) -> AsyncIterator[Bus]:
+    async with client_bus(NatsTransport(bus_config(server.url), name="test")) as opened:
+        yield opened
+
+
+def store(bus: Bus, limits: StoreLimits = LIMITS) -> Store:
+    return Store(bus, RESPONSES, limits)
+
+
+@pytest.mark.parametrize("value", [b"", b"small", LARGE], ids=["empty", "small", "large"])
+async def test_what_is_put_is_there_until_it_is_forgotten(bus: Bus, value: bytes) -> None:
+    kept = store(bus)
+    assert await kept.get("me", "a") is None
+    await kept.put("me", "a", value=value)
+    assert await kept.get("me", "a") == value
+    assert await store(bus).get("me", "a") == value, "another process reads it, too"
+    assert await kept.get("you", "a") is None
+    assert await kept.forget("me", "a")
+    assert await kept.get("me", "a") is None
+    assert not await kept.forget("me", "a")
+
+
+async def test_the_last_value_counts_whatever_their_sizes(bus: Bus) -> None:
+    kept = store(bus)
+    for value in (b"1", LARGE, LARGE[::-1], b"2"):
+        await kept.put("me", "a", value=value)
+        assert await kept.get("me", "a") == value
+
+
+async def test_names_that_are_no_subjects_are_keys_all_the_same(bus: Bus) -> None:
+    kept = store(bus)
+    await kept.put("a.b", "* >", value=b"odd")
+    assert await kept.get("a.b", "* >") == b"odd"
+    assert await kept.get("a", "b") is None
+
+
+async def test_values_and_limits_outlive_the_broker(server: NatsServer, bus: Bus) -> None:
+    await store(bus).put("me", "a", value=LARGE)
+    await server.kill()
+    await until(lambda: not bus.link.up)
+    with pytest.raises(Unavailable):
+        await store(bus).get("me", "a")
+    await server.start()
+    await until(lambda: bus.link.up)
+    changed = store(bus, replace(LIMITS, keep_s=60))
+    assert await changed.get("me", "a") == LARGE
+
+
+async def test_a_bucket_that_the_broker_has_lost_is_made_again(
+    server: NatsServer, bus: Bus
+) -> None:
+    kept = store(bus)
+    await kept.put("me", "a", value=b"1")
+    stream = RESPONSES.stream(CLUSTER)
+    await bus.ask(f"$JS.API.STREAM.DELETE.{stream}", b"", timeout_s=5)
+    await kept.put("me", "a", value=b"2")
+    assert await kept.get("me", "a") == b"2"
+
+
+async def test_the_oldest_go_when_there_is_no_room(bus: Bus) -> None:
+    kept = store(bus, replace(LIMITS, bytes_max=8 * PART_BYTES))
+    for number in range(12):
+        await kept.put("me", str(number), value=bytes(PART_BYTES))
+    assert await kept.get("me", "0") is None
+    assert await kept.get("me", "11") == bytes(PART_BYTES)
+
+
+async def test_without_jetstream_it_says_so() -> None:
+    async with (
+        NatsServer() as plain,
+        client_bus(NatsTransport(bus_config(plain.url), name="test")) as over_nats,
+        client_bus(MemoryTransport(MemoryBroker())) as in_memory,
+    ):
+        for opened in (over_nats, in_memory):
+            with pytest.raises(Unavailable):
+                await store(opened).open()
+
+
+async def test_only_its_owner_gets_at_a_bucket() -> None:
+    everybody = [replace(one, password='"secret"') for one in users(CLUSTER)]
+    settings = ServerSettings(name="guarded", users=users_text(everybody))
+    async with NatsServer(settings, durable=True) as guarded:
+        for role in (Role.GATEWAY, Role.WORKER):
+            config = bus_config(guarded.url, user=role, password="secret")
+            transport = NatsTransport(config, name=role)
+            process = Process(instance=InstanceId(f"{role}-0"), incarnation=new_incarnation())
+            async with Bus(transport, CLUSTER, process, party=role) as opened:
+                await transport.publish(RESPONSES.subject(CLUSTER, "me", "a"), b"")
+                if role is RESPONSES.owner:
+                    kept = store(opened)
+                    await kept.put("me", "a", value=LARGE)
+                    assert await kept.get("me", "a") == LARGE
+                    assert await kept.forget("me", "a")
+                await transport.flush(5)
+                assert bool(transport.errors.forbidden) is (role is not RESPONSES.owner)

@@ -1,0 +1,64 @@
+"""What the plan counts of a model before it is loaded, against what was loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from antiphon.config.card import read_card
+from antiphon.config.loading import LoadFormat
+from antiphon.config.memory import weight_bytes
+from antiphon.config.model import Dtype, Linear
+from antiphon.config.model_files import find_files
+from antiphon.layers.mla import LatentSpec
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.memory import cache_groups
+
+if TYPE_CHECKING:
+    from tests.models.parity import Saved
+
+    from antiphon.model_worker.model.spec import MixerSpec
+
+
+def check_counted(saved: Saved) -> None:
+    """Weights, cache and states, to the byte."""
+    model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
+    taken = {source.name: source.shape for source in model.own.sources()}
+    tensors = {name: math.prod(shape) for name, shape in taken.items()}
+    copied = sum(_copied(layer.mixer) for layer in model.spec.layers)
+    plain = Linear.PLAIN
+    counted = weight_bytes(card, Dtype.FLOAT32, plain, quantized=plain, count=0)
+    assert counted == 4 * (sum(tensors.values()) + copied)
+    pages, states = 0, 0
+    for group in cache_groups(model.spec, model.build, page_tokens=4, pages=1):
+        if group.kind is GroupKind.STATE:
+            states += group.page_bytes
+        else:
+            pages += group.page_bytes
+    assert 4 * card.kv_bytes(Dtype.FLOAT32) == pages
+    assert card.state_bytes(Dtype.FLOAT32) == states
+    assert card.context_tokens == model.spec.context_tokens
+    assert card.vocabulary_size == model.spec.vocabulary
+    assert card.tied is model.spec.tied
+    assert card.causal is model.spec.causal
+
+
+def check_counted_nearly(saved: Saved) -> None:
+    """Without weights: norms and biases are left out, which are a part of tiny models only."""
+    card = read_card(find_files(saved.folder, LoadFormat.DUMMY))
+    sources = {source.name: source.shape for source in load(saved.folder).own.sources()}
+    matrices = sum(
+        math.prod(shape)
+        for name, shape in sources.items()
+        if len(shape) > 1 and not name.endswith("bias")
+    )
+    assert card.weights.count == matrices
+
+
+def _copied(mixer: MixerSpec) -> int:
+    """Numbers that a layer keeps twice."""
+    if not isinstance(mixer, LatentSpec):
+        return 0
+    sizes = mixer.sizes
+    return sizes.heads * (sizes.content + sizes.value) * sizes.latent

@@ -1,0 +1,131 @@
+"""Vectors of prompts, however they were cut and whatever ran beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from antiphon.config.pooling import Pooling, PoolMode, Squash
+from antiphon.config.tasks import Task
+from antiphon.model_worker.batching.plan import Plan, PoolRows, SamplingColumns
+from antiphon.model_worker.runner.pooling import Linear, Pooler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+HIDDEN = 6
+STATES = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1))
+Row = tuple[int, int, int]
+"""Slot, and where its piece of `STATES` begins and ends."""
+
+
+def pooler(mode: PoolMode, *linears: Linear, **said: object) -> Pooler:
+    fields: dict[str, object] = {"task": Task.EMBED, "normalize": False, "width": HIDDEN}
+    return Pooler(Pooling(mode=mode, **(fields | said)), linears)  # pyright: ignore
+
+
+def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int] = ()) -> Plan:
+    count = len(rows)
+    floats, ints = np.zeros(count, np.float32), np.zeros(count, np.int32)
+    lengths = np.array([end - start for _, start, end in rows], np.int32)
+    return Plan(
+        step=1,
+        slot=np.array([slot for slot, _, _ in rows], np.int32),
+        query_start=(np.cumsum(lengths) - lengths).astype(np.int32),
+        query_len=lengths,
+        kv_len=np.array([end for _, _, end in rows], np.int32),
+        adapter=ints,
+        tokens=np.zeros(int(lengths.sum()), np.int32),
+        positions=np.zeros((1, int(lengths.sum())), np.int32),
+        logit_tokens=np.zeros(0, np.int32),
+        sampling=SamplingColumns(
+            temperature=floats,
+            top_p=floats,
+            min_p=floats,
+            top_k=ints,
+            seed=np.zeros(count, np.int64),
+            choice=ints,
+        ),
+        page_tables=(),
+        pooling=PoolRows(
+            ends=np.array(ends, np.bool_),
+            dimensions=np.array(dimensions or [0] * count, np.int32),
+        ),
+    )
+
+
+def pool(at: Pooler, rows: Sequence[Row], ends: Sequence[bool], *dimensions: int) -> list[Tensor]:
+    hidden = torch.cat([STATES[start:end] for _, start, end in rows])
+    vectors = at.pool(plan_of(rows, ends, dimensions), hidden, lambda pooled: pooled[:, :2] * 2)
+    pieces = np.split(vectors.values, vectors.starts[1:-1])
+    return [torch.as_tensor(piece) for piece in pieces]
+
+
+EXPECTED = {
+    PoolMode.LAST: lambda states: states[-1],
+    PoolMode.CLS: lambda states: states[0],
+    PoolMode.MEAN: lambda states: states.mean(dim=0),
+}
+
+
+@pytest.mark.parametrize("mode", list(PoolMode))
+def test_a_prompt_in_pieces_has_the_bits_of_a_whole_one(mode: PoolMode) -> None:
+    (whole,) = pool(pooler(mode), [(0, 0, 40)], [True])
+    torch.testing.assert_close(whole, EXPECTED[mode](STATES))
+    at = pooler(mode)
+    first, beside = pool(at, [(3, 0, 17), (5, 0, 9)], [False, True])
+    assert not len(first)
+    torch.testing.assert_close(beside, EXPECTED[mode](STATES[:9]))
+    assert not len(pool(at, [(3, 17, 18)], [False])[0])
+    _, last = pool(at, [(5, 0, 4), (3, 18, 40)], [False, True])
+    assert torch.equal(last, whole)
+
+
+@pytest.mark.parametrize("mode", list(PoolMode))
+def test_a_piece_that_is_run_again_counts_once(mode: PoolMode) -> None:
+    at = pooler(mode)
+    for rows in ([(0, 0, 10)], [(0, 10, 20)], [(0, 10, 20)], [(0, 20, 30)]):
+        pool(at, rows, [False])
+    (again,) = pool(at, [(0, 20, 40)], [True])
+    torch.testing.assert_close(again, EXPECTED[mode](STATES))
+
+
+@pytest.mark.parametrize("mode", list(PoolMode))
+def test_a_slot_forgets_whom_it_had(mode: PoolMode) -> None:
+    at = pooler(mode)
+    pool(at, [(0, 0, 10)], [False])  # of a request that was dropped
+    (other,) = pool(at, [(0, 0, 5)], [True])
+    torch.testing.assert_close(other, EXPECTED[mode](STATES[:5]))
+
+
+@pytest.mark.parametrize("mode", [PoolMode.CLS, PoolMode.MEAN])
+def test_a_beginning_that_nobody_saw_is_a_bug_and_no_vector(mode: PoolMode) -> None:
+    with pytest.raises(AssertionError):
+        pool(pooler(mode), [(0, 10, 20)], [True])
+
+
+def test_a_vector_is_cut_and_then_has_length_one() -> None:
+    at = pooler(PoolMode.LAST, normalize=True)
+    whole, part = pool(at, [(0, 0, 8), (1, 0, 8)], [True, True], 0, 4)
+    torch.testing.assert_close(whole, normalize(STATES[7], dim=0))
+    torch.testing.assert_close(part, normalize(STATES[7, :4], dim=0))
+
+
+def test_linears_come_after_the_pooling_and_before_the_length() -> None:
+    weight, bias = torch.randn(3, HIDDEN), torch.randn(3)
+    at = pooler(PoolMode.LAST, Linear(weight, bias, Squash.TANH), normalize=True)
+    (vector,) = pool(at, [(0, 0, 8)], [True])
+    expected = normalize(torch.tanh(weight @ STATES[7] + bias), dim=0)
+    torch.testing.assert_close(vector, expected)
+
+
+def test_a_model_that_scores_is_given_what_stands_for_the_text() -> None:
+    at = pooler(PoolMode.LAST, task=Task.SCORE, width=2)
+    (scores,) = pool(at, [(0, 0, 8)], [True])
+    torch.testing.assert_close(scores, STATES[7, :2] * 2)

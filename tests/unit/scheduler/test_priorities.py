@@ -1,0 +1,224 @@
+"""Who goes first, who goes where no place is left, and how long anybody waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
+
+from antiphon.scheduler.rules import Rules
+from antiphon.service.precedence import Precedence
+from antiphon.wire.base import Role
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.errors import Overloaded
+from antiphon.wire.heartbeat import RunningRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.command import Admit
+
+BY_PRIORITY = Precedence(priority=True, preempt_threshold=10, max_overtake_s=20.0)
+
+
+def full(rules: Rules, waiting: int = 0) -> tuple[Stage, Actor]:
+    """A worker that has all three requests of low priority that it is given, and more that wait."""
+    stage = Stage(rules)
+    _, worker, _ = stage.usual()
+    for number in range(3 + waiting):
+        stage.submit(f"low-{number}", priority=0)
+    assert len(stage.admits()) == 3
+    worker.runs(*map(running, stage.admits()))
+    stage.pass_s(0.6)
+    stage.heard.clear()
+    return stage, worker
+
+
+def names(stage: Stage) -> list[str]:
+    """What was bound since the last call, in order."""
+    bound = [admit.request_id for admit in stage.admits()]
+    stage.heard.clear()
+    return [str(name) for name in bound]
+
+
+def ends(stage: Stage, worker: Actor, name: str) -> None:
+    """One of those that the worker runs comes to its end."""
+    gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
+    worker.runs(*(line for line in worker.load.running if line.request_id != name))
+    gateway.closes(next(line for line in gateway.open if line == name))
+    stage.listen()
+
+
+def begins(worker: Actor, admit: Admit) -> None:
+    worker.runs(*worker.load.running, running(admit))
+
+
+def test_a_late_high_priority_goes_before_all_that_wait() -> None:
+    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=3)
+    late = stage.submit("late", priority=5)
+    assert stage.leader.submit(late).position == 0
+    ends(stage, worker, "low-0")
+    assert names(stage) == ["late"]
+    ends(stage, worker, "low-1")
+    assert names(stage) == ["low-3"]
+
+
+def test_where_the_operator_says_so_the_lower_number_goes_first() -> None:
+    precedence = Precedence(priority=True, low_first=True)
+    stage, worker = full(Rules(look_ahead=1, precedence=precedence))
+    for name, priority in (("third", 2), ("second", 0), ("first", -3)):
+        stage.submit(name, priority=priority)
+    for number in range(3):
+        ends(stage, worker, f"low-{number}")
+    assert names(stage) == ["first", "second", "third"]
+
+
+def test_where_priorities_do_not_count_only_arrival_does() -> None:
+    stage, worker = full(Rules(look_ahead=1), waiting=1)
+    stage.submit("late", priority=500)
+    assert names(stage) == []
+    ends(stage, worker, "low-0")
+    assert names(stage) == ["low-3"]
+
+
+@pytest.mark.parametrize(("priority", "bound"), [(10, []), (11, ["late"])])
+def test_who_outranks_running_requests_by_enough_needs_no_place(
+    priority: int, bound: list[str]
+) -> None:
+    stage, _ = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
+    stage.submit("late", priority=priority)
+    assert names(stage) == bound
+
+
+def test_no_more_go_beyond_the_places_than_there_are_requests_that_give_way() -> None:
+    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
+    for number in range(5):
+        stage.submit(f"late-{number}", priority=20)
+    bound = stage.admits()
+    assert names(stage) == ["late-0", "late-1", "late-2"]
+    for admit in bound:
+        begins(worker, admit)
+    stage.pass_s(0.6)
+    assert names(stage) == []
+    ends(stage, worker, "late-0")
+    assert names(stage) == ["late-3"]
+
+
+def test_a_worker_gets_no_more_beyond_its_places_than_it_would_keep() -> None:
+    rules = Rules(look_ahead=1, waiting_max=2, precedence=BY_PRIORITY)
+    stage, _ = full(rules)
+    stage.submit("late-0", priority=20)
+    stage.submit("late-1", priority=20)
+    assert names(stage) == ["late-0"]
+
+
+def test_where_pages_are_short_a_few_go_and_see() -> None:
+    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY))
+    worker.load = msgspec.structs.replace(worker.load, pages_free=0, pages_promised=50)
+    stage.pass_s(0.6)
+    prompt = pack_ids(range(100))
+    for number in range(2):
+        stage.submit(f"late-{number}", priority=20, prompt_ids=prompt)
+    (admit,) = stage.admits()
+    assert names(stage) == ["late-0"]
+    begins(worker, admit)
+    stage.pass_s(0.6)
+    assert names(stage) == ["late-1"]
+
+
+def test_a_stalled_or_paused_worker_is_given_nothing_beyond_its_places() -> None:
+    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY))
+    worker.load = msgspec.structs.replace(worker.load, paused=True)
+    stage.pass_s(0.6)
+    stage.submit("late", priority=20)
+    assert names(stage) == []
+
+
+def test_low_priorities_are_not_overtaken_for_ever() -> None:
+    precedence = Precedence(priority=True, preempt_threshold=1000, max_overtake_s=5.0)
+    stage, worker = full(Rules(look_ahead=1, precedence=precedence), waiting=1)
+    order: list[str] = []
+    for number in range(12):
+        stage.submit(f"high-{number}", priority=9)
+        stage.pass_s(1.0)
+        ends(stage, worker, str(worker.load.running[0].request_id))
+        begins(worker, stage.admits()[0])
+        order += names(stage)
+    assert order.index("low-3") == 6
+
+
+def test_what_is_not_started_in_time_ends_as_overloaded_with_advice_when_to_come_again() -> None:
+    stage, _ = full(Rules(look_ahead=1, queue_timeout_s=4.0), waiting=1)
+    stage.pass_s(3.2)
+    assert stage.leader.waiting == 1
+    stage.pass_s(0.5)
+    assert (stage.leader.waiting, stage.leader.kept) == (0, 3)
+    (lost, *_) = stage.lost()
+    assert (lost.request_id, lost.attempt, lost.error.code) == ("low-3", None, "overloaded")
+    assert lost.error.retry_after_s is not None
+    with pytest.raises(Overloaded, match="queue timeout"):
+        stage.leader.submit(stage.request("low-3"))
+
+
+def test_a_worker_is_told_how_long_a_request_has_waited() -> None:
+    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=60.0), waiting=1)
+    stage.pass_s(5.0)
+    ends(stage, worker, "low-0")
+    (admit,) = stage.admits()
+    assert 5_000 <= admit.waited_ms <= 6_000
+    held = worker.load.running
+    worker.runs(*held, returned(admit))
+    stage.pass_s(0.5)
+    worker.runs(*held)
+    stage.pass_s(0.5)
+    again = stage.admits()[-1]
+    assert again.attempt > admit.attempt
+    assert again.waited_ms >= admit.waited_ms, "its clock began anew"
+
+
+def test_what_was_lost_with_its_worker_waits_anew_at_its_old_place() -> None:
+    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=8.0), waiting=1)
+    stage.pass_s(4.0)
+    stage.actors.remove(worker)
+    stage.enter(Role.WORKER, "worker-0", life=2)
+    stage.listen()
+    admits = stage.admits()
+    assert names(stage) == ["low-0", "low-1", "low-2"]
+    assert {admit.waited_ms for admit in admits} == {0}
+
+
+def test_a_new_leader_counts_on_from_when_a_request_was_sent_first() -> None:
+    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=8.0))
+    stage.submit("young")
+    stage.submit("old", waited_ms=6_000)
+    ends(stage, worker, "low-0")
+    assert names(stage) == ["old"]
+    stage.submit("older", waited_ms=7_000)
+    stage.pass_s(1.5)
+    assert {lost.request_id for lost in stage.lost()} == {"older"}
+
+
+def test_who_seems_to_wait_while_nobody_has_spoken_does_not_time_out() -> None:
+    stage = Stage(Rules(queue_timeout_s=3.0))
+    gateway, worker, _ = stage.usual()
+    request = stage.request("r", waited_ms=10_000)
+    stage.link_up = False
+    stage.pass_s(0.2)
+    stage.leader.submit(request)
+    old = other_attempt(0)
+    worker.runs(RunningRequest(request_id=request.request_id, attempt=old, tokens=1))
+    stage.link_up = True
+    gateway.list(whole=True)
+    stage.pass_s(2.0)
+    assert stage.lost() == []
+
+
+def returned(admit: Admit) -> RunningRequest:
+    return RunningRequest(
+        request_id=admit.request_id,
+        attempt=admit.attempt,
+        tokens=0,
+        ended=True,
+        waiting=True,
+        returned=True,
+    )
