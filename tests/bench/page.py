@@ -30,7 +30,8 @@ PEERS_HEAD = """
 The same weights (random: speed depends on shapes alone), the same prompts, over HTTP, one server at
 a time, in turn, each started anew and warmed up for each round. A cell is the median of the rounds
 and, in brackets, the least and the most. The ratio is ours over the best other server's, round by
-round; for times, lower is better. The limit is what the machine would allow by its own measured
+round; for times, lower is better. Who was 1.4 times behind another peer in the first round was not
+asked that case again. The limit is what the machine would allow by its own measured
 rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
 """
 ROUNDS_MIN = 5

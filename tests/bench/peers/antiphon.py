@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tests.bench.peers.peer import Peer
+from tests.bench.peers.peer import OURS, Peer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ class Antiphon(Peer):
         settings: More arguments of `antiphon serve`.
     """
 
-    name = "antiphon"
+    name = OURS
     arithmetic = "bf16 weights and KV"
 
     def __init__(self, cache: Path, cores: int, settings: tuple[str, ...] = ()) -> None:

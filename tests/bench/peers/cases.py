@@ -10,7 +10,7 @@ from tests.bench.peers.limits import output_limit, prefill_s
 from tests.bench.serving.datasets import RandomLengths, SharedPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from tests.bench.models import Shape
     from tests.bench.serving.device import Device
@@ -35,6 +35,11 @@ class Figure:
     higher_wins: bool = True
     must: float | None = None
     aim: float | None = None
+
+    def times_behind(self, run: Metrics, others: Iterable[Metrics]) -> float:
+        """How many times worse a run is than the best of others: 1 if it is that one."""
+        mine, theirs = self.of(run), [self.of(each) for each in others]
+        return max(theirs) / mine if self.higher_wins else mine / min(theirs)
 
 
 @dataclass(frozen=True)

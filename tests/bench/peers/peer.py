@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tests.bench.models import Model
 
+OURS = "antiphon"
 TORCH = "torch==2.13.0"
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 _INSTALL_TIMEOUT_S = 3600.0

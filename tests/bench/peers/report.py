@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench.figures import Machine
+from tests.bench.peers.peer import OURS
 from tests.bench.peers.rounds import Turn
 from tests.bench.serving.device import Device
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from tests.bench.models import Model
     from tests.bench.peers.cases import Case, Figure
     from tests.bench.peers.peer import Peer
-
-OURS = "antiphon"
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit, prefill_s, step_s
 from tests.bench.peers.quiet import Work, work
 from tests.bench.peers.report import Entrant, PeersReport, config_digest, rows
-from tests.bench.peers.rounds import Sample, Turn, seed_of
+from tests.bench.peers.rounds import Sample, Turn, contends, seed_of
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Spread
 
@@ -84,6 +84,24 @@ def test_the_best_peer_is_the_one_to_beat() -> None:
     assert row.best == "openvino"
     assert row.ratio is not None
     assert row.ratio.middle == pytest.approx(2.0)
+
+
+def test_who_was_far_behind_in_the_first_round_is_not_asked_that_case_again() -> None:
+    played = [
+        turns("antiphon", 500),
+        turns("openvino", 150),
+        turns("vllm", 110),
+        turns("llama.cpp", 100),
+        turns("openvino", 600, case="ttft"),
+        turns("llama.cpp", 900, case="ttft"),
+        turns("vllm", 300, case="ttft", others=0.3),
+    ]
+    first = [sample for (turn,) in played for sample in turn.samples]
+    peers = {name: kind(CACHE, 2) for name, kind in KINDS.items()}
+    asked = {name for name, peer in peers.items() if contends(peer, DECODE, first)}
+    assert asked == {"antiphon", "openvino", "vllm", "transformers"}
+    asked = {name for name, peer in peers.items() if contends(peer, BURST, first)}
+    assert asked == {"antiphon", "openvino", "vllm", "transformers"}
 
 
 def test_for_times_the_lowest_is_best() -> None:
