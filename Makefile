@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-kernels bench-loading bench-serving bench-engine bench-peers docs up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-engine bench-peers docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
 
 bench: setup  ## What the services add: latency hop by hop, and processor time
 	$(BIN)/python -m tests.bench $(ARGS)
+
+bench-micro: setup  ## What planning, the prefix tree and the worker's messages cost a step
+	$(BIN)/pytest -q tests/bench/micro $(ARGS)
 
 bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what rounding weights costs
 	$(BIN)/python -m tests.bench.kernels.linears $(ARGS)
