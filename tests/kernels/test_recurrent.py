@@ -162,7 +162,7 @@ class Sequences:
 
 
 @KINDS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     cuts=st.lists(st.lists(st.sampled_from([0, 1, 1, 7, 64, 150]), min_size=4, max_size=4)),

@@ -138,4 +138,4 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=40, stateful_step_count=40)

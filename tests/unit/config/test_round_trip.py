@@ -72,7 +72,7 @@ OPEN_FIELDS = [field for field in fields().values() if not field.secret]
 
 
 @pytest.mark.parametrize("field", OPEN_FIELDS, ids=lambda field: field.path)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_flag_and_variable_set_what_they_say(field: Field, data: st.DataObject) -> None:
     value = data.draw(values(field))

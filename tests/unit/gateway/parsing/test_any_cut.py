@@ -108,7 +108,7 @@ def pieces_of(format_: ToolFormat) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_calls_are_what_the_formats_own_template_wrote(format_: ToolFormat, data: st.DataObject):
     name = format_.names[0]
@@ -126,7 +126,7 @@ def test_calls_are_what_the_formats_own_template_wrote(format_: ToolFormat, data
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_no_cut_changes_anything(format_: ToolFormat, data: st.DataObject):
     reasoning = data.draw(st.sampled_from([None, *REASONING_FORMATS]))
@@ -155,7 +155,7 @@ def test_no_single_cut_changes_an_answer_with_everything(format_: ToolFormat):
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_call_that_begins_ends_and_calls_come_one_after_another(
     format_: ToolFormat, data: st.DataObject
@@ -180,7 +180,7 @@ def test_every_call_that_begins_ends_and_calls_come_one_after_another(
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     text=st.text(st.characters(exclude_characters="<[{|◁", exclude_categories=["Cs"]), max_size=60)
 )
@@ -191,7 +191,7 @@ def test_text_without_marks_is_content_as_it_is(format_: ToolFormat, text: str):
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_at_most_a_mark_and_a_little_white_space_waits_in_text(
     format_: ToolFormat, data: st.DataObject
