@@ -39,7 +39,7 @@ tidy: setup  ## Registries, generated pages, folders
 	$(BIN)/pytest -q tests/tidy
 
 check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests: two minutes
-	$(BIN)/pytest -q -m "not system and not gpu and not long"
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not system and not gpu and not long"
 
 test: check  ## Everything that CI runs
 	$(BIN)/pytest -q -m "system and not gpu and not long"
