@@ -81,6 +81,7 @@ from antiphon.wire.submit import (
     SubmitRequest,
 )
 from antiphon.wire.text import ChoicePlace, ResumeText, TextBatch, TextResumed, TextRow
+from antiphon.wire.thinking import ThinkingMarks
 from antiphon.wire.tokenize import (
     ChatMessage,
     DecodeReply,
@@ -115,6 +116,9 @@ STOP = StopStrings(
     include=True,
     skip_special_tokens=False,
     token_texts=True,
+    thinking=ThinkingMarks(
+        begin="<think>", end="</think>", cuts=("<tool_call>",), inside=True, again=True
+    ),
 )
 PROCESSORS = (
     DisallowTokens(token_ids=(5, 6)),
@@ -168,7 +172,7 @@ ERROR = ErrorReply(
     param="model",
     details={"waiting": "1024"},
 )
-USAGE = Usage(prompt_tokens=11, completion_tokens=5, cached_tokens=3)
+USAGE = Usage(prompt_tokens=11, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
 CLAIM = Claim(
     address="127.0.0.1:40123",
     token="2f1c9d",  # an example

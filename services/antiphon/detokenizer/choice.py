@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
 from antiphon.detokenizer.stop import Match, StopScanner
+from antiphon.detokenizer.thinking import ThinkingCounter
 from antiphon.wire.base import FinishReason
 from antiphon.wire.details import DetailStore
 
@@ -48,12 +49,18 @@ class Choice:
         self._details = DetailStore(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
         self._scanner = StopScanner(stop.strings, stop.include, stop.patterns)
+        self._thinking = None if stop.thinking is None else ThinkingCounter(stop.thinking)
         self._text = bytearray()
 
     @property
     def text_bytes(self) -> int:
         """Length of the text shown so far, in UTF-8 bytes."""
         return len(self._text)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the answer that are thinking, where that is counted."""
+        return 0 if self._thinking is None else self._thinking.tokens
 
     def accept(self, offset: int, token_ids: Sequence[int], details: TokenDetails | None) -> None:
         """Accept what is new of a row that begins at `offset`, which is not beyond ours.
@@ -116,10 +123,14 @@ class Choice:
             token_offset = end
 
     def _settle(self) -> None:
+        if self.end is not None and self._thinking is not None:
+            self._thinking.end(self.tokens)
         if self.end is not None or not (self._decoder.holds or self._scanner.holds):
             self.settled = self.offset
 
     def _show(self, text: str) -> None:
+        if self._thinking is not None:
+            self._thinking.push(text, self.tokens)
         shown = self._scanner.push(text)
         if isinstance(shown, Match):
             self.end = End(FinishReason.STOP, matched_stop=shown.stop)

@@ -59,6 +59,7 @@ class Request:
             prompt_tokens=self.stream.prompt_tokens,
             completion_tokens=sum(choice.tokens for choice in self.choices.values()),
             cached_tokens=self.stream.cached_tokens,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices.values()),
         )
 
     def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:

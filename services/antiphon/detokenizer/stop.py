@@ -45,7 +45,7 @@ class StopScanner:
             start, end, stop = min(places, key=lambda place: place[0])
             self._held = ""
             return Match(stop, text[: end if self._include else start])
-        held = max((_overlap(text, stop) for stop in self._strings), default=0)
+        held = max((overlap(text, stop) for stop in self._strings), default=0)
         end_at = self._held_at + len(text)
         begun = (end_at - follower.held_from for _, follower in self._patterns)
         held = max(held, *begun, 0)
@@ -73,7 +73,7 @@ class StopScanner:
         ]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

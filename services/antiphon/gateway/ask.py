@@ -43,11 +43,13 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
         format: How it marks its thinking.
         switched: What the request says of it; None: nothing.
         end_id: The token that ends it, if it is one token.
+        call_marks: With these calls begin, which end it too.
     """
 
     format: ReasoningFormat
     switched: bool | None = None
     end_id: int | None = None
+    call_marks: tuple[str, ...] = ()
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

@@ -259,11 +259,16 @@ def _check_kind(ask: Ask, encoded: EncodeReply) -> None:
 
 
 def _thinking(ask: Ask, text_end: str) -> tuple[Ask, bool]:
-    """Put the form of an answer behind its thinking; say whether the answer begins as that."""
+    """Put the form of an answer behind its thinking; say whether the answer begins as that.
+
+    Its marks go along, for whoever counts the tokens of it.
+    """
     thinks, grammar = ask.thinking, ask.sampling.grammar
     if thinks is None:
         return ask, False
     inside = thinks.format.begins_inside(text_end or None, thinking=thinks.switched)
+    marks = thinks.format.marks(inside=inside, call_marks=thinks.call_marks)
+    ask = msgspec.structs.replace(ask, stop=msgspec.structs.replace(ask.stop, thinking=marks))
     if grammar is None or thinks.switched is False:
         return ask, inside
     behind = after_thinking(grammar, thinks.format, inside=inside, end_id=thinks.end_id)

@@ -72,8 +72,13 @@ class FinishReason(StrEnum):
 
 
 class Usage(Value):
-    """Tokens of a request. The prompt counts once, however many choices share it."""
+    """Tokens of a request. The prompt counts once, however many choices share it.
+
+    Attributes:
+        reasoning_tokens: Of the completion, those that are thinking, where that is counted.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0

@@ -9,6 +9,7 @@ from msgspec import Meta
 from antiphon.wire.base import Value
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.processors import LogitProcessors, TokenId
+from antiphon.wire.thinking import ThinkingMarks
 
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -159,6 +160,8 @@ class StopStrings(Value):
     skip_special_tokens: bool = True
     token_texts: bool = False
     """Whether details name the text of each token by itself."""
+    thinking: ThinkingMarks | None = None
+    """Between which marks tokens count as thinking; None: none is counted."""
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -70,6 +70,7 @@ class Cluster:
         submit_error: What the leader answers in place of accepting.
         row_error: How each answer ends in place of its last step.
         reason: Why answers end otherwise, and `matched` at what.
+        thought: How many steps of each answer are thinking.
         pooling: What the model makes of texts, where it does not say its script.
         vector: Of a prompt's bytes.
         reranks: Whether its template asks for yes or no.
@@ -85,6 +86,7 @@ class Cluster:
         self.row_error: EngineError | None = None
         self.reason = FinishReason.STOP
         self.matched: int | str | None = 2
+        self.thought = 0
         self.mute_tokenizers = 0
         self.pooling: PoolingCard | None = None
         self.reranks = False
@@ -194,6 +196,7 @@ class Cluster:
                 prompt_tokens=id_count(request.prompt_ids),
                 completion_tokens=(step + 1) * request.choices,
                 cached_tokens=1,
+                reasoning_tokens=min(step + 1, self.thought) * request.choices,
             ),
             error=encode_error(self.row_error) if failed and self.row_error else None,
         )

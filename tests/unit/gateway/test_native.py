@@ -70,6 +70,7 @@ async def test_a_prompt_gets_text_ids_and_what_is_known_of_them(at: House) -> No
         "finish_reason": {"type": "stop", "matched": 2},
         "prompt_tokens": 2,
         "completion_tokens": 4,
+        "reasoning_tokens": 0,
         "cached_tokens": 1,
         "weight_version": "7",
     }

@@ -72,6 +72,7 @@ async def test_prompts_are_answered_in_their_order_and_counted_together(at: Hous
         "completion_tokens": 16,
         "total_tokens": 24,
         "prompt_tokens_details": None,
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "reasoning_tokens": 0,
     }
 

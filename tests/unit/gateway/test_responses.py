@@ -174,9 +174,12 @@ async def test_openai_s_client_reads_both() -> None:
 async def test_thinking_is_an_item_before_the_answer(at: House) -> None:
     at.cluster.script = THINKING
     at.cluster.shown = (None, "qwen3")
+    at.cluster.thought = 3
     whole, told = await both(at)
     thought, message = cast("list[Body]", whole["output"])
     assert thought["type"] == "reasoning"
+    usage = cast("dict[str, object]", whole["usage"])
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 3}
     assert thought["content"] == [{"type": "reasoning_text", "text": "so it is"}]
     assert thought["summary"] == []
     assert message["type"] == "message"

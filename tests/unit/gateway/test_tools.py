@@ -13,6 +13,7 @@ from tests.unit.gateway.test_http import CHAT, HI, post, stream
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.thinking import ThinkingMarks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -206,3 +207,25 @@ async def test_what_the_chat_template_shows_is_enough() -> None:
         (choice,) = cast("list[dict[str, Body]]", reply["choices"])
         assert choice["message"]["reasoning_content"] == "Where?"
         assert _called(choice["message"]["tool_calls"]) == [("look", {"at": "Rome"})]
+
+
+async def test_the_tokens_of_thinking_are_counted(at: House) -> None:
+    at.cluster.thought = 3
+    body: Body = {"messages": HI, "n": 2, "tools": TOOLS}
+    _, reply, _ = await post(at, CHAT, body)
+    usage = cast("Body", reply["usage"])
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert usage["reasoning_tokens"] == 6
+    counted = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    events = [json.loads(event) for event in (await stream(at, CHAT, body | counted))[:-1]]
+    told = [event["usage"]["reasoning_tokens"] for event in events if event["usage"]]
+    assert told == sorted(told)
+    assert events[-1]["usage"] == usage
+    marks = at.cluster.submits[-1].stop.thinking
+    assert marks == ThinkingMarks(begin="<think>", end="</think>", cuts=("<tool_call>",))
+
+
+async def test_marks_of_calls_end_thinking_only_where_there_are_calls(at: House) -> None:
+    await post(at, CHAT, {"messages": HI})
+    marks = at.cluster.submits[-1].stop.thinking
+    assert marks == ThinkingMarks(begin="<think>", end="</think>")

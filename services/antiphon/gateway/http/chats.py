@@ -73,4 +73,9 @@ def held(ask: Ask, plan: ToolPlan, reasoning: ReasoningFormat | None) -> Ask:
     stop = msgspec.structs.replace(
         ask.stop, skip_special_tokens=ask.stop.skip_special_tokens and not special
     )
-    return msgspec.structs.replace(ask, sampling=sampling, grammar_field=field, stop=stop)
+    thinking = ask.thinking
+    if thinking is not None and plan.format is not None:
+        thinking = msgspec.structs.replace(thinking, call_marks=plan.format.marks)
+    return msgspec.structs.replace(
+        ask, sampling=sampling, grammar_field=field, stop=stop, thinking=thinking
+    )

@@ -61,4 +61,5 @@ def total(usages: Sequence[Usage]) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )

@@ -35,12 +35,16 @@ class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an answer beside what it says."""
+    """What is known of an answer beside what it says.
+
+    `reasoning_tokens` is 0, as in SGLang where a request does not require reasoning.
+    """
 
     id: str
     finish_reason: FinishBody | None
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
     cached_tokens: int
     weight_version: str
     e2e_latency: float | UnsetType = UNSET

@@ -23,13 +23,23 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class ThinkingTokens(msgspec.Struct, frozen=True):
+    """How much of an answer is thinking, its marks included."""
+
+    reasoning_tokens: int = 0
+
+
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a request. `prompt_tokens_details` comes with the cache report."""
+    """Tokens of a request. `prompt_tokens_details` comes with the cache report.
+
+    `reasoning_tokens` stands beside `completion_tokens_details`, too, as in SGLang.
+    """
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ThinkingTokens = ThinkingTokens()
     reasoning_tokens: int = 0
 
 
@@ -178,4 +188,6 @@ def usage_body(usage: Usage, *, cached: bool = False) -> UsageBody:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=CachedTokens(usage.cached_tokens) if cached else None,
+        completion_tokens_details=ThinkingTokens(usage.reasoning_tokens),
+        reasoning_tokens=usage.reasoning_tokens,
     )

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reader import TRIM_MAX, Emit, Marks, Steps
+from antiphon.gateway.parsing.reader import Emit, Marks, Steps
+from antiphon.wire.thinking import SPACE_MAX, ThinkingMarks
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.output import Output
@@ -28,6 +29,7 @@ class ReasoningFormat:
             has written the first mark, or the model leaves it out.
         switch: The template's setting that turns thinking on and off, if it has one.
         special: Whether the marks are special tokens: see `ToolFormat.special`.
+        cuts: Other marks that end it, where `channels` reads it.
         channels: The format of calls that reads thinking, too, where the two are one.
     """
 
@@ -37,6 +39,7 @@ class ReasoningFormat:
     inside: bool = False
     switch: str | None = None
     special: bool = False
+    cuts: tuple[str, ...] = ()
     channels: ToolFormat | None = None
 
     def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
@@ -53,6 +56,21 @@ class ReasoningFormat:
                 return end.endswith(self.begin)
         return self.inside and thinking is not False
 
+    def marks(self, *, inside: bool, call_marks: tuple[str, ...]) -> ThinkingMarks:
+        """What its tokens are counted by.
+
+        Args:
+            inside: Whether the answer begins as thinking.
+            call_marks: With these calls begin.
+        """
+        return ThinkingMarks(
+            begin=self.begin,
+            end=self.end,
+            cuts=self.cuts + call_marks,
+            inside=inside,
+            again=self.channels is not None,
+        )
+
 
 def thinking(
     reader: Reader,
@@ -67,7 +85,7 @@ def thinking(
 
     It ends with its mark, or where a call of a tool begins. White space around it is dropped.
     """
-    space = yield from reader.word(_WHITE, TRIM_MAX)
+    space = yield from reader.word(_WHITE, SPACE_MAX)
     begun = yield from reader.starts(format_.begin)
     if inside or begun:
         yield from reader.space()

@@ -10,5 +10,6 @@ FORMAT = ReasoningFormat(
     begin="<|channel|>analysis<|message|>",
     end="<|end|>",
     special=True,
+    cuts=("<|call|>", "<|return|>", "<|start|>", "<|channel|>"),
     channels=gpt_oss.FORMAT,
 )

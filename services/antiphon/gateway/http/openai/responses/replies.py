@@ -37,7 +37,7 @@ class InputDetails(msgspec.Struct, frozen=True):
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thinking: not counted apart, as in chats."""
+    """How much of the output was thinking, its marks included."""
 
     reasoning_tokens: int = 0
 
@@ -139,6 +139,6 @@ def response_usage(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(),
+        output_tokens_details=OutputDetails(usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

@@ -1,0 +1,106 @@
+"""How many tokens of an answer are thinking: its text is read for the marks around it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from antiphon.detokenizer.stop import overlap
+from antiphon.wire.thinking import SPACE_MAX
+
+if TYPE_CHECKING:
+    from antiphon.wire.thinking import ThinkingMarks
+
+_WHITE = " \t\r\n"
+
+
+class ThinkingCounter:
+    """Counts one choice's tokens of thinking, however its text is cut into tokens.
+
+    A token of which a part is thinking counts. The gateway takes the text apart by the same marks.
+
+    Attributes:
+        tokens: Tokens that are surely thinking, so far.
+    """
+
+    def __init__(self, marks: ThinkingMarks) -> None:
+        self.tokens = 0
+        self._marks = marks
+        self._thinks = marks.inside
+        self._over = False
+        self._text = ""  # what is not decided yet
+        self._at = 0  # where it begins in the whole text
+        self._ends: deque[tuple[int, int]] = deque()  # of text and tokens, from there on
+        self._before = (0, 0)  # the last one before
+        self._counted = 0  # of thinking that is over
+        self._closed_at = 0  # tokens up to its end
+        self._from = 0  # tokens before the thinking that is not over
+
+    def push(self, text: str, tokens: int) -> None:
+        """Take more text, with which the choice has so many tokens."""
+        if self._over or not text:
+            return
+        self._text += text
+        self._ends.append((self._at + len(self._text), tokens))
+        while not self._over and (self._close() if self._thinks else self._open()):
+            pass
+        self.tokens = self._counted
+        if self._thinks:
+            unsure = max((overlap(self._text, cut) for cut in self._marks.cuts), default=0)
+            self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
+
+    def end(self, tokens: int) -> None:
+        """The choice is over, with so many tokens: thinking that has not ended goes to there."""
+        if self._thinks and not self._over:
+            self.tokens = self._counted + tokens - self._from
+        self._over = True
+
+    def _close(self) -> bool:
+        """Look for the end of thinking; return whether it was there."""
+        marks = self._marks
+        places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
+        found = min((place for place in places if place[0] >= 0), default=None)
+        if found is None:
+            self._drop(len(self._text) - max(overlap(self._text, mark) for _, mark in places))
+            return False
+        place, mark = found
+        stop = place + len(mark) if mark == marks.end else place
+        self._closed_at = self._reach(self._at + stop)
+        self._counted += self._closed_at - self._from
+        self._thinks, self._over = False, not marks.again
+        self._drop(stop)
+        return True
+
+    def _open(self) -> bool:
+        """Look for the beginning of thinking; return whether it was there."""
+        begin = self._marks.begin
+        if self._marks.again:
+            place = self._text.find(begin)
+            if place < 0:
+                self._drop(len(self._text) - overlap(self._text, begin))
+                return False
+            self._drop(place)
+            # The token that has ended the thinking before may begin this, too.
+            self._from, place = max(self._before[1], self._closed_at), 0
+        else:
+            head = self._text[:SPACE_MAX]
+            place = len(head) - len(head.lstrip(_WHITE))
+            if not self._text.startswith(begin, place):
+                self._over = not begin.startswith(self._text[place:])
+                return False
+        self._drop(place + len(begin))
+        self._thinks = True
+        return True
+
+    def _drop(self, count: int) -> None:
+        """Forget the first characters of what was not decided."""
+        self._text = self._text[count:]
+        self._at += count
+        while self._ends and self._ends[0][0] <= self._at:
+            self._before = self._ends.popleft()
+
+    def _reach(self, place: int) -> int:
+        """How many tokens it takes to come to a place, which is not before the undecided text."""
+        if place <= self._before[0]:
+            return self._before[1]
+        return next(tokens for end, tokens in self._ends if end >= place)
