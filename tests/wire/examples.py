@@ -284,6 +284,7 @@ EVERY: tuple[Message, ...] = (
         text_end="<|assistant|><think>",
         vocabulary_size=4096,
         context_tokens=2048,
+        hidden_size=896,
         defaults=SamplingDefaults(
             temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
         ),

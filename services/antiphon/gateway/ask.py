@@ -52,6 +52,16 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     call_marks: tuple[str, ...] = ()
 
 
+class DetailFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client calls what it may be told of tokens."""
+
+    ids: str = "details.ids"
+    logprobs: str = "details.logprobs"
+    top: str = "details.top"
+    named_ids: str = "details.named_ids"
+    hidden: str = "details.hidden"
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Exactly one of `messages`, `prompt` and `prompt_ids` is set.
 
@@ -66,6 +76,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         grammar_field: What the client called the form of its answer.
         tokens_default: In place of what it did not say; None fills the context.
         choices: How many answers.
+        detail_fields: What the client calls what is told of tokens.
         model_defaults: Whether the model's generation config comes before OpenAI's defaults.
         thinking: How the model thinks; its answer's form begins behind that.
         pool: The prompt becomes a vector, and nothing else is asked for.
@@ -89,6 +100,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     sampling: Sampling = Sampling()
     grammar_field: str = "grammar"
+    detail_fields: DetailFields = DetailFields()
     stop: StopStrings = StopStrings()
     model_defaults: bool = False
     thinking: Thinking | None = None

@@ -151,6 +151,7 @@ class TokenizerCalls:
             block_digests=block_digests(self._root, ids),
             vocabulary_size=card.vocabulary_size,
             context_tokens=card.context_tokens,
+            hidden_size=card.hidden_size,
             defaults=card.defaults,
             reranks=card.reranks,
             pooling=card.pooling,

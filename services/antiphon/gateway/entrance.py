@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.ask import check
+from antiphon.gateway.details import DetailRoom
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.sampling import answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
@@ -63,8 +64,16 @@ class Entrance:
         self._entering = 0
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
-    async def enter(self, ask: Ask) -> Stream:
+    def detail_room(self) -> DetailRoom:
+        """Room for what is told of the tokens of one body's prompts."""
+        return DetailRoom(self._runtime.settings.gateway.details_bytes_max)
+
+    async def enter(self, ask: Ask, room: DetailRoom) -> Stream:
         """Open a request; from here on the caller reads its stream, or leaves it.
+
+        Args:
+            ask: The request.
+            room: For what is told of its tokens, and of those of its body's other prompts.
 
         Raises:
             UnknownModel: It is not served here.
@@ -73,7 +82,8 @@ class Entrance:
             DuplicateRequest: A live request of this tenant and gateway has the same key.
             Overloaded: As many requests are open as may be.
             Unavailable: This process leaves, or no tokenizer is there.
-            InvalidRequest: The prompt or a limit does not fit the model or the tenant.
+            InvalidRequest: The prompt or a limit does not fit the model or the tenant, or there is
+                not so much room.
             Unsupported: An answer is wanted of a model that makes vectors, or the other way round.
         """
         with self._metrics.refusals(ask.tenant):
@@ -82,7 +92,7 @@ class Entrance:
             check(ask)
             self._check_room()
             with self._holding(ask):
-                return await self._held(ask)
+                return await self._held(ask, room)
 
     def check_count(self, tenant: TenantId, prompts: int) -> None:
         """Check that a tenant may have so many prompts answered together.
@@ -147,17 +157,17 @@ class Entrance:
         if self._driver.open_count + self._entering >= most:
             raise Overloaded(f"{most} requests are open, the limit", retry_after_s=1.0)
 
-    async def _held(self, ask: Ask) -> Stream:
+    async def _held(self, ask: Ask, room: DetailRoom) -> Stream:
         """Hold a part of the tenant's limits: until the request's end, or until it fails here."""
         hold = self._access.begin(ask, self._model)
         ask = msgspec.structs.replace(ask, priority=hold.tenant.priority(ask.priority))
         try:
-            return await self._enter(ask, new_request_id(), hold)
+            return await self._enter(ask, new_request_id(), hold, room)
         except BaseException:
             hold.end(0)
             raise
 
-    async def _enter(self, ask: Ask, request_id: RequestId, hold: Hold) -> Stream:
+    async def _enter(self, ask: Ask, request_id: RequestId, hold: Hold, room: DetailRoom) -> Stream:
         clock = self._runtime.clock
         came_at = clock.now()
         timeout_s = ask.timeout_s or self._runtime.settings.gateway.request_timeout_s
@@ -176,6 +186,7 @@ class Entrance:
             submit = self._submission(
                 ask, encoded, tokens_max, request_id, deadline_unix_ms, whole.traceparent
             )
+            room.take(submit, ask.detail_fields, hidden_size=encoded.hidden_size)
         except BaseException as error:
             whole.end(error)
             raise

@@ -127,6 +127,7 @@ class TokenizerService:
             text_end=encoded.text_end,
             vocabulary_size=card.vocabulary_size,
             context_tokens=context_tokens,
+            hidden_size=card.hidden_size,
             defaults=_defaults(card),
             tool_parser=self._vocabulary.habits.tools,
             reasoning_parser=self._vocabulary.habits.reasoning,

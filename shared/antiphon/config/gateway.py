@@ -26,6 +26,13 @@ class GatewayConfig(Config):
             "the prompt come at once, so they may be more for some seconds."
         ),
     ] = 1024 * 1024
+    details_bytes_max: Annotated[
+        Bytes,
+        Help(
+            "Most bytes of log-probabilities, ids and hidden states that the answers to one body "
+            "may come to, counted from what it asks for before it runs; more is a 400."
+        ),
+    ] = 256 * 1024 * 1024
     request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
     cache_report: Annotated[
         bool, Help("Whether the usage of an answer names the prompt tokens found in the cache.")

@@ -110,6 +110,7 @@ class EncodeReply(Message):
         text_end: The last characters of what a template has written, to see how the answer begins.
         vocabulary_size: Ids of a request must lie below it.
         context_tokens: Most tokens of prompt and answer together.
+        hidden_size: Numbers of a hidden state.
         tool_parser: How the model writes calls, where its chat template shows it for certain.
         reasoning_parser: How it marks its thinking, likewise.
         reranks: Whether its chat template asks if a document answers a query, yes or no.
@@ -123,6 +124,7 @@ class EncodeReply(Message):
     text_end: str = ""
     vocabulary_size: int
     context_tokens: int
+    hidden_size: int = 0
     defaults: SamplingDefaults = SamplingDefaults()
     tool_parser: str | None = None
     reasoning_parser: str | None = None

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 MODEL = ModelName("toy")
 CONTEXT_TOKENS = 64
+HIDDEN_SIZE = 1000
 TERM = Term(number=1, scheduler=Process(instance=InstanceId("s-0"), incarnation=Incarnation("1")))
 DETOKENIZER = Process(instance=InstanceId("d-0"), incarnation=Incarnation("1"))
 SCRIPT = ("Hel", "lo, ", "wörld", "!")
@@ -143,6 +144,7 @@ class Cluster:
                 token_ids=pack_ids([self.words[text]] if text in self.words else text.encode()),
                 vocabulary_size=256,
                 context_tokens=CONTEXT_TOKENS,
+                hidden_size=HIDDEN_SIZE,
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
                 tool_parser=self.shown[0],
                 reasoning_parser=self.shown[1],

@@ -190,11 +190,12 @@ class Answering:
         trace = request.headers.get("traceparent")
         tenant = tenant_of(request)
         self._entrance.check_count(tenant, len(asks))
+        room = self._entrance.detail_room()
         streams: dict[int, Stream] = {}
 
         async def enter(index: int) -> None:
             ask = msgspec.structs.replace(asks[index], tenant=tenant, traceparent=trace)
-            streams[index] = await self._entrance.enter(ask)
+            streams[index] = await self._entrance.enter(ask, room)
 
         try:
             await together([enter(index) for index in range(len(asks))])

@@ -148,7 +148,7 @@ class Generations:
 
     async def _enter(self, generation: Generation, ask: Ask) -> list[StreamEvent]:
         """Open the request and wait until the leader has it; return what has come by then."""
-        stream = await self._entrance.enter(ask)
+        stream = await self._entrance.enter(ask, self._entrance.detail_room())
         try:
             events = await stream.take()
             check(events)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.ask import Ask, DetailFields, Sampling
 from antiphon.gateway.http.forms import one_form, plain_forms, schema_text
 from antiphon.gateway.http.native.bodies import ANSWER_TOKENS, GenerateBody, SamplingBody
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FULL = "full"
+_FIELDS = DetailFields(
+    ids="sampling_params.n",  # they are always told
+    logprobs="return_logprob",
+    top="top_logprobs_num",
+    named_ids="token_ids_logprob",
+    hidden="return_hidden_states",
+)
 _UNSAID = False
 
 
@@ -178,6 +185,7 @@ def _ask(
         choices=said.n or 1,
         sampling=_sampling(said, telling, form),
         grammar_field=form.field if form else "grammar",
+        detail_fields=_FIELDS,
         stop=StopStrings(
             strings=_listed(said.stop),
             patterns=_listed(said.stop_regex),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from antiphon.gateway.ask import Ask, Sampling, Thinking
+from antiphon.gateway.ask import Ask, DetailFields, Sampling, Thinking
 from antiphon.gateway.http.chats import held, plain, shown, tool_plan
 from antiphon.gateway.http.forms import Form, one_form, plain_forms
 from antiphon.gateway.http.openai.bodies import (
@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 
 _MODEL = "default"
 """What SGLang's clients call the model when they do not care."""
+_CHAT_FIELDS = DetailFields(
+    ids="return_token_ids",
+    logprobs="logprobs",
+    top="top_logprobs",
+    named_ids="logprobs",
+    hidden="return_hidden_states",
+)
+_TEXT_FIELDS = msgspec.structs.replace(_CHAT_FIELDS, top="logprobs")
 
 
 class Telling(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +108,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
+        detail_fields=_CHAT_FIELDS,
     )
     telling = _telling(
         body,
@@ -141,6 +150,7 @@ def completion(body: CompletionBody) -> Posted:
             prompt_ids=None if isinstance(prompt, str) else prompt,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
+            detail_fields=_TEXT_FIELDS,
         )
         for prompt in prompts
     )

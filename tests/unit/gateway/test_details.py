@@ -1,0 +1,115 @@
+"""What may be told of tokens is bounded before anything runs, at both doors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
+from tests.unit.gateway.test_generate import visiting
+from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
+
+from antiphon.gateway.details import TEXT_BYTES
+from antiphon.wire.errors import ErrorReply
+from antiphon.wire.generate import GenerateEnd, GenerateRequest
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.sampling import DetailParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Body = dict[str, object]
+MAX = 20_000
+GENERATE = "/generate"
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house(details_bytes_max=MAX) as world:
+        yield world
+
+
+async def refused(at: House, path: str, body: Body) -> str:
+    """Post what is too much; return the field that the error names."""
+    status, reply, _ = await post(at, path, body)
+    error = cast("Body", reply["error"])
+    message = cast("str", error["message"])
+    assert status == 400, reply
+    assert f"at most {MAX} (gateway.details_bytes_max)" in message
+    assert message.startswith(f"{error['param']}: ")
+    assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
+    assert at.service._entrance.idle  # pyright: ignore[reportPrivateUsage]
+    return cast("str", error["param"])
+
+
+def native(**said: object) -> Body:
+    return {"text": "ab", "sampling_params": {"n": 20, "max_new_tokens": 50}} | said
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "field"),
+    [
+        (CHAT, {"messages": HI, "n": 20, "max_tokens": 50, "logprobs": True}, "logprobs"),
+        (
+            CHAT,
+            {"messages": HI, "n": 2, "max_tokens": 50, "logprobs": True, "top_logprobs": 20},
+            "top_logprobs",
+        ),
+        (CHAT, {"messages": HI, "max_tokens": 6, "return_hidden_states": True},
+         "return_hidden_states"),
+        (CHAT, {"messages": HI, "n": 100, "return_token_ids": True}, "return_token_ids"),
+        (COMPLETE, {"prompt": "a", "n": 10, "max_tokens": 20, "logprobs": 5}, "logprobs"),
+        (COMPLETE, {"prompt": ["a", "b"] * 8, "max_tokens": 20, "logprobs": 3}, "logprobs"),
+        (GENERATE, native(return_logprob=True, top_logprobs_num=2), "top_logprobs_num"),
+        (GENERATE, native(return_logprob=True, token_ids_logprob=[1, 2, 3, 4]),
+         "token_ids_logprob"),
+        (GENERATE, native(return_hidden_states=True), "return_hidden_states"),
+        (GENERATE, {"text": "ab", "sampling_params": {"n": 128, "max_new_tokens": 50}},
+         "sampling_params.n"),
+    ],
+)  # fmt: skip
+async def test_more_than_the_bound_is_refused(at: House, path: str, said: Body, field: str) -> None:
+    assert await refused(at, path, said) == field
+
+
+async def test_what_is_told_of_a_prompt_counts(at: House) -> None:
+    told = {"return_logprob": True, "top_logprobs_num": 6}
+    body: Body = {"text": "a" * 60, "sampling_params": {"n": 8, "max_new_tokens": 1}} | told
+    status, _, _ = await post(at, GENERATE, body)
+    assert status == 200
+    at.cluster.submits.clear()
+    assert await refused(at, GENERATE, body | {"logprob_start_len": 0}) == "top_logprobs_num"
+
+
+async def test_what_just_fits_is_served(at: House) -> None:
+    each = 4 + 4 + TEXT_BYTES + 20 * (8 + TEXT_BYTES)
+    body: Body = {"messages": HI, "logprobs": True, "top_logprobs": 20}
+    most = MAX // each
+    status, _, _ = await post(at, CHAT, body | {"max_tokens": most})
+    assert status == 200
+    at.cluster.submits.clear()
+    assert await refused(at, CHAT, body | {"max_tokens": most + 1}) == "top_logprobs"
+
+
+async def test_text_alone_is_not_bounded(at: House) -> None:
+    assert MAX < 128 * 50 * 4
+    status, _, _ = await post(at, CHAT, {"messages": HI, "n": 128, "max_tokens": 50})
+    assert status == 200
+
+
+async def test_the_other_door_refuses_it_too(at: House) -> None:
+    request = GenerateRequest(
+        key=ClientKey("k"),
+        model=MODEL,
+        prompt="ab",
+        max_tokens=1 + MAX // (4 * HIDDEN_SIZE),
+        details=DetailParams(hidden=True),
+    )
+    async with visiting(at) as client:
+        await client.ask(request)
+        error = await client.first(ErrorReply)
+        assert error.code == "invalid_request"
+        assert error.param == "details.hidden"
+        assert "gateway.details_bytes_max" in error.message
+        assert not client.all(GenerateEnd)
+    assert not at.cluster.submits
