@@ -137,6 +137,17 @@ async def test_a_stream_tells_only_what_is_new_where_the_operator_says_so() -> N
         assert mine[-1]["meta_info"]["completion_tokens"] == 4
 
 
+async def test_an_interval_is_said_of_events(at: House) -> None:
+    sampling = {"stream_interval": 100, "n": 2}
+    events = await stream(at, GENERATE, {"text": "ab", "sampling_params": sampling})
+    told = [json.loads(event) for event in events[:-1]]
+    for index in (0, 1):
+        mine = [event for event in told if event["index"] == index]
+        assert len(mine) <= 2, "the first token, and the end"
+        assert mine[-1]["text"] == TEXT
+        assert mine[-1]["meta_info"]["completion_tokens"] == 4
+
+
 async def test_log_probabilities_have_every_form(at: House) -> None:
     reply = await generate(
         at,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FULL = "full"
+FULL = "full"
+"""Hidden states of the prompt, too."""
 _FIELDS = DetailFields(
     ids="sampling_params.n",  # they are always told
     logprobs="return_logprob",
@@ -41,6 +42,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
         texts: Whether the text of each token is named.
         hidden: `full`, `last`, or nothing.
         prompt_ids: Whether the ids of the prompt are told.
+        interval: How many tokens are worth an event of a stream, after the first.
     """
 
     logprobs: bool = False
@@ -50,11 +52,12 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     texts: bool = False
     hidden: str = ""
     prompt_ids: bool = False
+    interval: int = 1
 
     @property
     def details(self) -> DetailParams:
         """What the engine is asked for; ids always are."""
-        full = self.hidden == _FULL
+        full = self.hidden == FULL
         return DetailParams(
             ids=True,
             logprobs=self.logprobs,
@@ -90,7 +93,7 @@ def generate(body: GenerateBody) -> Posted:
     choices = {sampling.n or 1 for sampling in samplings}
     if len(choices) > 1:
         raise InvalidRequest("all of a batch have the same n", param="sampling_params.n")
-    tellings = _tellings(body, count)
+    tellings = _tellings(body, [sampling.stream_interval or 1 for sampling in samplings])
     names = _names(body.rid, count)
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest("a session takes one prompt at a time", param="session_params")
@@ -142,8 +145,8 @@ def _names(rid: str | list[str] | None, count: int) -> list[str | None]:
     return [name or None for name in names]
 
 
-def _tellings(body: GenerateBody, count: int) -> tuple[Telling, ...]:
-    hidden = body.return_hidden_states
+def _tellings(body: GenerateBody, intervals: list[int]) -> tuple[Telling, ...]:
+    hidden, count = body.return_hidden_states, len(intervals)
     return tuple(
         Telling(
             logprobs=logprobs,
@@ -151,10 +154,12 @@ def _tellings(body: GenerateBody, count: int) -> tuple[Telling, ...]:
             top=top if logprobs else 0,
             named_ids=tuple(body.token_ids_logprob or ()) if logprobs else (),
             texts=bool(body.return_text_in_logprobs),
-            hidden=hidden if isinstance(hidden, str) else _FULL if hidden else "",
+            hidden=hidden if isinstance(hidden, str) else FULL if hidden else "",
             prompt_ids=bool(body.return_prompt_token_ids),
+            interval=interval,
         )
-        for logprobs, start, top in zip(
+        for interval, logprobs, start, top in zip(
+            intervals,
             _spread(body.return_logprob, _UNSAID, count, "return_logprob"),
             _spread(body.logprob_start_len, -1, count, "logprob_start_len"),
             _spread(body.top_logprobs_num, 0, count, "top_logprobs_num"),

@@ -11,7 +11,7 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from antiphon.gateway.http.native.reading import Telling
     from antiphon.gateway.owner.actions import Finished
@@ -97,35 +97,47 @@ def output_ids(piece: DetailPiece | None) -> list[int]:
     return [token for token in ids[max(0, -piece.offset) :] if token >= 0]
 
 
-def scores(piece: DetailPiece, telling: Telling, prompt_ids: Sequence[int]) -> dict[str, object]:
-    """The fields of `MetaInfo` that tell of log-probabilities."""
+def scores(
+    piece: DetailPiece,
+    telling: Telling,
+    prompt_ids: Sequence[int],
+    *,
+    texts: Mapping[int, str],
+    begins: bool,
+) -> dict[str, Sequence[object]]:
+    """What the fields of `MetaInfo` that tell of log-probabilities get from a piece.
+
+    Args:
+        piece: More of an answer, perhaps of its prompt.
+        telling: What is told of it.
+        prompt_ids: Of the prompt.
+        texts: Of tokens, as far as they are known.
+        begins: Whether it is the first piece.
+    """
     first = telling.start - len(prompt_ids)
     entries = list(enumerate(piece.details.each(), piece.offset))
-    prompt = [token for offset, token in entries if telling.start >= 0 and first <= offset < 0]
-    told = _scores((token for offset, token in entries if offset >= 0), piece, telling)
-    columns: dict[str, object] = {
-        "output_token_logprobs": told.tokens,
-        "output_token_logprobs_length": len(told.tokens),
-    }
-    if telling.top:
-        columns["output_top_logprobs"] = told.tops
-    if telling.named_ids:
-        columns["output_token_ids_logprobs"] = told.named
+    told = _scores((token for offset, token in entries if offset >= 0), texts, telling)
+    columns = _columns("output", told, telling)
     if telling.start < 0 or piece.offset >= 0:
         return columns
-    read = _scores(prompt, piece, telling)
-    # The first token of a prompt follows nothing.
-    start = [(None, prompt_ids[0], None)] if telling.start == 0 else []
-    columns["input_token_logprobs"] = [*start, *read.tokens]
+    read = _scores((token for offset, token in entries if first <= offset < 0), texts, telling)
+    if begins and telling.start == 0:  # the first token of a prompt follows nothing
+        read.tokens.insert(0, (None, prompt_ids[0], None))
+        read.tops.insert(0, None)
+        read.named.insert(0, None)
+    return columns | _columns("input", read, telling)
+
+
+def _columns(side: str, scored: Scores, telling: Telling) -> dict[str, Sequence[object]]:
+    columns: dict[str, Sequence[object]] = {f"{side}_token_logprobs": scored.tokens}
     if telling.top:
-        columns["input_top_logprobs"] = [*[None] * len(start), *read.tops]
+        columns[f"{side}_top_logprobs"] = scored.tops
     if telling.named_ids:
-        columns["input_token_ids_logprobs"] = [*[None] * len(start), *read.named]
+        columns[f"{side}_token_ids_logprobs"] = scored.named
     return columns
 
 
-def _scores(tokens: Iterable[TokenDetail], piece: DetailPiece, telling: Telling) -> Scores:
-    texts = {token: piece.text_of(token) for token in piece.texts}
+def _scores(tokens: Iterable[TokenDetail], texts: Mapping[int, str], telling: Telling) -> Scores:
     scored = Scores(tokens=[], tops=[], named=[])
     for token in tokens:
         if token.token_id >= 0:
@@ -137,20 +149,6 @@ def _scores(tokens: Iterable[TokenDetail], piece: DetailPiece, telling: Telling)
     return scored
 
 
-def _scored(logprob: float | None, token_id: int, texts: dict[int, str]) -> Scored:
+def _scored(logprob: float | None, token_id: int, texts: Mapping[int, str]) -> Scored:
     value = None if logprob is None else max(logprob, LOWEST)
     return value, token_id, texts.get(token_id)
-
-
-def states(piece: DetailPiece, hidden: str) -> States:
-    """Hidden states: the rows of the prompt as one entry, then one each token; or the last."""
-    rows = [list(token.hidden) for token in piece.details.each()]
-    if hidden == "last" or piece.offset >= 0:
-        return [_entry(row) for row in rows]
-    # The first token of the answer follows the prompt's last.
-    read, drawn = rows[: 1 - piece.offset], rows[1 - piece.offset :]
-    return [_entry(read), *map(_entry, drawn)]
-
-
-def _entry(row: Sequence[float | list[float]]) -> list[float | list[float]]:
-    return list(row)

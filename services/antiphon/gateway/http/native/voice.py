@@ -7,21 +7,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.chorus import Spoken
 from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.native.replies import (
     UNSET,
     GenerateReply,
     MetaInfo,
     finish_body,
-    output_ids,
-    scores,
-    states,
 )
+from antiphon.gateway.http.native.told import Told
 from antiphon.gateway.http.sse import DONE, event
 from antiphon.gateway.http.voice import Voice
 from antiphon.gateway.owner.actions import Finished, Said
-from antiphon.wire.codec import id_count, unpack_ids
+from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,25 +42,35 @@ class GenerateVoice(Voice):
         self._news = news
         self._began = time.monotonic()
         self._choices = posted.asks[0].choices
-        self._spoken = [Spoken() for _ in range(len(streams) * self._choices)]
-        self._tokens = [0] * len(self._spoken)
+        self._prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
+        self._told = [
+            Told(telling, prompt_ids)
+            for telling, prompt_ids in zip(posted.tellings, self._prompt_ids, strict=True)
+            for _ in range(self._choices)
+        ]
+        self._told_to = [0] * len(self._told)
         self._cached = [0] * len(streams)
 
     @property
     def first_ids(self) -> list[int]:
         """The ids of the first answer, once all is told."""
-        return output_ids(self._spoken[0].details)
+        return self._told[0].ids
 
     @property
     def first_text(self) -> str:
         """Its text."""
-        return self._spoken[0].text
+        return "".join(self._told[0].texts)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object, or a list of them."""
-        self._spoken = [spoken for answer in answers for spoken in answer.choices]
-        self._cached = [answer.usage.cached_tokens for answer in answers]
-        replies = [self._reply(index, spoken) for index, spoken in enumerate(self._spoken)]
+        for prompt, answer in enumerate(answers):
+            self._cached[prompt] = answer.usage.cached_tokens
+            for choice, spoken in enumerate(answer.choices):
+                for said in spoken.said:
+                    self._told[prompt * self._choices + choice].know(said)
+                for heard in (*spoken.said, spoken.end):
+                    self._hear(prompt, prompt * self._choices + choice, heard)
+        replies = [self._reply(index) for index in range(len(self._told))]
         return msgspec.json.encode(replies if self._posted.batch else replies[0])
 
     def begin(self) -> bytes:
@@ -71,16 +78,13 @@ class GenerateVoice(Voice):
         return b""
 
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
-        """One event for each answer that says something."""
-        met: dict[int, Spoken] = {}
+        """One event for each answer that says enough."""
+        met: dict[int, None] = {}
         for each in events:
             index = prompt * self._choices + each.choice
-            self._hear(prompt, self._spoken[index], each)
-            self._hear(prompt, met.setdefault(index, Spoken()), each)
-        return b"".join(
-            self._event(index, fresh if self._news else self._spoken[index])
-            for index, fresh in met.items()
-        )
+            self._hear(prompt, index, each)
+            met[index] = None
+        return b"".join(self._event(index) for index in met if self._due(prompt, index))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """The mark of the end."""
@@ -90,45 +94,48 @@ class GenerateVoice(Voice):
         """The error, and the mark of the end."""
         return event(msgspec.json.encode(envelope(error))) + DONE
 
-    def _hear(self, prompt: int, spoken: Spoken, heard: Said | Finished) -> None:
+    def _hear(self, prompt: int, index: int, heard: Said | Finished) -> None:
         if isinstance(heard, Finished):
-            spoken.finished = heard
+            self._told[index].finished = heard
             return
-        spoken.said.append(heard)
+        self._told[index].hear(heard)
         if heard.usage is not None:
             self._cached[prompt] = heard.usage.cached_tokens
 
-    def _event(self, index: int, spoken: Spoken) -> bytes:
-        return event(msgspec.json.encode(self._reply(index, spoken)))
+    def _due(self, prompt: int, index: int) -> bool:
+        """Whether an answer has said so much that an event is worth it: its first token has."""
+        told, before = self._told[index], self._told_to[index]
+        enough = self._posted.tellings[prompt].interval if before else 1
+        return told.finished is not None or told.tokens - before >= enough
 
-    def _reply(self, index: int, spoken: Spoken) -> GenerateReply:
+    def _event(self, index: int) -> bytes:
+        told = event(msgspec.json.encode(self._reply(index)))
+        self._told_to[index] = self._told[index].tokens
+        if self._news:
+            self._told[index].restart()
+        return told
+
+    def _reply(self, index: int) -> GenerateReply:
         prompt, _ = divmod(index, self._choices)
-        stream, telling = self._streams[prompt], self._posted.tellings[prompt]
-        piece = spoken.details
-        ids = output_ids(piece)
-        self._tokens[index] = self._tokens[index] + len(ids) if self._news else len(ids)
-        prompt_ids = unpack_ids(stream.submit.prompt_ids)
-        told: dict[str, object] = {}
-        if piece is not None and telling.logprobs:
-            told |= scores(piece, telling, prompt_ids)
-        if piece is not None and telling.hidden:
-            told["hidden_states"] = states(piece, telling.hidden)
+        told, telling = self._told[index], self._posted.tellings[prompt]
+        prompt_ids = self._prompt_ids[prompt]
         meta = MetaInfo(
             id=self._name(index),
-            finish_reason=finish_body(spoken.finished, self._tokens[index]),
-            prompt_tokens=id_count(stream.submit.prompt_ids),
-            completion_tokens=self._tokens[index],
+            finish_reason=finish_body(told.finished, told.tokens),
+            prompt_tokens=len(prompt_ids),
+            completion_tokens=told.tokens,
             cached_tokens=self._cached[prompt],
             weight_version=self._weight_version,
-            e2e_latency=time.monotonic() - self._began if spoken.finished else UNSET,
+            e2e_latency=time.monotonic() - self._began if told.finished else UNSET,
         )
-        return GenerateReply(
-            text=spoken.text,
-            output_ids=ids,
-            meta_info=msgspec.structs.replace(meta, **told),
+        reply = GenerateReply(
+            text="",
+            output_ids=[],
+            meta_info=msgspec.structs.replace(meta, **told.meta),
             prompt_token_ids=list(prompt_ids) if telling.prompt_ids else UNSET,
             index=index if self._posted.batch else UNSET,
         )
+        return msgspec.structs.replace(reply, **told.reply)
 
     def _name(self, index: int) -> str:
         prompt, choice = divmod(index, self._choices)
