@@ -158,6 +158,27 @@ async def test_calls_may_be_required_of_any_model(stack: Stack) -> None:
     assert (arguments, reason) == (call.function.arguments, "tool_calls")
 
 
+async def test_loads_tell_throughput_and_hit_rate(http: aiohttp.ClientSession) -> None:
+    text = PROMPT + " Once upon a time there was a fox." * 4
+    body = {"text": text, "sampling_params": GREEDY | {"ignore_eos": True}}
+    first = await post(http, "/generate", **body)
+    again = await post(http, "/generate", **body)
+    cached = cast("int", again["meta_info"]["cached_tokens"])
+    assert cached > 16
+
+    async def load() -> Reply:
+        async with http.get("/v1/loads") as reply:
+            return cast("Reply", (await reply.json())["loads"][0])
+
+    while not (told := await load())["gen_throughput"]:  # noqa: ASYNC110  # as above
+        await asyncio.sleep(0.05)
+    assert 0 < cast("float", told["cache_hit_rate"]) < 1
+    assert cast("float", told["memory"]["weight_gb"]) > 0
+    assert cast("float", told["memory"]["kv_cache_gb"]) > 0
+    assert cast("int", told["num_cached_tokens"]) >= cached
+    assert first["text"] == again["text"]
+
+
 async def test_orders_are_obeyed(http: aiohttp.ClientSession) -> None:
     async def paused() -> bool:
         async with http.get("/v1/loads") as reply:

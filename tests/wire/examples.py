@@ -41,7 +41,14 @@ from antiphon.wire.generate import (
     TextPlace,
 )
 from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.heartbeat import Discover, Heartbeat, RunningRequest, StreamSeq, WorkerLoad
+from antiphon.wire.heartbeat import (
+    Discover,
+    Heartbeat,
+    RunningRequest,
+    StreamSeq,
+    WorkerFigures,
+    WorkerLoad,
+)
 from antiphon.wire.ids import (
     ClientKey,
     Incarnation,
@@ -504,6 +511,18 @@ EVERY: tuple[Message, ...] = (
             pages_promised=30,
             pages_returning=12,
             kv_seq=77,
+            figures=WorkerFigures(
+                device="cpu",
+                weight_bytes=3_000_000_000,
+                cache_bytes=400_000_000,
+                output_tokens_s=812.5,
+                prompt_tokens=5000,
+                cached_tokens=2500,
+                waiting_tokens=300,
+                pages_cached=40,
+                grammars=1,
+                retracted=2,
+            ),
         ),
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),

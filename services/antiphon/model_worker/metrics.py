@@ -21,6 +21,7 @@ class WorkerMetrics:
         self._last: StepReport | None = None
         self._seconds: list[float] = []
         self._computed_tokens = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self._output_bytes = 0
         self._retractions_seen = self._preemptions_seen = self._failures_seen = 0
 
@@ -38,6 +39,8 @@ class WorkerMetrics:
         )
         self._computed = counter("computed_tokens", "Tokens computed, prompts included.")
         self._output = counter("output_tokens", "Tokens of answers.")
+        self._prompts = counter("prompt_tokens", "Tokens of the prompts that were begun.")
+        self._cached = counter("cached_tokens", "Of those, what the prefix cache had.")
         self._retractions = counter("retractions", "Choices that had to start over.")
         self._preemptions = counter("preemptions", "Choices that gave way to a higher priority.")
         self._failures = counter("plan_failures", "Steps that raised, repetitions included.")
@@ -58,6 +61,8 @@ class WorkerMetrics:
         if report.rows:
             self._seconds.append(report.seconds)
             self._computed_tokens += report.tokens
+            self._prompt_tokens += report.prompt_tokens
+            self._cached_tokens += report.cached_tokens
         for news in report.progress:
             self._output_bytes += len(news.token_ids)
 
@@ -71,7 +76,10 @@ class WorkerMetrics:
         self._seconds.clear()
         self._computed.inc(self._computed_tokens)
         self._output.inc(self._output_bytes // _ID_BYTES)
+        self._prompts.inc(self._prompt_tokens)
+        self._cached.inc(self._cached_tokens)
         self._computed_tokens = self._output_bytes = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self._retractions.inc(report.retractions - self._retractions_seen)
         self._retractions_seen = report.retractions
         self._preemptions.inc(report.preemptions - self._preemptions_seen)

@@ -18,6 +18,7 @@ from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import Control
 from antiphon.model_worker.dumps import Dumps
+from antiphon.model_worker.figures import Figures
 from antiphon.model_worker.grammar.grammars import Grammars
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.handing_back import others, room, tokens_max
@@ -169,6 +170,9 @@ class ModelWorker:
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
+                figures=self._figures.report(
+                    last, grammars=len(self._unguided), now=self._runtime.clock.now()
+                ),
             ),
         )
 
@@ -225,6 +229,7 @@ class ModelWorker:
             refuse=self._refuse,
         )
         self._control = Control(self._mailbox, self._dumps, self._begin_drain)
+        self._figures = Figures(engine.resolved)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
         self._pulse = Pulse(self._loop, watchdog, self._metrics.stalled)
@@ -335,6 +340,7 @@ class ModelWorker:
             self._act(self._output.returned(report.returned))
             self._runtime.health.changed()  # the leader shall hear of it now
         self._metrics.observe(report)
+        self._figures.observe(report, now)
         self._control.done(report.done)
 
     async def _publish(self) -> None:

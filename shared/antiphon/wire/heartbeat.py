@@ -33,6 +33,34 @@ class RunningRequest(Value):
     returned: bool = False
 
 
+class WorkerFigures(Value):
+    """What a worker has done lately and is made of. Nobody places by it.
+
+    Attributes:
+        device: What it computes on.
+        weight_bytes: Of its weights in memory.
+        cache_bytes: Of its pages.
+        output_tokens_s: Tokens of answers a second, over the last ten.
+        prompt_tokens: Of the answers that were begun in the last minute.
+        cached_tokens: Of those, how many the prefix cache had.
+        waiting_tokens: Of what waits for its first step, or to go on; the cache may have some.
+        pages_cached: That only the prefix cache holds.
+        grammars: Answers that wait for theirs to be compiled.
+        retracted: Answers that lost their pages and wait to go on.
+    """
+
+    device: str = ""
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    output_tokens_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    waiting_tokens: int = 0
+    pages_cached: int = 0
+    grammars: int = 0
+    retracted: int = 0
+
+
 class WorkerLoad(Value):
     """A worker's load report; what the leader's credit is counted from.
 
@@ -49,6 +77,7 @@ class WorkerLoad(Value):
         bits: What the bits of its answers depend on, where it has promised that nothing else does;
             workers of one model agree in it, or one of them leaves.
         kv_seq: Number of the newest event of its prefix cache; None if it tells of none.
+        figures: For whoever watches.
     """
 
     pages_free: int
@@ -68,6 +97,7 @@ class WorkerLoad(Value):
     pages_promised: int = 0
     pages_returning: int = 0
     kv_seq: int | None = None
+    figures: WorkerFigures = WorkerFigures()
 
 
 class Heartbeat(Message):

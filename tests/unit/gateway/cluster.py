@@ -23,7 +23,7 @@ from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
-from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
+from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerFigures, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
     CANCEL,
@@ -102,6 +102,7 @@ class Cluster:
         self.cancelled: list[str] = []
         self.orders: list[Message] = []
         self.waiting = 0
+        self.figures = WorkerFigures()
         self.beats = 0
         self.open: set[RequestId] = set()
         self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
@@ -296,6 +297,7 @@ class Cluster:
             step=0,
             step_age_s=0.0,
             context_tokens=CONTEXT_TOKENS,
+            figures=self.figures,
         )
         return Heartbeat(
             role=role,

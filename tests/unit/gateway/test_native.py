@@ -25,6 +25,7 @@ from antiphon.wire.command import (
     SetWeightVersion,
 )
 from antiphon.wire.errors import InvalidRequest, Unavailable
+from antiphon.wire.heartbeat import WorkerFigures
 from antiphon.wire.routes import ABORT
 from antiphon.wire.sampling import DetailParams
 
@@ -385,8 +386,49 @@ async def test_loads_are_told_worker_by_worker(at: House) -> None:
     (load,) = json.loads(text)["loads"]
     assert status == 200
     assert (load["num_running_reqs"], load["max_total_num_tokens"]) == (0, 16)
+    assert "memory" in load
+    assert "queues" not in load
+    assert "speculative" not in load
     for query in ("include=all,nothing", "format=prometheus", "dp_rank=7"):
         assert (await get(at, f"/v1/loads?{query}"))[0] == 400, query
+
+
+async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:
+    at.cluster.figures = WorkerFigures(
+        device="cpu",
+        weight_bytes=2**31,
+        cache_bytes=2**30,
+        output_tokens_s=12.5,
+        prompt_tokens=200,
+        cached_tokens=50,
+        waiting_tokens=33,
+        pages_cached=1,
+        grammars=2,
+        retracted=1,
+    )
+    at.cluster.waiting = 3
+
+    def heard() -> bool:
+        beats = [peer.beat.worker for peer in at.workers]
+        return all(beat is not None and beat.waiting == 3 for beat in beats)
+
+    await until(heard)
+    status, text = await get(at, "/v1/loads")
+    told = json.loads(text)
+    (load,) = told["loads"]
+    assert status == 200
+    assert (told["accelerator"], told["num_accelerators"]) == ("cpu", 1)
+    assert (load["gen_throughput"], load["cache_hit_rate"]) == (12.5, 0.25)
+    assert (load["num_waiting_uncached_tokens"], load["num_total_tokens"]) == (33, 33)
+    assert (load["num_used_tokens"], load["num_cached_tokens"]) == (0, 16)
+    assert load["memory"] == {
+        "weight_gb": 2.0,
+        "kv_cache_gb": 1.0,
+        "graph_gb": 0.0,
+        "token_capacity": 16,
+    }
+    assert load["queues"] == {"waiting": 3, "grammar": 2, "paused": 0, "retracted": 1}
+    assert (load["speculative"], load["lora"], load["disaggregation"]) == (None, None, None)
 
 
 async def test_health_is_asked_in_every_way(at: House) -> None:

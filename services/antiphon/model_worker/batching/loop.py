@@ -6,11 +6,12 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.builder import build_plan
+from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.batching.recorder import Recorder
 from antiphon.model_worker.batching.runner import ApartRunner
 from antiphon.wire.command import (
@@ -64,6 +65,9 @@ class StepReport:
         done: Replies to the orders that the turn has obeyed, in their order.
         events: Blocks that came into the prefix cache and went from it.
         started: Choices that run for the first time.
+        prompt_tokens: Of theirs.
+        cached_tokens: Of those, how many the cache had.
+        backlog: What waits, lately.
         returned: Choices that were given up, as was asked, because they were never started.
     """
 
@@ -83,6 +87,9 @@ class StepReport:
     done: tuple[ControlDone, ...] = ()
     events: tuple[Event, ...] = ()
     started: tuple[ChoiceKey, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
     returned: tuple[ChoiceKey, ...] = ()
 
 
@@ -132,6 +139,7 @@ class BatchingLoop:
         self._overlap = overlap
         self._flight: Flight | None = None
         self._credit = batching.credit()
+        self._backlog = batching.waiting.backlog()
         self._credit_due_s = 0.0
         self._step = 0
         self._beats = 0
@@ -155,11 +163,12 @@ class BatchingLoop:
         returned = [key for keys in mail.returns if batching.hand_back(keys) for key in keys]
         done = self._obey(mail.orders) if mail.orders else ()
         rows = [] if self.paused else batching.next_rows(now)
-        started = time.perf_counter()
+        began = time.perf_counter()
         self._run_step(rows)
+        started = [row.request for row in rows if row.request.started_s == now]
         return StepReport(
             step=self._step,
-            seconds=time.perf_counter() - started if rows else 0.0,
+            seconds=time.perf_counter() - began if rows else 0.0,
             tokens=sum(row.length for row in rows),
             rows=len(rows),
             progress=batching.take_progress(),
@@ -173,7 +182,10 @@ class BatchingLoop:
             paused=self.paused,
             done=done,
             events=batching.index.take_events(),
-            started=tuple(row.request.key for row in rows if row.request.started_s == now),
+            started=tuple(request.key for request in started),
+            prompt_tokens=sum(request.prompt_tokens for request in started),
+            cached_tokens=sum(request.cached_tokens for request in started),
+            backlog=self._backlog,
             returned=tuple(returned),
         )
 
@@ -182,6 +194,7 @@ class BatchingLoop:
         if now >= self._credit_due_s or self._batching.idle:
             self._credit_due_s = now + CREDIT_PERIOD_S
             self._credit = self._batching.credit()
+            self._backlog = self._batching.waiting.backlog()
         return self._credit
 
     def _take(self) -> Mail | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon.model_worker.batching.policy import TREE_POLICIES, TREE_WAITING_MAX, by_tree
 from antiphon.model_worker.batching.request import Phase, Request
@@ -26,6 +26,18 @@ Ticket = tuple[Request, int]
 _place = attrgetter("place")
 
 
+class Backlog(NamedTuple):
+    """What waits.
+
+    Attributes:
+        tokens: Of all prompts, and of answers that were retracted. The cache may have some.
+        retracted: Choices that had begun.
+    """
+
+    tokens: int = 0
+    retracted: int = 0
+
+
 class WaitingQueue:
     """Keeps waiting requests in the order of the policy, and lets nobody be overtaken for ever."""
 
@@ -41,6 +53,13 @@ class WaitingQueue:
         """Add a new request, or one that was retracted."""
         insort(self._requests, request, key=_place)
         self._overtaken.enter(request.arrival, (request, request.life))
+
+    def backlog(self) -> Backlog:
+        """Count what waits."""
+        return Backlog(
+            tokens=sum(request.length for request in self._requests),
+            retracted=sum(request.started_s is not None for request in self._requests),
+        )
 
     def first(self) -> Request | None:
         """The first by its place, if any waits. It stays in the queue."""

@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import ModelName
 
-_SECTIONS = frozenset({"core", "memory", "spec", "lora", "disagg", "queues", "all"})
+_SECTIONS = {
+    "memory": "memory",
+    "queues": "queues",
+    "spec": "speculative",
+    "lora": "lora",
+    "disagg": "disaggregation",
+}
+"""Fields of a load by the names of their sections in a query."""
+_ALL, _CORE = "all", "core"
+_GIB = 1024**3
+UNSET = msgspec.UNSET
+UnsetType = msgspec.UnsetType
 Value = str | int | float | bool | None
 
 
@@ -46,28 +57,70 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int | None
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker keeps in memory, in GiB."""
+
+    weight_gb: float
+    kv_cache_gb: float
+    graph_gb: float = 0.0
+    token_capacity: int
+
+
+class Queues(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers that wait, and for what: `paused` while the worker runs no steps."""
+
+    waiting: int
+    grammar: int
+    paused: int
+    retracted: int
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's load. Tokens are counted in whole pages."""
+    """One worker's load. Tokens in the cache are counted in whole pages.
+
+    Attributes:
+        num_waiting_uncached_tokens: Of what waits; the prefix cache may have some of them.
+        num_used_tokens: That requests hold.
+        num_total_tokens: With those that wait.
+        num_active_tokens: As `num_used_tokens`: what only the prefix cache holds is not among them.
+        num_cached_tokens: What it holds.
+        gen_throughput: Tokens of answers a second, over the last ten.
+        cache_hit_rate: Of the prompts that were begun in the last minute.
+        speculative: Null, as `lora` and `disaggregation`: it has none.
+    """
 
     dp_rank: int
     worker: str
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
+    num_waiting_uncached_tokens: int
     num_used_tokens: int
+    num_total_tokens: int
+    num_active_tokens: int
+    num_cached_tokens: int
     max_total_num_tokens: int
     max_running_requests: int
     token_usage: float
+    gen_throughput: float
+    cache_hit_rate: float
     utilization: float
     paused: bool
     weight_version: str
+    memory: Memory | UnsetType = UNSET
+    queues: Queues | UnsetType = UNSET
+    speculative: UnsetType | None = UNSET
+    lora: UnsetType | None = UNSET
+    disaggregation: UnsetType | None = UNSET
 
 
 class Loads(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /v1/loads."""
+    """GET /v1/loads. `accelerator` is what the workers compute on, `cpu` where they have none."""
 
     timestamp: float
     version: str
+    accelerator: str
+    num_accelerators: int
     loads: list[Load]
 
 
@@ -103,7 +156,8 @@ class Info:
                 reply=Loads,
                 query={
                     "dp_rank": "Only this worker, by its place in the list.",
-                    "include": "SGLang's sections, by commas; what is known is always told.",
+                    "include": "SGLang's sections, by commas: core, memory, queues, spec, lora, "
+                    "disagg; all unless said. The core is always told.",
                     "format": "json; for Prometheus there is /metrics.",
                 },
             ),
@@ -134,7 +188,7 @@ class Info:
     async def _loads(self, request: web.Request) -> web.Response:
         query = request.query
         sections = {part for part in query.get("include", "").split(",") if part}
-        if unknown := sorted(sections - _SECTIONS):
+        if unknown := sorted(sections - _SECTIONS.keys() - {_ALL, _CORE}):
             raise InvalidRequest(f"include: no section '{unknown[0]}'", param="include")
         if query.get("format", "json") != "json":
             raise InvalidRequest("format: json; for Prometheus there is /metrics", param="format")
@@ -144,8 +198,19 @@ class Info:
             loads = [load for load in loads if str(load.dp_rank) == rank]
             if not loads:
                 raise InvalidRequest("dp_rank: there is no such worker", param="dp_rank")
-        timestamp = self._runtime.clock.unix_ms() / 1000
-        return json_reply(Loads(timestamp=timestamp, version=self._version, loads=loads))
+        if sections and _ALL not in sections:
+            hidden = {field: UNSET for name, field in _SECTIONS.items() if name not in sections}
+            loads = [msgspec.structs.replace(load, **hidden) for load in loads]
+        devices = [load.figures.device for _, load in self._workers.loads()]
+        return json_reply(
+            Loads(
+                timestamp=self._runtime.clock.unix_ms() / 1000,
+                version=self._version,
+                accelerator=", ".join(sorted(set(filter(None, devices)))),
+                num_accelerators=len(devices),
+                loads=loads,
+            )
+        )
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return json_reply(await self._describe())
@@ -193,6 +258,7 @@ class Info:
 
 
 def _load(rank: int, peer: Peer, load: WorkerLoad) -> Load:
+    figures = load.figures
     running = sum(not held.ended for held in load.running)
     used = (load.pages_total - load.pages_free) * load.page_tokens
     total = load.pages_total * load.page_tokens
@@ -202,11 +268,35 @@ def _load(rank: int, peer: Peer, load: WorkerLoad) -> Load:
         num_running_reqs=max(0, running - load.waiting),
         num_waiting_reqs=load.waiting,
         num_total_reqs=running,
+        num_waiting_uncached_tokens=figures.waiting_tokens,
         num_used_tokens=used,
+        num_total_tokens=used + figures.waiting_tokens,
+        num_active_tokens=used,
+        num_cached_tokens=figures.pages_cached * load.page_tokens,
         max_total_num_tokens=total,
         max_running_requests=load.running_max,
-        token_usage=used / total if total else 0.0,
-        utilization=running / load.running_max if load.running_max else 0.0,
+        token_usage=_share(used, total),
+        gen_throughput=figures.output_tokens_s,
+        cache_hit_rate=_share(figures.cached_tokens, figures.prompt_tokens),
+        utilization=_share(running, load.running_max),
         paused=load.paused,
         weight_version=load.weight_version,
+        memory=Memory(
+            weight_gb=figures.weight_bytes / _GIB,
+            kv_cache_gb=figures.cache_bytes / _GIB,
+            token_capacity=total,
+        ),
+        queues=Queues(
+            waiting=load.waiting,
+            grammar=figures.grammars,
+            paused=load.waiting if load.paused else 0,
+            retracted=figures.retracted,
+        ),
+        speculative=None,
+        lora=None,
+        disaggregation=None,
     )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
