@@ -62,6 +62,7 @@ def a_stack(
         group=0,
         keys=torch.zeros(2, 4, 1, 8, dtype=keys),
         values=torch.zeros(2, 4, 1, 8, dtype=values),
+        scales=(1.0, 1.0),
     )
     return stack
 
@@ -75,7 +76,9 @@ def run(stack: Any, tokens: int, groups: list[Any]) -> Any:
 def ready_heads(heads: torch.Tensor, cache: torch.Tensor) -> Any:
     turns = torch.zeros(len(heads), heads.shape[-1])
     places = torch.zeros(len(heads), dtype=torch.int64)
-    return library().ready_heads(heads, turns, turns, cache, cache.clone(), places, None, None, 0.0)
+    return library().ready_heads(
+        heads, turns, turns, cache, cache.clone(), places, None, None, 0.0, (1.0, 1.0)
+    )
 
 
 REFUSED: dict[str, Callable[[], object]] = {
@@ -122,7 +125,7 @@ def test_a_team_whose_threads_find_no_memory_says_so_and_works_on() -> None:
                 tables=table, query_len=count, kv_len=count,
             )
             q, cache = torch.ones(4, 1, head_size), torch.ones(1, 1, 1, head_size)
-            return library.paged_attention(q, cache, cache, rows, 1.0)
+            return library.paged_attention(q, cache, cache, rows, 1.0, (1.0, 1.0))
 
         attend(64)
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096

@@ -11,6 +11,8 @@ from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels import latent
 from antiphon.kernels.attention import AttentionRows, KvShape, paged_attention
+from antiphon.kernels.fp8 import rounded
+from antiphon.kernels.kv import KvScales, LayerCache
 from antiphon.kernels.latent import LatentRows, LatentSizes, latent_attention
 
 if TYPE_CHECKING:
@@ -83,7 +85,8 @@ class Case:
 
     def run(self, attend: Row, *, absorbed: bool = False) -> Tensor:
         rows = LatentRows(self.rows, self.sizes, absorbed=absorbed)
-        return latent_attention(self.q, self.cache, rows, self.weights, self.scale, attend)
+        cache = LayerCache(0, self.cache, self.cache)
+        return latent_attention(self.q, cache, rows, self.weights, self.scale, attend)
 
     def textbook(self) -> Tensor:
         """In float64, each query by itself."""
@@ -110,6 +113,23 @@ ROWS = {
     "a short chunk after much": ([2], [200]),
     "all at once": ([1, 40, 1, 3, 25, 2], [40, 0, 100, 9, 5, 0]),
 }
+
+
+@every_backend
+@pytest.mark.parametrize("absorbed", [False, True], ids=["as cheaper", "absorbed"])
+@pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_latents_may_be_kept_in_eight_bits(
+    rows, format_: torch.dtype, absorbed: bool, attend: Row
+) -> None:
+    case, scale = Case(SMALL, *rows), 0.3
+    case.latents = [rounded(latents, format_, scale).float() * scale for latents in case.latents]
+    expected = case.textbook().float()
+    kept = rounded(case.cache, format_, scale)
+    cache = LayerCache(0, kept, kept, KvScales(scale))
+    latent_rows = LatentRows(case.rows, case.sizes, absorbed=absorbed)
+    found = latent_attention(case.q, cache, latent_rows, case.weights, case.scale, attend)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @every_backend

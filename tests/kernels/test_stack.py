@@ -49,7 +49,10 @@ class World:
     turns: Turns
 
     def copied_caches(self) -> list[LayerCache]:
-        return [LayerCache(c.group, c.keys.clone(), c.values.clone()) for c in self.caches]
+        return [
+            replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
+            for cache in self.caches
+        ]
 
 
 def a_world(
@@ -120,8 +123,9 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerCache]) -> Tensor:
             cache.values,
             rows.write_places,
             layer.head_norms,
+            cache.scales,
         )
-        mixed = ops.paged_attention(q, cache.keys, cache.values, rows, SCALE)
+        mixed = ops.paged_attention(q, cache.keys, cache.values, rows, SCALE, cache.scales)
         attended = layer.out.multiply(mixed.flatten(1))
         normed, residual = ops.add_rmsnorm(attended, residual, layer.mlp_norm, EPS)
         pending = layer.down.multiply(ops.silu_mul(layer.gate_up.multiply(normed)))

@@ -107,9 +107,11 @@ def texts() -> list[list[int]]:
     return prompts(VOCABULARY, LENGTHS)
 
 
-def opened(saved: Saved, linear: str = "plain", mutant: Mutant | None = None) -> OpenModel:
+def opened(
+    saved: Saved, linear: str = "plain", mutant: Mutant | None = None, cache_dtype: str = "auto"
+) -> OpenModel:
     """The model as we load it; a mutant does without the tensors of what it has not."""
-    model = load(saved.folder, dtype="float32", linear=linear)
+    model = load(saved.folder, dtype="float32", linear=linear, cache_dtype=cache_dtype)
     spec = model.spec
     if mutant is not None:
         spec = mutant(spec)

@@ -48,6 +48,7 @@ class Kind:
     linear: str
     fused: bool
     windows: tuple[int | None, ...] | None = None
+    cache: str = "auto"
 
 
 KINDS = {
@@ -56,6 +57,8 @@ KINDS = {
     "layer by layer": Kind("bfloat16", "packed", fused=False),
     "int8": Kind("bfloat16", "int8", fused=True),
     "int8 activations": Kind("bfloat16", "int8_dynamic", fused=True),
+    "e4m3 cache": Kind("bfloat16", "packed", fused=True, cache="fp8_e4m3"),
+    "e5m2 cache, layer by layer": Kind("float32", "packed", fused=False, cache="fp8_e5m2"),
     "windows": Kind("bfloat16", "packed", fused=True, windows=(None, 20, None, 20)),
 }
 
@@ -69,7 +72,7 @@ class Bench:
 
     @classmethod
     def of(cls, folder: Path, kind: Kind) -> Bench:
-        model = load(folder, dtype=kind.dtype, linear=kind.linear)
+        model = load(folder, dtype=kind.dtype, linear=kind.linear, cache_dtype=kind.cache)
         if kind.windows is not None:
             model = with_windows(model, folder, kind)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=1024)

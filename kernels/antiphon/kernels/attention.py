@@ -18,6 +18,8 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.backend import cpu
+from antiphon.kernels.fp8 import in_eight_bits, raw, widened
+from antiphon.kernels.kv import UNSCALED, KvScales
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class KvShape:
         heads: H, kv heads on this rank.
         queries_per_head: G.
         head_size: D.
-        dtype: Of keys, values and queries.
+        dtype: Of queries, and of keys and values when they are not in eight bits.
         window: A query sees itself and the window - 1 tokens before it; None: all before it.
         chunk: Texts are cut into runs of so many tokens, whole pages, and a query sees no other run
             than its own; None: they are not.
@@ -203,11 +205,17 @@ class AttentionRows:
 
 @kernel("attention.paged", cpu("antiphon.kernels.cpu.attention:paged_attention"))
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """Softmax attention of each query over its row's cached keys, causal and within the window.
 
-    q (T, G * H, D); keys, values (P, S, H, D), this pass's own already stored  ->  (T, G * H, D)
+    q (T, G * H, D); keys, values (P, S, H, D), this pass's own already stored, and what they are
+    multiples of  ->  (T, G * H, D)
 
     A block is one SDPA call with the query heads of a kv head as its query axis, (B, H, G * Q, D):
     on CPU, SDPA with `enable_gqa` or repeated keys is 9 to 19 times slower in bfloat16.
@@ -217,7 +225,10 @@ def paged_attention(
         k, v = _gather(keys, values, rows, block)
         picked = q if block.queries is None else q.index_select(0, block.queries)
         grouped = _heads_first(picked, block, rows.shape)  # (B, H, G * Q, D)
-        mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=block.mask, scale=scale)
+        mixed = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=block.mask, scale=scale * scales.key
+        )
+        mixed = _multiples(mixed, scales.value)
         result = _tokens_first(mixed, block, rows.shape)  # (B * Q, G * H, D)
         if block.queries is None:
             return result
@@ -234,6 +245,7 @@ def shaped_attention(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """`paged_attention` with its scores capped, or with a sink in its softmax, or both.
 
@@ -246,6 +258,7 @@ def shaped_attention(
         softcap: Scores become softcap * tanh(score / softcap).
         sinks: (G * H,) a score that every query of a head gives to nothing: it takes a share of
             the softmax and adds no value. Source: Agarwal et al. 2025, arXiv:2508.10925, 2.2.
+        scales: What keys and values are multiples of.
 
     Returns:
         (T, G * H, D). Scores and softmax are float32.
@@ -255,13 +268,13 @@ def shaped_attention(
         k, v = _gather(keys, values, rows, block)
         picked = q if block.queries is None else q.index_select(0, block.queries)
         grouped = _heads_first(picked, block, rows.shape)  # (B, H, G * Q, D)
-        scores = (grouped @ k.transpose(-1, -2)).float() * scale  # (B, H, G * Q, K)
+        scores = (grouped @ k.transpose(-1, -2)).float() * (scale * scales.key)  # (B, H, G * Q, K)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if block.mask is not None:
             scores = scores + block.mask
         weights = _softmax(scores, sinks, block).to(v.dtype)
-        result = _tokens_first(weights @ v, block, rows.shape)
+        result = _tokens_first(_multiples(weights @ v, scales.value), block, rows.shape)
         if block.queries is None:
             return result
         out.index_copy_(0, block.queries, result)
@@ -285,9 +298,18 @@ def _gather(
     count = len(block.places)
     shape = (block.rows, block.keys_per_row, rows.shape.heads, rows.shape.head_size)
     k, v = rows.scratch[0, :count], rows.scratch[1, :count]
-    torch.index_select(keys.flatten(0, 1), 0, block.places, out=k)
-    torch.index_select(values.flatten(0, 1), 0, block.places, out=v)
+    for cache, room in ((keys, k), (values, v)):
+        tokens = raw(cache).flatten(0, 1)
+        if in_eight_bits(cache.dtype):
+            picked = tokens.index_select(0, block.places).view(cache.dtype)
+            room.copy_(widened(picked, room.dtype))
+        else:
+            torch.index_select(tokens, 0, block.places, out=room)
     return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+
+
+def _multiples(mixed: Tensor, scale: float) -> Tensor:
+    return mixed if scale == 1.0 else mixed * scale
 
 
 def _heads_first(q: Tensor, block: Block, shape: KvShape) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.cpu.backend import cpu
-from antiphon.kernels.kv import kv_store
+from antiphon.kernels.kv import UNSCALED, KvScales, kv_store
 from antiphon.kernels.norm import rmsnorm
 from antiphon.kernels.op import kernel
 from antiphon.kernels.rotary import rotary
@@ -31,12 +31,14 @@ def ready_heads(
     values: Tensor,
     places: Tensor,
     norms: HeadNorms | None,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and keep keys and values in the cache.
 
     Axes: T tokens, Q query heads, P pages, S tokens a page, H kv heads, D head size.
     heads (T, Q + 2 H, D), queries before keys before values; cos, sin (T, 1, D) as `angles` makes
-    them; keys, values (P, S, H, D), mutated; places (T,) int64, page * S + offset
+    them; keys, values (P, S, H, D), mutated, and what they are multiples of; places (T,) int64,
+    page * S + offset
     ->  the queries (T, Q, D)
     """
     kv_heads = keys.shape[2]
@@ -46,5 +48,5 @@ def ready_heads(
         q = rmsnorm.reference(q, norms.query, norms.eps)
         k = rmsnorm.reference(k, norms.key, norms.eps)
     rotated = rotary(torch.cat((q, k), dim=1), cos, sin)
-    kv_store(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places)
+    kv_store(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places, scales)
     return rotated[:, :queries]

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from antiphon.kernels.fp8 import raw, rounded
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+class KvScales(NamedTuple):
+    """What a layer's keys and values are multiples of, where they are kept in eight bits."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = KvScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +61,33 @@ class LayerCache:
 
     Attributes:
         group: Index of its cache group: which rows of a pass it sees.
+        scales: One both, unless they are kept in eight bits.
     """
 
     group: int
     keys: Tensor
     values: Tensor
+    scales: KvScales = UNSCALED
 
 
-def kv_store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+def kv_store(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    scales: KvScales = UNSCALED,
+) -> None:
     """Write this pass's keys and values to their places in the cache, in place.
 
     Axes: T tokens, P pages, S tokens a page, H kv heads, D head size.
     k, v (T, H, D); keys, values (P, S, H, D), mutated; places (T,) int64, page * S + offset
     """
-    keys.flatten(0, 1).index_copy_(0, places, k)
-    values.flatten(0, 1).index_copy_(0, places, v)
+    store(k, keys, places, scales.key)
+    store(v, values, places, scales.value)
+
+
+def store(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> None:
+    """Write new (T, H, D), divided by the scale if it is kept in eight bits, into (P, S, H, D)."""
+    kept = rounded(new, cache.dtype, scale)
+    raw(cache).flatten(0, 1).index_copy_(0, places, raw(kept))

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.kernels.fp8 import raw, widened
+from antiphon.kernels.kv import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionRows, float], Tensor]
+    from antiphon.kernels.kv import LayerCache
+
+    PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionRows, float, KvScales], Tensor]
 
 EXPANDED_BYTES_MAX = 1 << 28
 """Keys and values that are expanded at once; a row with more of them is absorbed."""
@@ -203,7 +207,7 @@ class LatentRows:
 
 def latent_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: LayerCache,
     rows: LatentRows,
     heads: LatentHeads,
     scale: float,
@@ -211,8 +215,8 @@ def latent_attention(
 ) -> Tensor:
     """Softmax attention of each query over its row's cached latents, causal.
 
-    q (T, Q, C + O), rotated; cache (P, S, 1, R + O), this pass's own already stored; `attend` is
-    the op `attention.paged`  ->  (T, Q, V)
+    q (T, Q, C + O), rotated; the cache's keys (P, S, 1, R + O), this pass's own already stored;
+    `attend` is the op `attention.paged`  ->  (T, Q, V)
     """
     out: Tensor | None = None
     for part in rows.parts:
@@ -229,7 +233,7 @@ def latent_attention(
 
 def _mix(
     q: Tensor,
-    cache: Tensor,
+    cache: LayerCache,
     part: Part,
     layer: tuple[LatentSizes, LatentHeads],
     scale: float,
@@ -240,15 +244,23 @@ def _mix(
         absorbed = heads.absorb(q[..., : sizes.content])  # (T, Q, R)
         queries = torch.cat((absorbed, q[..., sizes.content :]), dim=-1)
         # Values are the latents: what lies beside them is mixed too, and dropped.
-        mixed = attend(queries, cache, cache, part.rows, scale)
+        scales = KvScales(cache.scales.key, cache.scales.key)
+        mixed = attend(queries, cache.keys, cache.keys, part.rows, scale, scales)
         return heads.restore(mixed[..., : sizes.latent])
-    kept = cache.flatten(0, 2).index_select(0, part.places)  # (N, R + O)
+    kept = _gathered(cache, part.places, q.dtype)  # (N, R + O)
     made = heads.expand(kept[:, : sizes.latent])  # (N, Q, C + V)
     shared = kept[:, None, sizes.latent :].expand(-1, made.shape[1], -1)
     keys = torch.cat((made[..., : sizes.content], shared), dim=-1)
     wide = [_padded(x, sizes.wide) for x in (q, keys, made[..., sizes.content :])]
-    mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale)
+    mixed = attend(wide[0], wide[1][:, None], wide[2][:, None], part.rows, scale, UNSCALED)
     return mixed[..., : sizes.value]
+
+
+def _gathered(cache: LayerCache, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the cache has of latents, as numbers that the model computes in."""
+    kept = raw(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
+    numbers = widened(kept, dtype)
+    return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key
 
 
 def _padded(x: Tensor, size: int) -> Tensor:

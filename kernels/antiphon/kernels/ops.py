@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.kv import KvScales
     from antiphon.kernels.states import StateRows
 
 P = ParamSpec("P")
@@ -91,11 +92,12 @@ class Ops:
     route: Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
     combine: Callable[[Tensor, Tensor, Tensor], Tensor]
     ready_heads: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None], Tensor
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None, KvScales], Tensor
     ]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionRows, float], Tensor]
+    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionRows, float, KvScales], Tensor]
     shaped_attention: Callable[
-        [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None], Tensor
+        [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None, KvScales],
+        Tensor,
     ]
     whole_attention: Callable[[Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor]
     gated_rmsnorm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]

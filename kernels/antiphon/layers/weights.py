@@ -50,13 +50,19 @@ class Build:
     """What every layer is built with: where its weights live, and which part of them.
 
     `quantization` says which linears the checkpoint stores otherwise than in plain numbers; unset:
-    none.
+    none. `cache_dtype` is what keys and values are kept in; unset: what the model computes in.
     """
 
     tp: Tp
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None = None
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def kept(self) -> torch.dtype:
+        """Number format of keys and values in the cache."""
+        return self.cache_dtype or self.dtype
 
     def storage(self, name: str) -> Storage | None:
         """How a linear of the checkpoint is stored; None: in plain numbers."""

@@ -85,6 +85,7 @@ def open_engine(settings: Settings) -> Engine:
         CachePools(model.groups),
         vocab_size=model.spec.vocabulary,
         weights_digest=settings.cluster.model_digest,
+        kv_scales=model.kv_scales,
     )
     compiler = _compiler(settings, resolved, batching.limits)
     return Engine(batching, model.runner, resolved, compiler)
@@ -140,6 +141,7 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
     """
     import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
 
+    from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
     from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
     from antiphon.model_worker.runner.open import open_model  # noqa: PLC0415
 
@@ -158,8 +160,10 @@ def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
             deterministic=resolved.deterministic.value,
             implementation=resolved.implementation.value,
             pooling=resolved.pooling.value,
+            cache_dtype=resolved.cache_dtype.value,
+            cache_scales=resolved.cache_scales.value,
         )
-    except ModelLoadError as error:
+    except (ModelLoadError, KernelUnavailable) as error:
         raise CannotStart(str(error)) from error
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
-from antiphon.config.model import Dtype
+from antiphon.config.model import CacheDtype, Dtype
 from antiphon.config.model_fields import PADDED, PLACED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.quantization import Quantization
@@ -76,7 +76,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     causal: bool = True
     """Whether no token sees what comes after it. If not, nothing of a token is kept."""
 
-    def kv_bytes(self, dtype: Dtype) -> int:
+    def kv_bytes(self, dtype: Dtype | CacheDtype) -> int:
         """Keys and values of one token, or its latents, in all layers that keep them."""
         if not self.causal:
             return 0
@@ -89,8 +89,10 @@ class ModelCard(msgspec.Struct, frozen=True):
         return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype))
 
 
-def item_bytes(dtype: Dtype) -> int:
+def item_bytes(dtype: Dtype | CacheDtype) -> int:
     """Bytes of one number."""
+    if dtype in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2):
+        return 1
     return 4 if dtype is Dtype.FLOAT32 else 2
 
 

@@ -12,12 +12,21 @@ from antiphon.config.schema import Config, Help, Seed, Threads, Tokens
 
 
 class Dtype(StrEnum):
-    """Number format of weights and cache; `auto` takes what the checkpoint says."""
+    """Number format of weights and arithmetic; `auto` takes what the checkpoint says."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class CacheDtype(StrEnum):
+    """Number format of keys and values; `auto` takes what the model computes in."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
 
 
 class Linear(StrEnum):

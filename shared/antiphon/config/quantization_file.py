@@ -29,8 +29,8 @@ from antiphon.config.quantization import (
 T = TypeVar("T")
 
 EVERY = Pattern("", "all")
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
-"""Of a cache in fewer bits: it has the number format of the model here."""
+CACHE_SCALES = (".q_scale", ".k_zero_point", ".v_zero_point")
+"""Of a cache in fewer bits, beside the scales of its keys and values."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point")
 """Activations are not rounded by scales from elsewhere."""
 

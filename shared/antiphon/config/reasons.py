@@ -21,8 +21,6 @@ REASONS: Mapping[str, str] = {
     # Refused.
     "backends": "the worker takes the best kernel that the processor runs, and prints which at its "
     "start",
-    "cache_dtype": "the cache has the number format of the model: a CPU widens fp8 at 0.5 to 1 "
-    "GB/s, far slower than it reads bfloat16",
     "completion_template": "prompts of /v1/completions are taken as they are",
     "decode_steps": "the worker decides after each step what the next one runs",
     "delete": "a model folder is never changed",

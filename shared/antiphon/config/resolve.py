@@ -10,7 +10,7 @@ from antiphon.config.decided import Decided
 from antiphon.config.errors import ConfigError
 from antiphon.config.kept import Kept, keep
 from antiphon.config.memory import Memory, activation_bytes, gib, logits_bytes, scored_bytes
-from antiphon.config.model import Dtype, Linear
+from antiphon.config.model import CacheDtype, Dtype, Linear
 from antiphon.config.pooling import Pooling, PoolMode
 from antiphon.config.state_pool import OVERLAPPED, RUNNING, state_count
 from antiphon.config.steps import BOTH_WAYS, steps
@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True):
     context_tokens: Decided[int]
     eos_ids: Decided[tuple[int, ...]]
     page_tokens: Decided[int]
+    cache_dtype: Decided[Dtype | CacheDtype]
+    cache_scales: Decided[str]
     memory_bytes: Decided[int]
     weight_bytes: Decided[int]
     activation_bytes: Decided[int]
@@ -84,6 +86,7 @@ def resolve(
     """
     dtype = _dtype(settings, card)
     linear = _linear(settings, device, dtype.value)
+    cache_dtype = _cache_dtype(settings, card, device, dtype.value)
     kept = keep(settings, card, dtype.value, linear)
     context = _context(settings, card)
     page_tokens = settings.cluster.page_tokens
@@ -94,7 +97,8 @@ def resolve(
     state_bytes = card.state_bytes(dtype.value)
     states = state_count(settings, state_bytes, memory, _pool_bytes(settings, memory))
     held = states.value * state_bytes
-    pages = _pages(settings, card, memory, dtype.value, context.value, held)
+    token_bytes = card.kv_bytes(cache_dtype.value)
+    pages = _pages(settings, memory, token_bytes, context.value, held)
     overlap = _overlap(settings, device)
     return Plan(
         device=_device(settings, device),
@@ -103,13 +107,15 @@ def resolve(
         linear=linear,
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
-        bits=_bits(device, dtype.value, linear.value, kept),
+        bits=_bits(device, dtype.value, linear.value, kept, cache_dtype.value),
         implementation=Decided(settings.model.implementation, "model.implementation"),
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),
         eos_ids=Decided(card.eos_ids, "config.json, generation_config.json and the tokenizer"),
         page_tokens=Decided(page_tokens, "cluster.page_tokens"),
+        cache_dtype=cache_dtype,
+        cache_scales=_cache_scales(settings, cache_dtype.value),
         memory_bytes=Decided(memory.free, "free here, within the limits of the containers"),
         weight_bytes=kept.bytes,
         activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
@@ -117,8 +123,7 @@ def resolve(
         scored_bytes=Decided(memory.scored, "log-probabilities of a prompt, a piece of it at once"),
         cache_pages=pages,
         cache_bytes=Decided(
-            pages.value * page_tokens * card.kv_bytes(dtype.value),
-            f"{card.kv_bytes(dtype.value)} bytes a token",
+            pages.value * page_tokens * token_bytes, f"{token_bytes} bytes a token"
         ),
         cache_states=states,
         state_bytes=Decided(held, f"{state_bytes} bytes a state"),
@@ -177,6 +182,40 @@ def _linear(settings: Settings, device: Device, dtype: Dtype) -> Decided[Linear]
     return Decided(said, "model.linear")
 
 
+def _cache_dtype(
+    settings: Settings, card: ModelCard, device: Device, dtype: Dtype
+) -> Decided[Dtype | CacheDtype]:
+    said = settings.cache.dtype
+    if said is CacheDtype.AUTO:
+        return Decided(dtype, "what the model computes in")
+    if said is CacheDtype.BFLOAT16:
+        if dtype is not Dtype.BFLOAT16:
+            raise ConfigError(f"cache.dtype = {said}: the model computes in {dtype}")
+        return Decided(dtype, "cache.dtype, and what the model computes in")
+    if not card.kv_bytes(dtype):
+        raise ConfigError(f"cache.dtype = {said}: {BOTH_WAYS}, and nothing is kept")
+    lacking = device.lacking
+    if lacking is None and dtype is Dtype.FLOAT16:
+        lacking = "the CPU's own kernels do not compute in float16"
+    if lacking is not None:
+        raise ConfigError(
+            f"cache.dtype = {said}: torch widens 0.1 to 0.2 billion numbers a second, a tenth of "
+            f"what is read: {lacking}"
+        )
+    return Decided(said, "cache.dtype; widened as attention reads it")
+
+
+def _cache_scales(settings: Settings, kept: Dtype | CacheDtype) -> Decided[str]:
+    said = settings.cache.scales
+    if said and not isinstance(kept, CacheDtype):
+        raise ConfigError(f"cache.scales = {said}: the cache keeps {kept}, and only fp8 has scales")
+    if said:
+        return Decided(said, "cache.scales")
+    if isinstance(kept, CacheDtype):
+        return Decided("", "the checkpoint's; 1.0 of layers without one")
+    return Decided("", "the cache is not in eight bits")
+
+
 def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard) -> Decided[bool]:
     if not settings.model.deterministic:
         return Decided(value=False, reason="model.deterministic")
@@ -199,9 +238,13 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
     return Decided(value=True, reason=reason)
 
 
-def _bits(device: Device, dtype: Dtype, linear: Linear, kept: Kept) -> Decided[str]:
+def _bits(
+    device: Device, dtype: Dtype, linear: Linear, kept: Kept, cache: Dtype | CacheDtype
+) -> Decided[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.bits, **device.arithmetic}
+    if isinstance(cache, CacheDtype):
+        parts["cache"] = str(cache)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return Decided(text, "what the bits of an answer depend on, beside the model")
 
@@ -259,16 +302,11 @@ def _memory(
 
 
 def _pages(
-    settings: Settings,
-    card: ModelCard,
-    memory: Memory,
-    dtype: Dtype,
-    context_tokens: int,
-    held: int,
+    settings: Settings, memory: Memory, token_bytes: int, context_tokens: int, held: int
 ) -> Decided[int]:
     """How many pages there are; `held` bytes of the pool are states."""
     page_tokens = settings.cluster.page_tokens
-    page_bytes = page_tokens * card.kv_bytes(dtype)
+    page_bytes = page_tokens * token_bytes
     if settings.cache.tokens_max is not None:
         return _said_pages(settings.cache.tokens_max, page_tokens, page_bytes, memory, held)
     enough = settings.batching.running_max * -(-context_tokens // page_tokens)

@@ -21,6 +21,15 @@ class Written(msgspec.Struct, frozen=True):
     """By path: what it needs beside, where nothing else says."""
 
 
+def _cache_dtype(text: str) -> Written:
+    """Four bits are not built; the model's own format has two names."""
+    if text == "fp4_e2m1":
+        raise ConfigError(
+            f"--kv-cache-dtype {text}: refused: it is not built yet, only fp8_e4m3 and fp8_e5m2 are"
+        )
+    return Written({"bf16": "bfloat16"}.get(text, text))
+
+
 def _checksum(text: str) -> Written:
     """SGLang's flag without a value compares with the hub's model of the same name."""
     return Written(text or "hub")
@@ -127,6 +136,7 @@ _WHITESPACE = re.compile(r"\[((?: |\\[nrt])+)\]\{0,(\d+)\}")
 
 SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "": _plain,
+    "cache_dtype": _cache_dtype,
     "checksum": _checksum,
     "chunk": _chunk,
     "deterministic": _deterministic,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from antiphon.config.model import CacheDtype
 from antiphon.config.schema import Bytes, Config, Help, Ratio, Requests, Seconds, Tokens
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
@@ -149,6 +150,20 @@ class CacheConfig(Config):
     prefix: Annotated[
         bool, Help("Keep what was computed, so that equal beginnings are computed once.")
     ] = True
+    dtype: Annotated[
+        CacheDtype,
+        Help(
+            "Number format of keys and values; auto takes what the model computes in. The fp8 ones "
+            "take half of bfloat16's memory; recurrent states are left as they are."
+        ),
+    ] = CacheDtype.AUTO
+    scales: Annotated[
+        str,
+        Help(
+            "File with the scales of keys and values in fp8, a number a layer, as SGLang takes it; "
+            "empty: the checkpoint's, or 1.0."
+        ),
+    ] = ""
     eviction: Annotated[Eviction, Help("Which kept pages are given up first.")] = Eviction.LRU
     events: Annotated[
         bool, Help("Tell schedulers what is kept, so that prompts go where their beginning is.")

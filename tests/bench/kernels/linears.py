@@ -148,12 +148,14 @@ def measure(shape: Shape, rows: tuple[int, ...]) -> Report:
     return Report(machine(), isa, torch.get_num_threads(), shape.name, read_gb_s, results)
 
 
-def alternate(work: dict[str, Callable[[], object]]) -> dict[str, Figure]:
-    """Time each in turn, round after round, in ms."""
+def alternate(
+    work: dict[str, Callable[[], object]], seconds: float = ROUNDS_S
+) -> dict[str, Figure]:
+    """Time each in turn, round after round, in ms, for about so long."""
     times: dict[str, list[float]] = {name: [] for name in work}
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     began = time.perf_counter()
-    while time.perf_counter() - began < ROUNDS_S or len(times["read"]) < 6:
+    while time.perf_counter() - began < seconds or len(times["read"]) < 6:
         for name, once in work.items():
             start = clock()
             once()

@@ -199,8 +199,8 @@ def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
         serve("--torchao-config int4wo-128")
     with pytest.raises(ConfigError, match=r"--torchao-config fp8wo: refused"):
         serve("--torchao-config fp8wo")
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3: refused: .* GB/s"):
-        serve("--kv-cache-dtype fp8_e4m3")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp4_e2m1: refused: .* only fp8_e4m3"):
+        serve("--kv-cache-dtype fp4_e2m1")
     assert serve("--torchao-config int8wo").settings.model.quantization == "torchao-int8wo"
     assert serve("--quantization awq_marlin").settings.model.quantization == "awq_marlin"
 

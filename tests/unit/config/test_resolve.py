@@ -252,6 +252,51 @@ HYBRID = msgspec.structs.replace(CARD, layers=4, states=STATES)
 STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
+    room = {"cache__bytes_max": str(40 * PAGE_BYTES)}
+    wide, plan = decide(**room), decide(**room, cache__dtype=dtype)
+    assert (wide.cache_dtype.value, wide.cache_pages.value) == (Dtype.BFLOAT16, 40)
+    assert (plan.cache_dtype.value, plan.cache_pages.value) == (dtype, 80)
+    assert plan.cache_bytes == Decided(40 * PAGE_BYTES, "256 bytes a token")
+    assert plan.cache_dtype.reason == "cache.dtype; widened as attention reads it"
+    assert plan.cache_scales.reason == "the checkpoint's; 1.0 of layers without one"
+    assert f",cache:{dtype}" in plan.bits.value
+    assert "cache:" not in wide.bits.value
+    assert decide(cache__dtype=dtype, cache__scales="s.json").cache_scales.value == "s.json"
+
+
+def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
+    plain, plan = decide_hybrid(), decide_hybrid(cache__dtype="fp8_e5m2")
+    each = [one.state_bytes.value // one.cache_states.value for one in (plain, plan)]
+    assert each[0] == each[1] == STATE_BYTES
+
+
+def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
+    assert decide(cache__dtype="bfloat16").cache_dtype.value is Dtype.BFLOAT16
+    with pytest.raises(
+        ConfigError, match=r"cache\.dtype = bfloat16: the model computes in float32"
+    ):
+        decide(cache__dtype="bfloat16", model__dtype="float32")
+
+
+def test_a_cache_in_eight_bits_is_refused_where_torch_would_widen_it() -> None:
+    lacking = msgspec.structs.replace(DEVICE, lacking="no compiler")
+    with pytest.raises(ConfigError, match=r"cache.dtype = fp8_e4m3: .* what is read: no compiler"):
+        decide_on(lacking, cache__dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match="do not compute in float16"):
+        decide(cache__dtype="fp8_e5m2", model__dtype="float16")
+    both_ways = msgspec.structs.replace(CARD, causal=False)
+    settings = load(environ={"ANTIPHON_CACHE__DTYPE": "fp8_e4m3"}).settings
+    with pytest.raises(ConfigError, match="nothing is kept"):
+        resolve(settings, both_ways, DEVICE)
+
+
+def test_scales_of_no_cache_in_eight_bits_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.scales = s\.json: .* only fp8"):
+        decide(cache__scales="s.json")
+
+
 def decide_hybrid(**said: str) -> Plan:
     environ = {f"ANTIPHON_{name.upper()}": value for name, value in said.items()}
     return resolve(load(environ=environ).settings, HYBRID, DEVICE)

@@ -26,6 +26,7 @@ SETTABLE = {
     "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
     "load.config_overrides": '{"a": 1}',
     "load.format": "dummy",
+    "cache.dtype": "bf16",
     "model.dtype": "half",
     "model.quantization": "fp8",
     "--torchao-config": "int8wo",

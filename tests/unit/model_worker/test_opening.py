@@ -10,7 +10,7 @@ from tests.kernels.rows import ISAS, using
 
 from antiphon import embedded
 from antiphon.config.digest import differing
-from antiphon.config.model import Linear
+from antiphon.config.model import CacheDtype, Linear
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -114,6 +114,22 @@ def page_space(engine: Engine) -> bytes:
     engine.batching.next_rows(0.0)
     (request,) = engine.batching.running.values()
     return request.namespace
+
+
+@pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+def test_pages_in_eight_bits_are_others_and_twice_as_many() -> None:
+    engines = {
+        dtype: open_engine(Settings(cache=CacheConfig(dtype=dtype, bytes_max=1 << 20)))
+        for dtype in (CacheDtype.AUTO, CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2)
+    }
+    plans = [engine.resolved for engine in engines.values() if engine.resolved is not None]
+    wide, *narrow = [plan.cache_pages.value for plan in plans]
+    # What is left of the megabyte may hold one page more that is half as large.
+    assert {pages // 2 for pages in narrow} == {wide}
+    for engine in engines.values():
+        (said,) = answers(engine, [[5, 6, 7]])
+        assert len(said) == 12
+    assert len({page_space(engine) for engine in engines.values()}) == 3
 
 
 def test_a_warmed_up_engine_is_empty_again() -> None:

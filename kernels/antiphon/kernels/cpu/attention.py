@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NewType
 
 from antiphon.kernels.cpu import extension
+from antiphon.kernels.kv import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,12 @@ CompiledRows = NewType("CompiledRows", object)
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """The op `attention.paged`: (T, G * H, D)  ->  (T, G * H, D)."""
-    return extension.load().paged_attention(q, keys, values, rows.compiled, scale)
+    return extension.load().paged_attention(q, keys, values, rows.compiled, scale, scales)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.kernels.cpu import extension
+from antiphon.kernels.kv import UNSCALED, KvScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,10 @@ def ready_heads(
     values: Tensor,
     places: Tensor,
     norms: HeadNorms | None,
+    scales: KvScales = UNSCALED,
 ) -> Tensor:
     """The op `attention.heads`: (T, Q + 2 H, D)  ->  (T, Q, D)."""
     query, key, eps = norms if norms is not None else (None, None, 0.0)
-    return extension.load().ready_heads(heads, cos, sin, keys, values, places, query, key, eps)
+    return extension.load().ready_heads(
+        heads, cos, sin, keys, values, places, query, key, eps, scales
+    )

@@ -63,6 +63,7 @@ class Stack:
                 group=cache.group,
                 keys=cache.keys,
                 values=cache.values,
+                scales=cache.scales,
             )
 
     def __call__(

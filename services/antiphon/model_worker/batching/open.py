@@ -27,6 +27,7 @@ def open_batching(
     *,
     vocab_size: int,
     weights_digest: str,
+    kv_scales: str = "",
 ) -> Batching:
     """Make an empty one.
 
@@ -36,6 +37,7 @@ def open_batching(
         pools: The pages of the model that was loaded.
         vocab_size: Token ids that it has.
         weights_digest: Names its weights.
+        kv_scales: Names the scales of its keys and values, where those are in eight bits.
     """
     cache = settings.cache
     told = Blocks() if cache.events else None
@@ -49,9 +51,10 @@ def open_batching(
             model_digest=weights_digest,
             salt=settings.cluster.hash_salt,
             weight_version=settings.model.weight_version,
-            dtype=resolved.dtype.value,
+            dtype=resolved.cache_dtype.value,
             quantization=resolved.linear.value,
             arithmetic=resolved.bits.value,
+            kv_scales=kv_scales,
         ),
         walker=WalkThreads(),
     )

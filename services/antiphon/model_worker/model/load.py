@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,9 +16,12 @@ from antiphon.config.model_files import files_at
 from antiphon.config.quantization import Quantization, Quantize, chosen
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.weights import read_weights
+from antiphon.kernels.kv import KvSpec
+from antiphon.kernels.latent import LatentSizes
 from antiphon.layers.methods import METHODS, unfit
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import Build
+from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
@@ -28,23 +32,35 @@ from antiphon.model_worker.model.spec import HeadSpec
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from antiphon.config.model_files import ModelFiles, Place
+    from antiphon.kernels.kv import KvScales
     from antiphon.layers.tp import Tp
     from antiphon.model_worker.model.borrowed import BorrowedDecoder
     from antiphon.model_worker.model.spec import ModelSpec
 
+log = logging.getLogger(__name__)
+
 _BASE = "model."
 """How names begin in most checkpoints of models with a head."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""What keys and values may be kept in, beside what the model computes in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder with its weights, on one rank."""
+    """A decoder with its weights, on one rank.
+
+    Attributes:
+        kv_scales: By layer, what kept keys and values are multiples of; of other layers, of 1.
+    """
 
     spec: ModelSpec
     decoder: Decoder | BorrowedDecoder
     build: Build
+    kv_scales: Mapping[int, KvScales] = field(default_factory=dict[int, "KvScales"])
 
     @property
     def own(self) -> Decoder:
@@ -64,6 +80,8 @@ def load(
     tp: Tp | None = None,
     implementation: str = "auto",
     headless: bool = False,
+    cache_dtype: str = "auto",
+    cache_scales: str = "",
 ) -> Model:
     """Build the decoder that config.json describes and fill it from the weights.
 
@@ -79,6 +97,9 @@ def load(
         implementation: `antiphon` for our decoder, `transformers` for its own modules over our
             cache, `auto` for ours where there is a family.
         headless: Without the head that would give logits, whether the checkpoint has it or not.
+        cache_dtype: What keys and values are kept in: a name of `CACHE_DTYPES`; another one, or
+            `auto`: what the model computes in.
+        cache_scales: A file of scales for that; empty: the checkpoint's.
 
     Raises:
         ModelLoadError: Anything is missing, unknown or does not fit; nothing has run by then.
@@ -96,19 +117,25 @@ def load(
     for kept in {linear, quantized or linear}:
         if lacks := unfit(kept, device_, number):
             raise ModelLoadError(f"linears cannot be kept as {kept!r} here: {lacks}")
+    ranks, kept = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
     if spec is None:
-        build = Build(tp or SingleRank(), number, device_)
+        build = Build(ranks, number, device_, cache_dtype=kept)
         decoder = borrow(files, config, build, linear, quantized=stored is not None)
-        return Model(decoder.spec, decoder, build)
+        scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kept else {}
+        scales = _scales(scales, decoder.spec, build, cache_scales)
+        return Model(decoder.spec, decoder, build, scales)
     if headless:
         spec = _without_logits(spec)
-    build = Build(tp or SingleRank(), number, device_, _linears(stored, spec, quantized or linear))
+    linears = _linears(stored, spec, quantized or linear)
+    build = Build(ranks, number, device_, linears, kept)
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])
-        fill(decoder, Checkpoint.open(files, list(decoder.sources())), spec, stored)
+        checkpoint = Checkpoint.open(files, list(decoder.sources()))
+        scales = take_scales(checkpoint, len(spec.layers))
+        fill(decoder, checkpoint, spec, stored)
     except ValueError as error:
         raise ModelLoadError(f"{files.folder}: {error}") from error
-    return Model(spec, decoder, build)
+    return Model(spec, decoder, build, _scales(scales, spec, build, cache_scales))
 
 
 def fill(
@@ -155,6 +182,24 @@ def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
     if method is Quantize.TORCHAO_INT8WO and importlib.util.find_spec("torchao") is None:
         raise ConfigError("model.quantization = torchao-int8wo: the torchao package is missing")
     return quantization
+
+
+def _scales(
+    stored: dict[int, KvScales], spec: ModelSpec, build: Build, file: str
+) -> dict[int, KvScales]:
+    """Scales of what is kept, by layer: those of the operator's file, or else the checkpoint's."""
+    if build.cache_dtype is None:
+        return {}
+    keeping = [
+        layer
+        for kept, layers in spec.cache_groups()
+        if isinstance(kept, KvSpec | LatentSizes)
+        for layer in layers
+    ]
+    scales = read_scales(file, keeping) if file else stored
+    if missing := len(set(keeping) - scales.keys()):
+        log.warning("no scales of keys and values: they are 1.0", extra={"layers_without": missing})
+    return scales
 
 
 def _linears(said: Quantization | None, spec: ModelSpec, kept: str) -> StoredLinears | None:

@@ -11,6 +11,7 @@ from antiphon.config.quantization_file import METHODS as QUANTIZED
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.model.config_file import ACTIVATIONS
 from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
+from antiphon.model_worker.model.load import CACHE_DTYPES
 from antiphon.model_worker.model.registry import FAMILIES, find_family
 from antiphon.model_worker.model.rope_field import KINDS
 
@@ -33,6 +34,8 @@ In every family:
 * linears (`model.linear`): {", ".join(METHODS)}
 * quantized checkpoints (`quant_method` of config.json, see
   [quantization.md](../quantization.md)): {", ".join(QUANTIZED)}
+* keys and values (`cache.dtype`, see [quantization.md](../quantization.md)): as the model
+  computes, {", ".join(CACHE_DTYPES)}; the latter not with capped scores or sinks, nor in float16
 * rotations: {", ".join(KINDS)}
 * activations: {", ".join(ACTIVATIONS)}
 * files: safetensors, torch's, and of the architectures {", ".join(LAYOUTS)} GGUF

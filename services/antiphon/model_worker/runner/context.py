@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import LayerCache
+from antiphon.kernels.kv import UNSCALED, LayerCache
 from antiphon.kernels.op import Choice
 from antiphon.kernels.rotary import AngleTables, Rotations
 from antiphon.kernels.states import LayerStates
@@ -18,10 +18,13 @@ from antiphon.model_worker.runner.latent import PagedLatentAttend, latent_groups
 from antiphon.model_worker.runner.whole import WholeAttend
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionRows
     from antiphon.kernels.cpu.stack import Stack
+    from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.rotary import Rotary
     from antiphon.kernels.states import StateRows
@@ -63,7 +66,7 @@ class Contexts:
         self._ops = ops
         self._tp = placement.tp
         self._adapters = adapters
-        self._caches = _caches(pools)
+        self._caches = _caches(pools, model.kv_scales)
         self._states = _states(states)
         self._latent = latent_groups(model.spec)
         self._causal = model.spec.causal
@@ -131,14 +134,15 @@ class PagedAttend:
         cache = self.layers[layer]
         rows = self.groups[cache.group]
         cos, sin = self.rotations.of(manner.rotary).by_token
+        keys, values, scales = cache.keys, cache.values, cache.scales
         q = self.ops.ready_heads(
-            heads, cos, sin, cache.keys, cache.values, rows.write_places, manner.norms
+            heads, cos, sin, keys, values, rows.write_places, manner.norms, scales
         )
         scale = manner.scale
         if manner.softcap is None and manner.sinks is None:
-            return self.ops.paged_attention(q, cache.keys, cache.values, rows, scale)
+            return self.ops.paged_attention(q, keys, values, rows, scale, scales)
         return self.ops.shaped_attention(
-            q, cache.keys, cache.values, rows, scale, manner.softcap, manner.sinks
+            q, keys, values, rows, scale, manner.softcap, manner.sinks, scales
         )
 
 
@@ -155,9 +159,9 @@ class PagedStates:
         return states, self.groups[states.group]
 
 
-def _caches(pools: tuple[KvPool, ...]) -> dict[int, LayerCache]:
+def _caches(pools: tuple[KvPool, ...], scales: Mapping[int, KvScales]) -> dict[int, LayerCache]:
     return {
-        layer: LayerCache(index, *pool.layer(place))
+        layer: LayerCache(index, *pool.layer(place), scales.get(layer, UNSCALED))
         for index, pool in enumerate(pools)
         for place, layer in enumerate(pool.group.layers)
     }

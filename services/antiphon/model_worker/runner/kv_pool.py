@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from antiphon.kernels.fp8 import in_eight_bits
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,24 +33,22 @@ class KvPool:
     def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: Build) -> None:
         self.group = group
         page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
+        self.dtype = build.kept
+        """Number format of the cache."""
         self._data = torch.zeros(
             (len(group.layers), spec.tensors, group.pages_total, *page),
-            dtype=build.dtype,
+            dtype=torch.uint8 if in_eight_bits(build.kept) else build.kept,
             device=build.device,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the cache."""
-        return self._data.dtype
-
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the group's `index`-th layer, each (P, S, H, D); latents are both."""
-        return self._data[index, 0], self._data[index, -1]
+        layer = self._data[index].view(self.dtype)
+        return layer[0], layer[-1]
 
     def zero(self, places: Tensor) -> None:
         """Forget the tokens at `places` (page * S + offset) in every layer."""
-        self._data.flatten(2, 3).index_fill_(2, places, 0.0)
+        self._data.flatten(2, 3).index_fill_(2, places, 0)
 
     def read(self, page: int) -> bytes:
         """A page's bytes, all layers."""

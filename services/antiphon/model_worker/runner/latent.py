@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from antiphon.kernels.kv import store
 from antiphon.kernels.latent import LatentRows, LatentSizes, latent_attention
 from antiphon.kernels.rotary import rotary
 
@@ -54,9 +55,9 @@ class PagedLatentAttend:
         cos, sin = self.rotations.of(manner.rotary).by_token
         q = _turned(q, rows.sizes.content, cos, sin)
         kept = _turned(latents[:, None], rows.sizes.latent, cos, sin)
-        cache.keys.flatten(0, 1).index_copy_(0, rows.rows.write_places, kept)
+        store(kept, cache.keys, rows.rows.write_places, cache.scales.key)
         attend = self.ops.paged_attention
-        return latent_attention(q, cache.keys, rows, manner.heads, manner.scale, attend)
+        return latent_attention(q, cache, rows, manner.heads, manner.scale, attend)
 
 
 def _turned(heads: Tensor, first: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _group(
     else:
         _refuse_cut_pages(kept, page_tokens)
         kind = _kind(kept)
-        page_bytes = page_tokens * kept.token_bytes(ranks, build.dtype)
+        page_bytes = page_tokens * kept.token_bytes(ranks, build.kept)
     return CacheGroup(
         kind=kind,
         layers=layers,

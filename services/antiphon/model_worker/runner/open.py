@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.model_files import files_at
 from antiphon.kernels.op import table
+from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.eight_bits import require_widening
 from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import STATES, cache_groups
 from antiphon.model_worker.runner.pooling import Pooler
@@ -26,11 +28,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A loaded model, ready to run plans whose page tables are in the order of `groups`."""
+    """A loaded model, ready to run plans whose page tables are in the order of `groups`.
+
+    Attributes:
+        kv_scales: Digest of the scales of keys and values in eight bits; empty without any.
+    """
 
     runner: Runner
     groups: tuple[CacheGroup, ...]
     spec: ModelSpec
+    kv_scales: str = ""
 
 
 def open_model(
@@ -49,6 +56,8 @@ def open_model(
     deterministic: bool = False,
     implementation: str = "auto",
     pooling: Pooling | None = None,
+    cache_dtype: str = "auto",
+    cache_scales: str = "",
 ) -> OpenModel:
     """Load a model and make room for `pages` pages a cache group, or `states`.
 
@@ -56,7 +65,8 @@ def open_model(
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
-        KernelUnavailable: This build does not compute on that device, or not deterministically.
+        KernelUnavailable: This build does not compute on that device, or not deterministically, or
+            not over a cache in eight bits.
     """
     model = load(
         place,
@@ -68,11 +78,14 @@ def open_model(
         tp=tp,
         implementation=implementation,
         headless=pooling is not None,
+        cache_dtype=cache_dtype,
+        cache_scales=cache_scales,
     )
     groups = cache_groups(
         model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states
     )
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
     runner = Runner(model, groups, adapters=adapters, pooler=pooler, deterministic=deterministic)
+    require_widening(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
-    return OpenModel(runner, groups, model.spec)
+    return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))

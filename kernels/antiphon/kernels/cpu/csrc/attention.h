@@ -23,7 +23,7 @@ INLINE void write_out(
             const int64_t query_head = (task.head + head) * group + i % group;
             const int64_t at = (token * call.shape.heads * group + query_head) * size;
             T *out = static_cast<T *>(call.out) + at;
-            const F32 inverse = all(1.0f / room.mass[row]);
+            const F32 inverse = all(call.cache.value_scale / room.mass[row]);
             for (int64_t d = 0; d < size; d += LANES) {
                 // Adding zero makes one zero of both: the sign of a zero product may depend on
                 // keys beyond the query.
@@ -49,16 +49,34 @@ INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task
     return block_at(call, task, unseen > 0 ? unseen / KEYS * KEYS : 0);
 }
 
+// Bytes of a number of the cache.
+INLINE int item_bytes(const CacheShape &shape) {
+    if (shape.kept != Kept::number) return 1;
+    return shape.number == Number::bf16 ? sizeof(bf16) : sizeof(float);
+}
+
+template <class T>
+static void lay_out_kept(
+    const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
+    AttentionRoom<T> &room) {
+    switch (call.shape.kept) {
+        case Kept::number: return lay_out<T, T>(call, head, block, offsets, room);
+        case Kept::e4m3: return lay_out<T, E4m3>(call, head, block, offsets, room);
+        case Kept::e5m2: return lay_out<T, E5m2>(call, head, block, offsets, room);
+    }
+}
+
 template <class T>
 static void attend(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
     static thread_local Scratch scratch;
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
-    const int64_t offset = task.head * call.shape.head_size * sizeof(T);
+    const int item = item_bytes(call.shape);
+    const int64_t offset = task.head * call.shape.head_size * item;
     const Ahead ahead(
         static_cast<const char *>(call.cache.keys) + offset,
         static_cast<const char *>(call.cache.values) + offset,
-        task.heads * call.shape.head_size * sizeof(T), sizeof(T));
+        task.heads * call.shape.head_size * item, item);
     AttentionRoom<T> room(scratch, call.shape, ahead, task.heads * task.queries * group);
     Squares squares;
     KeyBlock block = first_block(call, task);
@@ -77,7 +95,7 @@ static void attend(
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t head = 0; head < task.heads; ++head) {
-            lay_out(call, task.head + head, block, room.offsets[side], room);
+            lay_out_kept(call, task.head + head, block, room.offsets[side], room);
             int64_t query = first * group;
             const int64_t most = ON_SQUARES<T> ? SQUARE : TILE_QUERIES;
             const int64_t tiles = ceil_div(last * group - query, most);

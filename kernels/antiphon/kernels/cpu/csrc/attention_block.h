@@ -129,26 +129,27 @@ INLINE void locate(
     for (int i = block.until < 0 ? 0 : block.until; i < KEYS; ++i) offsets[i] = -1;
 }
 
-// Lay out one head's keys and values of a block.
-template <class T>
+// Lay out one head's keys and values of a block, which are kept as K.
+template <class T, class K>
 INLINE void lay_out(
     const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
     AttentionRoom<T> &room) {
     const int64_t size = call.shape.head_size;
+    const K *nothing = reinterpret_cast<const K *>(room.nothing);  // zeros are zeros in each format
     const auto find = [&](const void *cache, int key) {
-        const T *base = static_cast<const T *>(cache) + head * size;
-        return offsets[key] < 0 ? room.nothing : base + offsets[key];
+        const K *base = static_cast<const K *>(cache) + head * size;
+        return offsets[key] < 0 ? nothing : base + offsets[key];
     };
     for (int v = 0; v < block.vectors(); ++v) {
-        const uint32_t *rows[LANES];
-        for (int i = 0; i < LANES; ++i) rows[i] = words_of(find(call.cache.keys, v * LANES + i));
-        transpose(rows, room.words, room.keys + v * LANES, KEYS);
+        const K *rows[LANES];
+        for (int i = 0; i < LANES; ++i) rows[i] = find(call.cache.keys, v * LANES + i);
+        transpose<T>(rows, room.words, room.keys + v * LANES, KEYS);
         room.ahead.step();
     }
     constexpr int step = WORD_VALUES<T>;
     for (int key = 0; key < block.until; key += step) {
         if (key % LANES == 0) room.ahead.step();
-        lay_side_by_side(
+        lay_rows<T>(
             find(call.cache.values, key), find(call.cache.values, key + step - 1), size,
             room.values + key / step * room.width);
     }
@@ -256,7 +257,7 @@ INLINE void weigh_all(
         const int64_t seen = position + 1 - block.begin, unseen = window ? seen - window : 0;
         const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
-        const float scale = call.scale * LOG2_E;
+        const float scale = call.scale * call.cache.key_scale * LOG2_E;
         const auto weigh_in = [&](auto vectors) {
             return weigh<T, vectors>(
                 room.scores[r], scale, from, until, room.top[row + r], room.mass[row + r],

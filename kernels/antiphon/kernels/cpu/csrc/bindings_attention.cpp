@@ -114,14 +114,17 @@ at::Tensor greatest(const at::Tensor &x) {
     return found;
 }
 
-// Shape and addresses of a cache (P, S, H, D) in the number format of `like`.
+using Scales = std::pair<double, double>;  // of keys and of values
+
+// Shape and addresses of a cache (P, S, H, D) of a model that computes in the dtype of `like`.
 std::pair<CacheShape, LayerCache> cache_of(
-    const at::Tensor &keys, const at::Tensor &values, const at::Tensor &like) {
-    TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
-    TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+    const at::Tensor &keys, const at::Tensor &values, const Scales &scales,
+    const at::Tensor &like) {
+    const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
     TORCH_CHECK(keys.numel() > 0, "a cache has room");
     const CacheShape shape = {
-        .number = number_of(keys),
+        .number = number_of(like),
+        .kept = kept_of(keys, like),
         .pages = keys.size(0),
         .page_tokens = keys.size(1),
         .heads = keys.size(2),
@@ -129,18 +132,15 @@ std::pair<CacheShape, LayerCache> cache_of(
         .head_size = keys.size(3),
         .window = 0,
     };
-    TORCH_CHECK(
-        shape.number == number_of(like) && shape.number == number_of(values),
-        "cache and heads have one dtype");
-    return {shape, {keys.mutable_data_ptr(), values.mutable_data_ptr()}};
+    return {shape, cache};
 }
 
 at::Tensor ready_heads(
     const at::Tensor &heads, const at::Tensor &cos, const at::Tensor &sin, const at::Tensor &keys,
     const at::Tensor &values, const at::Tensor &places, const Optional &query_norm,
-    const Optional &key_norm, double eps) {
+    const Optional &key_norm, double eps, const Scales &scales) {
     const at::Tensor all = heads.contiguous();
-    auto [shape, cache] = cache_of(keys, values, all);
+    auto [shape, cache] = cache_of(keys, values, scales, all);
     TORCH_CHECK(all.dim() == 3 && all.size(2) == shape.head_size, "heads are (T, G * H + 2 H, D)");
     const int64_t tokens = all.size(0), queries = all.size(1) - 2 * shape.heads;
     TORCH_CHECK(queries > 0 && queries % shape.heads == 0, "query heads are shared out evenly");
@@ -179,10 +179,10 @@ at::Tensor ready_heads(
 
 at::Tensor paged_attention(
     const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, const Rows &rows,
-    double scale) {
+    double scale, const Scales &scales) {
     const at::Tensor queries = q.contiguous();
-    const auto [found, cache] = cache_of(keys, values, queries);
-    const CacheShape shape = rows.shape_in(found.number, found.pages);
+    const auto [found, cache] = cache_of(keys, values, scales, queries);
+    const CacheShape shape = rows.shape_in(found.number, found.kept, found.pages);
     TORCH_CHECK(
         found.page_tokens == shape.page_tokens && found.heads == shape.heads &&
             found.head_size == shape.head_size,

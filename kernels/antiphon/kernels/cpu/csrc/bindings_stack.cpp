@@ -33,12 +33,10 @@ class Stack {
     void add(
         const Linear &qkv, const Linear &out, const Linear &gate_up, const Linear &down,
         const at::Tensor &attention_norm, const at::Tensor &mlp_norm, const Optional &query_norm,
-        const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values) {
-        TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
-        TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
-        for (const auto &cache : {keys, values})
-            TORCH_CHECK(
-                number_of(cache) == number_of(final_norm_), "cache and norms have one dtype");
+        const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values,
+        const std::pair<double, double> &scales) {
+        const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
+        kept_of(keys, final_norm_);
         const int64_t size = keys.size(3);
         const PackedLinear &first = qkv.packed(), &last = down.packed();
         check_linear(first, hidden_, first.outputs);
@@ -58,7 +56,7 @@ class Stack {
             .query_norm = query_norm ? vector_of(*query_norm, final_norm_, size) : nullptr,
             .key_norm = key_norm ? vector_of(*key_norm, final_norm_, size) : nullptr,
             .group = group,
-            .cache = {keys.mutable_data_ptr(), values.mutable_data_ptr()},
+            .cache = cache,
         });
         caches_.push_back(keys);
         for (const auto &tensor : {attention_norm, mlp_norm, keys, values}) kept_.push_back(tensor);
@@ -150,7 +148,11 @@ class Stack {
             const auto group = static_cast<size_t>(layers_[i].group);
             const at::Tensor &keys = caches_[i];
             TORCH_CHECK(group < rows.size(), "there are no rows of group ", group);
-            const CacheShape shape = rows[group]->shape_in(number_of(keys), keys.size(0));
+            const CacheShape shape = rows[group]->shape_in(
+                number_of(final_norm_), kept_of(keys, final_norm_), keys.size(0));
+            TORCH_CHECK(
+                groups[group].shape.heads == 0 || groups[group].shape.kept == shape.kept,
+                "layers of a cache group keep the same");
             TORCH_CHECK(
                 keys.size(1) == shape.page_tokens && keys.size(2) == shape.heads &&
                     keys.size(3) == shape.head_size &&
@@ -205,6 +207,7 @@ void bind_stack(py::module_ &module) {
             "add", &Stack::add, py::kw_only(), py::arg("qkv"), py::arg("out"), py::arg("gate_up"),
             py::arg("down"), py::arg("attention_norm"), py::arg("mlp_norm"), py::arg("query_norm"),
             py::arg("key_norm"), py::arg("group"), py::arg("keys"), py::arg("values"),
+            py::arg("scales"),
             py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
             py::keep_alive<1, 5>())
         .def("forward", &Stack::forward);

@@ -97,8 +97,18 @@ INLINE void rotate(const T *x, const T *cos, const T *sin, int64_t size, T *out)
     });
 }
 
-// The heads of one token that belong to kv heads [head, head + heads).
-template <class T>
+// Numbers as they are kept, each divided by the scale.
+template <class T, class K>
+INLINE void keep(const T *x, int64_t size, float scale, K *kept) {
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 divided = div(take(x + i, part), all(scale));
+        if constexpr (std::is_same_v<decltype(part), Whole>) store_codes(kept + i, divided);
+        else store_codes(kept + i, divided, part.count);
+    });
+}
+
+// The heads of one token that belong to kv heads [head, head + heads), kept as K.
+template <class T, class K>
 INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
     const int64_t size = call.shape.head_size, group = call.shape.queries_per_head;
     const int64_t kv = call.shape.heads, queries = kv * group;
@@ -120,12 +130,31 @@ INLINE void ready_heads(const HeadsCall &call, int64_t token, int64_t head, int6
     for (int64_t i = head * group; i < (head + heads) * group; ++i)
         ready(from + i * size, call.query_norm, q + i * size);
     const int64_t at = call.places[token] * kv * size;
-    T *keys = static_cast<T *>(call.cache.keys) + at;
-    T *values = static_cast<T *>(call.cache.values) + at;
-    for (int64_t i = head; i < head + heads; ++i)
-        ready(from + (queries + i) * size, call.key_norm, keys + i * size);
-    std::memcpy(
-        values + head * size, from + (queries + kv + head) * size, heads * size * sizeof(T));
+    K *keys = static_cast<K *>(call.cache.keys) + at;
+    K *values = static_cast<K *>(call.cache.values) + at;
+    const T *value = from + (queries + kv + head) * size;
+    if constexpr (IN_BYTES<K>) {
+        static thread_local Scratch scratch;
+        T *turned_key = static_cast<T *>(scratch.room(size * sizeof(T)));
+        for (int64_t i = head; i < head + heads; ++i) {
+            ready(from + (queries + i) * size, call.key_norm, turned_key);
+            keep(turned_key, size, call.cache.key_scale, keys + i * size);
+        }
+        keep(value, heads * size, call.cache.value_scale, values + head * size);
+    } else {
+        for (int64_t i = head; i < head + heads; ++i)
+            ready(from + (queries + i) * size, call.key_norm, keys + i * size);
+        std::memcpy(values + head * size, value, heads * size * sizeof(T));
+    }
+}
+
+template <class T>
+INLINE void ready_kept(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
+    switch (call.shape.kept) {
+        case Kept::number: return ready_heads<T, T>(call, token, head, heads);
+        case Kept::e4m3: return ready_heads<T, E4m3>(call, token, head, heads);
+        case Kept::e5m2: return ready_heads<T, E5m2>(call, token, head, heads);
+    }
 }
 
 INLINE void norm_one(const NormCall &call, int64_t row) {
@@ -134,8 +163,8 @@ INLINE void norm_one(const NormCall &call, int64_t row) {
 }
 
 INLINE void ready_token(const HeadsCall &call, int64_t token, int64_t head, int64_t heads) {
-    if (call.shape.number == Number::bf16) ready_heads<bf16>(call, token, head, heads);
-    else ready_heads<float>(call, token, head, heads);
+    if (call.shape.number == Number::bf16) ready_kept<bf16>(call, token, head, heads);
+    else ready_kept<float>(call, token, head, heads);
 }
 
 // Whole calls, each with a team of its own.

@@ -5,6 +5,19 @@ template <class T> static constexpr int WORD_VALUES = 4 / sizeof(T);
 
 INLINE const uint32_t *words_of(const void *row) { return static_cast<const uint32_t *>(row); }
 
+// The word that begins at a value of a row, of K as of T.
+template <class T, class K> INLINE uint32_t word_of(const K *row) {
+    uint32_t word;
+    if constexpr (!IN_BYTES<K>) {
+        std::memcpy(&word, row, 4);
+    } else if constexpr (std::is_same_v<T, bf16>) {
+        word = widened(row[0]) | static_cast<uint32_t>(widened(row[1])) << 16;
+    } else {
+        word = static_cast<uint32_t>(widened(row[0])) << 16;
+    }
+    return word;
+}
+
 #if ANTIPHON_AVX512
 
 INLINE void store_words(uint32_t *p, I32 a) { _mm512_storeu_si512(p, a.v); }
@@ -80,14 +93,26 @@ template <class T> INLINE F32 dot_words(F32 acc, I32 a, I32 b) {
     }
 }
 
+// Four words of each of four rows of K, as of T.
+template <class T, class K> INLINE I32 quarters_of(const K *a, const K *b, const K *c, const K *d) {
+    if constexpr (!IN_BYTES<K>) return quarters(words_of(a), words_of(b), words_of(c), words_of(d));
+    else if constexpr (std::is_same_v<T, bf16>)
+        return widen_codes<K>(byte_halves(a, b), byte_halves(c, d));
+    else return as_float_words(widen_sixteen<K>(byte_quarters(a, b, c, d)));
+}
+
 // Sixteen rows of `words` words become columns: out[w * stride + r] = rows[r][w].
-INLINE void transpose(const uint32_t *const *rows, int64_t words, uint32_t *out, int64_t stride) {
+template <class T, class K>
+INLINE void transpose(const K *const *rows, int64_t words, uint32_t *out, int64_t stride) {
     int64_t w = 0;
     for (; w + 4 <= words; w += 4) {
         I32 four[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-            four[i] = quarters(rows[i] + w, rows[4 + i] + w, rows[8 + i] + w, rows[12 + i] + w);
+        for (int i = 0; i < 4; ++i) {
+            const int64_t at = w * WORD_VALUES<T>;
+            four[i] = quarters_of<T>(
+                rows[i] + at, rows[4 + i] + at, rows[8 + i] + at, rows[12 + i] + at);
+        }
         const I32 a = low_words(four[0], four[1]), b = low_words(four[2], four[3]);
         const I32 c = high_words(four[0], four[1]), d = high_words(four[2], four[3]);
         store_words(out + w * stride, low_doubles(a, b));
@@ -96,7 +121,8 @@ INLINE void transpose(const uint32_t *const *rows, int64_t words, uint32_t *out,
         store_words(out + (w + 3) * stride, high_doubles(c, d));
     }
     for (; w < words; ++w)
-        for (int r = 0; r < LANES; ++r) out[w * stride + r] = rows[r][w];
+        for (int r = 0; r < LANES; ++r)
+            out[w * stride + r] = word_of<T>(rows[r] + w * WORD_VALUES<T>);
 }
 
 // The words of one step over keys: two rows of bf16 side by side, or a row of floats.
@@ -107,4 +133,33 @@ INLINE void lay_side_by_side(const bf16 *a, const bf16 *b, int64_t size, uint32_
 }
 INLINE void lay_side_by_side(const float *a, const float *, int64_t size, uint32_t *out) {
     std::memcpy(out, a, size * sizeof(float));
+}
+
+// Sixteen of those words, of codes.
+template <class T, class K> INLINE I32 words_side_by_side(const K *a, const K *b) {
+    const __m128i first = load_codes(a);
+    if constexpr (std::is_same_v<T, bf16>) {
+        const __m128i second = load_codes(b);
+        return widen_codes<K>(
+            _mm_unpacklo_epi8(first, second), _mm_unpackhi_epi8(first, second));
+    } else {
+        return as_float_words(widen_sixteen<K>(first));
+    }
+}
+
+// Those words of rows of K, as of T.
+template <class T, class K>
+INLINE void lay_rows(const K *a, const K *b, int64_t size, uint32_t *out) {
+    if constexpr (!IN_BYTES<K>) {
+        lay_side_by_side(a, b, size, out);
+    } else {
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES)
+            store_words(out + i, words_side_by_side<T>(a + i, b + i));
+        for (; i < size; ++i) {
+            out[i] = widened(a[i]);
+            if constexpr (std::is_same_v<T, bf16>) out[i] |= uint32_t{widened(b[i])} << 16;
+            else out[i] <<= 16;
+        }
+    }
 }

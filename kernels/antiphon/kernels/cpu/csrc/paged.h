@@ -10,16 +10,22 @@
 
 #include "packed.h"
 
+// What keys and values are kept as: as the model computes, or in eight bits (fp8.h).
+enum class Kept : int { number, e4m3, e5m2 };
+
 // What is the same in every pass.
 struct CacheShape {
-    Number number;  // of keys, values and queries
+    Number number;  // of queries, and of keys and values when they are not in eight bits
+    Kept kept;
     int64_t pages, page_tokens, heads, queries_per_head, head_size;
     int64_t window;  // tokens that a query sees, itself included; 0: all
 };
 
-// One layer's cache, (P, S, H, D) both.
+// One layer's cache, (P, S, H, D) both, and the multiples of what is kept there that keys and values
+// are: 1 unless they are in eight bits.
 struct LayerCache {
     void *keys, *values;
+    float key_scale, value_scale;
 };
 
 // Row r's tokens follow those of row r - 1; token p of row r lies in page

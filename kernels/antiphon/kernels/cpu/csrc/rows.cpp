@@ -27,6 +27,7 @@ Rows::Rows(
     Ints tables, Ints query_len, Ints kv_len)
     : shape_{
           .number = Number::f32,
+          .kept = Kept::number,
           .pages = 0,
           .page_tokens = page_tokens,
           .heads = heads,
@@ -67,10 +68,11 @@ PagedRows Rows::paged() const {
     };
 }
 
-CacheShape Rows::shape_in(Number number, int64_t pages) const {
+CacheShape Rows::shape_in(Number number, Kept kept, int64_t pages) const {
     TORCH_CHECK(pages_needed_ <= pages, "a row has page ", pages_needed_ - 1, " of ", pages);
     CacheShape shape = shape_;
     shape.number = number;
+    shape.kept = kept;
     shape.pages = pages;
     return shape;
 }

@@ -22,7 +22,7 @@ class Rows {
 
     PagedRows paged() const;
     // The shape of a cache that the rows fit into. Raises if it does not hold their pages.
-    CacheShape shape_in(Number number, int64_t pages) const;
+    CacheShape shape_in(Number number, Kept kept, int64_t pages) const;
 
     int64_t tokens() const { return static_cast<int64_t>(places_.size()); }
     bool one_each() const { return tokens() == query_len_.size(); }

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "packed.h"
+#include "paged.h"
 
 // Of a tensor in this machine's memory, which is all that a kernel can read.
 inline Number number_of(const at::Tensor &tensor) {
@@ -14,6 +15,30 @@ inline Number number_of(const at::Tensor &tensor) {
     TORCH_CHECK(tensor.is_cpu(), "no kernel for memory of ", tensor.device());
     TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "no kernel for ", type);
     return type == at::kBFloat16 ? Number::bf16 : Number::f32;
+}
+
+// What a cache keeps, of a model that computes in the number format of `like`.
+inline Kept kept_of(const at::Tensor &cache, const at::Tensor &like) {
+    const auto type = cache.scalar_type();
+    TORCH_CHECK(cache.is_cpu(), "no kernel for memory of ", cache.device());
+    if (type == at::kFloat8_e4m3fn) return Kept::e4m3;
+    if (type == at::kFloat8_e5m2) return Kept::e5m2;
+    TORCH_CHECK(
+        number_of(cache) == number_of(like),
+        "a cache is of the dtype that the model computes in, or in eight bits");
+    return Kept::number;
+}
+
+// Keys and values (P, S, H, D) of one layer, and their scales.
+inline LayerCache layer_of(
+    const at::Tensor &keys, const at::Tensor &values, double key_scale, double value_scale) {
+    TORCH_CHECK(keys.dim() == 4 && keys.sizes() == values.sizes(), "a cache is (P, S, H, D)");
+    TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "a cache lies in one piece");
+    TORCH_CHECK(keys.scalar_type() == values.scalar_type(), "keys and values have one dtype");
+    TORCH_CHECK(key_scale > 0 && value_scale > 0, "scales are positive");
+    return {
+        keys.mutable_data_ptr(), values.mutable_data_ptr(), static_cast<float>(key_scale),
+        static_cast<float>(value_scale)};
 }
 
 // The address of `size` values in the number format of `like`.

@@ -1,0 +1,103 @@
+"""Scales of keys and values that a checkpoint or a file brings, for a cache in eight bits.
+
+A checkpoint has a number a layer and kind beside the layer's attention: `k_scale` and `v_scale`, or
+as `output_scale` of what makes keys and values, or one `kv_scale` for both. A file is that of
+SGLang's `--quantization-param-path`: a number a layer, for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.kernels.kv import KvScales
+from antiphon.model_worker.model.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from antiphon.model_worker.model.formats.stored import StoredTensor
+    from antiphon.model_worker.model.weights import Checkpoint
+
+_SCALE = re.compile(
+    r"(?:^|\.)(?P<layer>\d+)\.(?:.*\.)?"
+    r"(?:(?P<kind>k|v|kv)_scale|(?P<made>k|v)_proj\.output_scale)$"
+)
+
+
+def take_scales(checkpoint: Checkpoint, layers: int) -> dict[int, KvScales]:
+    """Take the scales out of a checkpoint, by layer: none of them is a weight.
+
+    A layer that has one for keys alone, or for values alone, has it for both.
+
+    Raises:
+        ModelLoadError: One is not a single positive number.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for name in list(checkpoint.tensors):
+        if (match := _SCALE.search(name)) is None:
+            continue
+        tensor = checkpoint.tensors.pop(name)
+        if (layer := int(match["layer"])) < layers:
+            found.setdefault(layer, {})[match["kind"] or match["made"]] = _number(name, tensor)
+    return {layer: _both(said) for layer, said in found.items()}
+
+
+def _number(name: str, tensor: StoredTensor) -> float:
+    if tensor.count != 1:
+        raise ModelLoadError(f"weights: {name} has {tensor.count} numbers: one a layer is read")
+    scale = float(tensor.decode(tensor.data.read()).float())
+    tensor.data.release()
+    return _positive(name, scale)
+
+
+def _positive(name: str, scale: float) -> float:
+    if not (math.isfinite(scale) and scale > 0):
+        raise ModelLoadError(f"{name} is {scale}: no scale of keys or values")
+    return scale
+
+
+def _both(said: Mapping[str, float]) -> KvScales:
+    one = said.get("kv") or max(said.values())
+    return KvScales(said.get("k", one), said.get("v", one))
+
+
+class _Cache(msgspec.Struct):
+    scaling_factor: dict[str, dict[str, float]]
+
+
+class _File(msgspec.Struct):
+    kv_cache: _Cache
+
+
+def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
+    """Read the scales of layers from `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, ...}}}}`.
+
+    Raises:
+        ModelLoadError: It cannot be read, or a layer has none, or one is no positive number.
+    """
+    try:
+        said = msgspec.json.decode(Path(path).read_bytes(), type=_File)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelLoadError(f"cache.scales = {path}: {error}") from error
+    of_rank = said.kv_cache.scaling_factor.get("0", {})
+    found: dict[int, KvScales] = {}
+    for layer in layers:
+        scale = of_rank.get(str(layer))
+        if scale is None:
+            raise ModelLoadError(f"cache.scales = {path}: layer {layer} has none")
+        scale = _positive(f"{path}: layer {layer}", scale)
+        found[layer] = KvScales(scale, scale)
+    return found
+
+
+def scales_digest(scales: Mapping[int, KvScales]) -> str:
+    """Name scales; empty without any."""
+    if not scales:
+        return ""
+    return hashlib.sha256(msgspec.msgpack.encode(sorted(scales.items()))).hexdigest()

@@ -1,0 +1,343 @@
+"""Caches in eight bits: every family against transformers whose keys and values are rounded alike.
+
+Where a key lies near the border between two codes, their sums and ours, which differ in the last
+bits, may fall on either side of it, and one number of the cache is off by a step. So what is
+compared agrees within `LIMIT`; without the rounding it is off by several times that.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.kernels.rows import ISAS
+from tests.models import families, families_moe
+from tests.models.parity import Saved, error, logits_of, opened, save, texts
+from tests.models.stepper import Stepper
+from tests.models.test_llama_parity import spy_on_logits
+from torch import Tensor
+
+from antiphon.kernels.fp8 import rounded
+from antiphon.kernels.kv import KvScales
+from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.cache.groups import GroupKind
+from antiphon.model_worker.model.cache_scales import scales_digest
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.load import CACHE_DTYPES, load
+from antiphon.model_worker.runner.forward import Runner
+from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
+from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.open import OpenModel, open_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+LIMIT = 0.01
+"""Greatest difference of logits, in their standard deviations: of all but a few rows it is 1e-5."""
+MISSED = 1.5
+"""Times the limit by which a model that rounds nothing is off at least."""
+ROWS = families.ROWS + families_moe.ROWS
+BY_NAME = {row.name: row for row in ROWS}
+
+needs_kernels = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What keys and values of a reference become on their way.
+
+    Attributes:
+        grown: What its keys are multiplied by before they are kept, where ours multiply scores.
+    """
+
+    format: torch.dtype
+    scales: Mapping[int, KvScales]
+    grown: float = 1.0
+
+    def of(self, kept: Tensor, layer: int, which: int) -> Tensor:
+        scale = self.scales.get(layer, KvScales())[which] * (1.0 if which else self.grown)
+        return rounded(kept, self.format, scale).to(kept.dtype) * scale
+
+
+@contextmanager
+def rounding(model: Any, how: Rounding) -> Iterator[None]:
+    """Let a model of transformers round what a cache would keep.
+
+    A latent is rounded as it leaves its norm; of its keys only what is rotated then.
+    """
+    module = sys.modules[type(model).__module__]
+    eager: Callable[..., Any] = module.eager_attention_forward
+    turned: int = getattr(model.config, "qk_rope_head_dim", 0)
+
+    def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **said: Any):
+        index = layer.layer_idx
+        if turned:
+            parts = key.split((key.shape[-1] - turned, turned), dim=-1)
+            key = torch.cat((parts[0], how.of(parts[1], index, 0)), dim=-1)
+        else:
+            key, value = how.of(key, index, 0), how.of(value, index, 1)
+        return eager(layer, query, key, value, *rest, **said)
+
+    hooks = [
+        layer.kv_a_layernorm.register_forward_hook(
+            lambda _, __, out, index=layer.layer_idx: how.of(out, index, 0)
+        )
+        for layer in model.modules()
+        if hasattr(layer, "kv_a_layernorm")
+    ]
+    module.eager_attention_forward = attend  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        module.eager_attention_forward = eager  # pyright: ignore[reportAttributeAccessIssue]
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def reference(
+    saved: Saved, ids: list[int], format_: str, scales: Mapping[int, KvScales] | None = None
+) -> Tensor:
+    model: Any = saved.model
+    how = Rounding(
+        CACHE_DTYPES[format_], scales or {}, getattr(model.config, "key_multiplier", 1.0)
+    )
+    with rounding(model, how):
+        return saved.logits(ids)
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=str)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(BY_NAME["llama"], tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("format_", CACHE_DTYPES)
+def test_logits_are_those_of_a_model_that_rounds_alike(saved: Saved, format_: str) -> None:
+    expected = reference(saved, texts()[-1], format_)
+    ours = logits_of(opened(saved, cache_dtype=format_), texts()[-1], chunk=23)
+    assert error(ours, expected) < LIMIT
+    assert error(ours, saved.of_prompt) > MISSED * LIMIT
+
+
+def test_a_cached_prefix_and_other_texts_change_nothing(saved: Saved) -> None:
+    model, ids = opened(saved, cache_dtype="fp8_e4m3"), texts()[-1]
+    seen = spy_on_logits(model.runner)
+    batch = Stepper(model.runner, model.groups)
+    first, second, _ = batch.add(ids[:40]), batch.add(ids), batch.add(texts()[1])
+    batch.step({0: 36})
+    batch.step({0: 4, 2: 11})
+    for group, own, theirs in zip(model.groups, second.pages, first.pages, strict=True):
+        own.extend(theirs[: 1 if group.kind is GroupKind.STATE else 9])
+    second.computed = 36
+    batch.step({2: 7, 1: len(ids) - 36}, all_logits=True)
+    expected = reference(saved, ids, "fp8_e4m3")[36:]
+    assert error(seen[-1][7:], expected) < LIMIT
+
+
+@pytest.mark.parametrize("linear", ["plain", "packed"] if ISAS else ["plain"])
+@pytest.mark.parametrize("forced", [{}, {"attention.paged": "torch", "attention.heads": "torch"}])
+@pytest.mark.parametrize("format_", CACHE_DTYPES)
+def test_every_way_to_run_it_agrees(
+    llama: Saved, linear: str, forced: dict[str, str], format_: str
+) -> None:
+    model = load(llama.folder, dtype="float32", linear=linear, cache_dtype=format_)
+    groups = cache_groups(model.spec, model.build, page_tokens=4, pages=128)
+    run = OpenModel(Runner(model, groups, forced=forced), groups, model.spec)
+    ours = logits_of(run, texts()[-1], chunk=17)
+    assert error(ours, reference(llama, texts()[-1], format_)) < LIMIT
+
+
+# Scales
+
+SPELLINGS: dict[str, tuple[str, str | None]] = {
+    "beside attention": ("self_attn.k_scale", "self_attn.v_scale"),
+    "of attention's own": ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+    "of projections": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    "as what they give": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+    "one for both": ("self_attn.kv_scale", None),
+}
+
+
+def scaled(saved: Saved, folder: Path, names: tuple[str, str | None], *values: Tensor) -> Path:
+    """A copy of a checkpoint with scales of each layer, of as many layers as there are values."""
+    folder.mkdir()
+    tensors = load_file(saved.folder / "model.safetensors")
+    for layer, value in enumerate(values):
+        for at, name in enumerate(names):
+            if name is not None:
+                one = value[at] if value.dim() else value
+                tensors[f"model.layers.{layer}.{name}"] = one.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((saved.folder / "config.json").read_bytes())
+    return folder
+
+
+def opened_at(
+    folder: Path, cache_dtype: str = "auto", *, scales: str = "", implementation: str = "auto"
+) -> OpenModel:
+    return open_model(
+        folder,
+        page_tokens=4,
+        pages=128,
+        dtype="float32",
+        implementation=implementation,
+        cache_dtype=cache_dtype,
+        cache_scales=scales,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("names", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_scales_are_those_of_the_checkpoint(
+    llama: Saved, tmp_path: Path, names: tuple[str, str | None]
+) -> None:
+    # Far from one, so that small keys fall below the least number of the format without them.
+    each = [torch.tensor([1e-3 * (layer + 1), 3e-4 * (layer + 2)]) for layer in range(3)]
+    if names[1] is None:
+        each = [pair[:1].repeat(2) for pair in each]
+    folder = scaled(llama, tmp_path / "scaled", names, *each)
+    model = opened_at(folder, cache_dtype="fp8_e4m3")
+    scales = {layer: KvScales(*pair.tolist()) for layer, pair in enumerate(each)}
+    ours = logits_of(model, texts()[-1], chunk=23)
+    assert error(ours, reference(llama, texts()[-1], "fp8_e4m3", scales)) < LIMIT
+    assert error(ours, reference(llama, texts()[-1], "fp8_e4m3")) > LIMIT
+    assert model.kv_scales == scales_digest(scales) != ""
+    # Who keeps the model's own numbers passes them over.
+    plain = opened_at(folder)
+    assert error(logits_of(plain, texts()[-1], chunk=23), llama.of_prompt) < llama.row.limit
+    assert plain.kv_scales == ""
+
+
+@needs_kernels
+def test_a_file_of_scales_goes_before_the_checkpoint(llama: Saved, tmp_path: Path) -> None:
+    folder = scaled(llama, tmp_path / "scaled", SPELLINGS["one for both"], torch.tensor(7.0))
+    factors = {str(layer): 0.002 * (layer + 1) for layer in range(3)}
+    said = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn"}}
+    said["kv_cache"]["scaling_factor"] = {"0": factors}  # pyright: ignore[reportArgumentType]
+    file = tmp_path / "scales.json"
+    file.write_bytes(msgspec.json.encode(said))
+    model = opened_at(folder, cache_dtype="fp8_e4m3", scales=str(file))
+    scales = {layer: KvScales(*[factors[str(layer)]] * 2) for layer in range(3)}
+    assert model.kv_scales == scales_digest(scales)
+    file.write_bytes(msgspec.json.encode({"kv_cache": {"scaling_factor": {"0": {"0": 1.0}}}}))
+    with pytest.raises(ModelLoadError, match="layer 1 has none"):
+        opened_at(folder, cache_dtype="fp8_e4m3", scales=str(file))
+    with pytest.raises(ModelLoadError, match="No such file"):
+        opened_at(folder, cache_dtype="fp8_e4m3", scales=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor(0.0), "is 0.0: no scale"),
+        (torch.tensor(torch.nan), "is nan: no scale"),
+        (torch.ones(2, 2), "has 2 numbers: one a layer is read"),
+    ],
+    ids=["zero", "nan", "many"],
+)
+def test_what_is_no_scale_is_refused(
+    llama: Saved, tmp_path: Path, value: Tensor, message: str
+) -> None:
+    folder = scaled(llama, tmp_path / "scaled", SPELLINGS["beside attention"], value)
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder, cache_dtype="fp8_e4m3")
+
+
+@needs_kernels
+def test_layers_without_a_scale_are_told_of(
+    llama: Saved, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = scaled(llama, tmp_path / "scaled", SPELLINGS["one for both"], torch.tensor(0.5))
+    opened_at(folder, cache_dtype="fp8_e5m2")
+    assert [record.__dict__["layers_without"] for record in caplog.records] == [2]
+    caplog.clear()
+    opened_at(folder)
+    assert not caplog.records
+
+
+# Pages
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2"])
+def test_a_page_has_a_quarter_of_the_bytes_and_travels_whole(tmp_path: Path, name: str) -> None:
+    folder = save(BY_NAME[name], tmp_path).folder
+    here, there, wide = (
+        opened_at(folder, cache_dtype=kept) for kept in ("fp8_e4m3", "fp8_e4m3", "auto")
+    )
+    group = here.groups[0]
+    assert 4 * group.page_bytes == wide.groups[0].page_bytes
+    pool = here.runner.pools[0]
+    assert pool._data.nbytes == group.page_bytes * group.pages_total
+    ids = texts()[-1]
+    first, second = Stepper(here.runner, here.groups), Stepper(there.runner, there.groups)
+    line = first.add(ids)
+    seen = spy_on_logits(here.runner)
+    first.step({0: 40})
+    first.step({0: len(ids) - 40}, all_logits=True)
+    codecs = PageCodec(pool), PageCodec(there.runner.pools[0])
+    other = second.add(ids)
+    other.pages[0] = [second._free[0].pop() for _ in range(10)]
+    other.computed = 40
+    for page, into in zip(line.pages[0][:10], other.pages[0], strict=True):
+        codecs[1].decode(into, codecs[0].encode(page))
+    again = spy_on_logits(there.runner)
+    second.step({0: len(ids) - 40}, all_logits=True)
+    assert torch.equal(again[-1], seen[-1])
+    with pytest.raises(PageCorrupt):
+        PageCodec(wide.runner.pools[0]).decode(0, codecs[0].encode(0))
+
+
+def test_what_a_failed_row_wrote_is_forgotten(llama: Saved) -> None:
+    model = opened(llama, cache_dtype="fp8_e4m3")
+    pool = model.runner.pools[0]
+    keys, values = pool.layer(0)
+    nan = torch.full(keys.shape, torch.nan).to(keys.dtype)
+    for kept in (keys, values):
+        kept.view(torch.uint8).copy_(nan.view(torch.uint8))
+    pool.zero(torch.arange(8))
+    for kept in (keys, values):
+        numbers = kept.float().flatten(0, 1)
+        assert (numbers[:8] == 0).all()
+        assert numbers[8:].isnan().all()
+
+
+# Who runs it, and who refuses
+
+
+@needs_kernels
+def test_modules_of_transformers_keep_it_too(llama: Saved, tmp_path: Path) -> None:
+    each = [torch.tensor([2e-3, 5e-4])] * 3
+    folder = scaled(llama, tmp_path / "scaled", SPELLINGS["beside attention"], *each)
+    model = opened_at(folder, cache_dtype="fp8_e4m3", implementation="transformers")
+    scales = dict.fromkeys(range(3), KvScales(*each[0].tolist()))
+    ours = logits_of(model, texts()[-1], chunk=23)
+    assert error(ours, reference(llama, texts()[-1], "fp8_e4m3", scales)) < LIMIT
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_what_only_torch_could_read_does_not_start(tmp_path: Path, name: str) -> None:
+    folder = save(BY_NAME[name], tmp_path).folder
+    with pytest.raises(KernelUnavailable, match=r"attention\.shaped, which this model needs"):
+        opened_at(folder, cache_dtype="fp8_e4m3")
+
+
+def test_recurrent_states_stay_as_they_are(tmp_path: Path) -> None:
+    row = BY_NAME["falcon-h1"]
+    kept = opened(save(row, tmp_path), cache_dtype="fp8_e5m2").groups
+    plain = opened(save(replace(row), tmp_path)).groups
+    for group, wide in zip(kept, plain, strict=True):
+        times = 1 if group.kind is GroupKind.STATE else 4
+        assert times * group.page_bytes == wide.page_bytes
