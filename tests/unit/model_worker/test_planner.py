@@ -409,3 +409,18 @@ def test_of_those_who_wait_the_first_keeps_what_it_will_find_for_longest() -> No
     while 3 not in steps.running():
         steps.go()
     assert steps.batching.running[0].cached_tokens == len(first)
+
+
+def test_what_the_tree_has_is_kept_where_the_window_of_who_was_followed_has_moved_on() -> None:
+    steps = Steps(
+        pages=120, cached=True, window=6, step_tokens_max=256, chunk_tokens=256, context_tokens=200
+    )
+    steps.add(0, STEM, max_new_tokens=1)
+    while not steps.batching.idle:
+        steps.go()
+    shared = [*STEM, *range(40)]
+    for key in (1, 2):
+        steps.add(key, [*shared, *[key] * 20], max_new_tokens=4)
+    assert steps.go() == [(1, 60)], "the second did not wait for what the first computes"
+    assert steps.go() == [(1, 1), (2, 60)], "what the tree had was computed again"
+    assert [r.cached_tokens for r in steps.batching.running.values()] == [len(STEM)] * 2

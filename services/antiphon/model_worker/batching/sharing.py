@@ -109,11 +109,13 @@ class Sharing:
         return False
 
     def shared_tokens(self, request: Request) -> int:
-        """How far `fork` could take a request."""
+        """How far `fork` takes a request: not at all where the leader's window has moved on."""
         following = request.following
         if following is None or not following.ready or not self._forks:
             return 0
-        return following.tokens if following.leader.namespace is self.namespace else 0
+        if following.leader.namespace is not self.namespace:
+            return 0
+        return following.table.shareable_tokens(following.tokens)
 
     def fork(self, request: Request, cached_tokens: int) -> PageTable | None:
         """A table that shares what a request has waited for, if it is more than the index has."""

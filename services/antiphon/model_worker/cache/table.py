@@ -215,6 +215,21 @@ class PageTable:
         self.reserved = self._page_end(tokens)
         self.revision += 1
 
+    def shareable_tokens(self, tokens: int) -> int:
+        """The longest prefix, up to `tokens`, that a fork can go on from.
+
+        None where a window group has let go of what a query there sees, and none where there are
+        states: the current one stands after all that is committed, and those that stand at other
+        places are the index's.
+        """
+        groups = self._pools.groups
+        if self.chains:
+            return 0
+        whole = min(tokens, self.committed) // self._pools.page_tokens * self._pools.page_tokens
+        if any(self._dead[index] > groups[index].dead_len(whole) for index in self._pools.windows):
+            return 0
+        return whole
+
     def fork(self, tokens: int | None = None) -> PageTable:
         """A second table that shares whole committed pages of this one.
 
@@ -222,10 +237,10 @@ class PageTable:
         token, which is cheaper than a copy inside the step.
 
         Args:
-            tokens: Share no more than these; None: all that are committed. Nothing is shared where
-                a window group has let go of what a query there sees.
+            tokens: Share no more than these; None: all that are committed. What is shared of them
+                is `shareable_tokens`.
         """
-        tokens = self._shareable_tokens(self.committed if tokens is None else tokens)
+        tokens = self.shareable_tokens(self.committed if tokens is None else tokens)
         lengths = [group.table_len(tokens) for group in self._pools.groups]
         pages = [pages[:length] for pages, length in zip(self._pages, lengths, strict=True)]
         other: PageTable = PageTable.sharing(self._pools, tokens, pages)
@@ -243,20 +258,6 @@ class PageTable:
         self._cutoffs = self._pools.cutoffs
         self.committed = self.reserved = 0
         self.revision += 1
-
-    def _shareable_tokens(self, tokens: int) -> int:
-        """The longest prefix, up to `tokens`, that a fork can go on from.
-
-        None where there are states: the current one stands after all that is committed, and those
-        that stand at other places are the index's.
-        """
-        groups = self._pools.groups
-        if self.chains:
-            return 0
-        whole = min(tokens, self.committed) // self._pools.page_tokens * self._pools.page_tokens
-        if any(self._dead[index] > groups[index].dead_len(whole) for index in self._pools.windows):
-            return 0
-        return whole
 
     def _page_end(self, tokens: int) -> int:
         """The end of the page that the last of so many tokens lies in."""
