@@ -73,6 +73,13 @@ def test_a_loop_that_never_looks_is_given_a_bounded_number_of_orders() -> None:
         box.order(FlushCache())
 
 
+def test_a_loop_that_has_something_to_do_at_a_time_waits_no_longer() -> None:
+    box = Mailbox(1)
+    assert box.take(wait=True, timeout_s=0.0) == Mail()
+    box.run(A, STATE)
+    assert box.take(wait=True, timeout_s=0.0) == Mail(runs=((A, STATE),))
+
+
 def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
     box = Mailbox(1)
     taken: list[Mail | None] = []

@@ -107,6 +107,12 @@ class Batching:
         """Requests that lost their pages to one that outranks them, since start."""
         return self._planner.preemptions
 
+    @property
+    def next_due(self) -> float | None:
+        """When `expire` next has somebody to end, if anybody's time is limited."""
+        dues = [due for due in (self._timeouts.next_due, self._late.next_due) if due is not None]
+        return min(dues, default=None)
+
     def add(
         self, key: ChoiceKey, state: RequestState, now: float, guide: Guide | None = None
     ) -> None:
@@ -159,11 +165,7 @@ class Batching:
 
         Nothing only if nothing is left to do, or nothing before launched rows are committed.
         """
-        self._settle_late()
-        overdue = [*self._timeouts.take_due(now), *self._late.overdue(now)]
-        for request, error in overdue:
-            if request.phase is not Phase.ENDED:
-                self._end(request, Finish.failed(error))
+        self.expire(now)
         rows = [
             self._launch(request, end)
             for request, end in self._planner.wants(now)
@@ -175,6 +177,14 @@ class Batching:
             self._late.wait()
         assert not stands or self._late or self.idle, "requests wait and nothing runs"
         return rows
+
+    def expire(self, now: float) -> None:
+        """End those whose time is over: it runs in a pause, too, in which no rows are chosen."""
+        self._settle_late()
+        overdue = [*self._timeouts.take_due(now), *self._late.overdue(now)]
+        for request, error in overdue:
+            if request.phase is not Phase.ENDED:
+                self._end(request, Finish.failed(error))
 
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
         """Apply what a plan produced. Rows whose requests went other ways are passed over."""

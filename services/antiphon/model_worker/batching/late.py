@@ -87,6 +87,13 @@ class LateRows:
             else:
                 self._rows.append(late)
 
+    @property
+    def next_due(self) -> float | None:
+        """When one of them has waited for too long, as far as anybody has looked."""
+        since = (late.since for late in self._rows if late.since is not None)
+        first = min(since, default=None)
+        return None if first is None else first + self._timeout_s
+
     def overdue(self, now: float) -> Iterator[tuple[Request, Overloaded]]:
         """Those that have waited for too long, with the reason."""
         for late in self._rows:

@@ -162,7 +162,7 @@ class BatchingLoop:
             batching.drop(key, kept)
         returned = [key for keys in mail.returns if batching.hand_back(keys) for key in keys]
         done = self._obey(mail.orders) if mail.orders else ()
-        rows = [] if self.paused else batching.next_rows(now)
+        rows = self._next_rows(now)
         began = time.perf_counter()
         self._run_step(rows)
         started = [row.request for row in rows if row.request.started_s == now]
@@ -189,6 +189,12 @@ class BatchingLoop:
             returned=tuple(returned),
         )
 
+    def _next_rows(self, now: float) -> Sequence[Row]:
+        if not self.paused:
+            return self._batching.next_rows(now)
+        self._batching.expire(now)
+        return ()
+
     def _count_credit(self, now: float) -> Credit:
         """What could be taken on, counted anew when it is due: it costs as much as a short plan."""
         if now >= self._credit_due_s or self._batching.idle:
@@ -201,7 +207,10 @@ class BatchingLoop:
         rests = self._flight is None and (self.paused or self._batching.idle)
         if rests:
             self.pulse = 0
-        mail = self._mailbox.take(wait=rests)
+        # Whoever waits out a pause may run out of time meanwhile.
+        due = self._batching.next_due if rests else None
+        timeout_s = None if due is None else max(0.0, due - self._clock())
+        mail = self._mailbox.take(wait=rests, timeout_s=timeout_s)
         self._beat()
         return mail
 

@@ -103,11 +103,16 @@ class Mailbox:
             self._closed = True
             self._news.notify()
 
-    def take(self, *, wait: bool) -> Mail | None:
-        """Empty the box; with `wait`, sleep until there is something in it. None: closed."""
+    def take(self, *, wait: bool, timeout_s: float | None = None) -> Mail | None:
+        """Empty the box. None: it is closed.
+
+        Args:
+            wait: Sleep until there is something in it.
+            timeout_s: Sleep no longer than this. None: as long as it takes.
+        """
         with self._news:
-            while wait and not (self._closed or self._filled()):
-                self._news.wait()
+            if wait:
+                self._news.wait_for(lambda: self._closed or self._filled(), timeout_s)
             if self._closed:
                 return None
             if not self._filled():

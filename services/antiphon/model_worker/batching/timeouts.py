@@ -33,6 +33,12 @@ class Timeouts:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
 
+    @property
+    def next_due(self) -> float | None:
+        """When the next one's time is over; None if nobody's is limited."""
+        dues = [due for due in (self._waiting.next_due, self._running.next_due) if due is not None]
+        return min(dues, default=None)
+
     def arrived(self, request: Request) -> None:
         """A request waits here, since it began to wait anywhere."""
         self._waiting.put(request, request.queued_s)
@@ -75,6 +81,10 @@ class _Due:
         if self._time_s is not None:
             insort(self._order, (since, request.arrival))
             self._since[request.arrival] = (since, request)
+
+    @property
+    def next_due(self) -> float | None:
+        return self._order[0][0] + self._time_s if self._order and self._time_s else None
 
     def forget(self, request: Request) -> None:
         found = self._since.pop(request.arrival, None)

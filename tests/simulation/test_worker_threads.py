@@ -1,0 +1,266 @@
+"""The batching loop in its own thread, and the bus side that writes to its mailbox meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.simulation.batching_world import Told, World
+
+from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
+from antiphon.model_worker.batching.mailbox import Mailbox, Order
+from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.command import (
+    ContinueWorker,
+    ControlDone,
+    FlushCache,
+    PauseMode,
+    PauseWorker,
+    SetWeightVersion,
+)
+from antiphon.wire.errors import Overloaded
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from antiphon.model_worker.batching.plan import Outcome, Plan
+
+WAIT_S = 20.0
+"""How long a test waits for a report that never comes."""
+
+
+class BusSide:
+    """What runs in the event loop's thread: it writes letters, and reads what the loop reports."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.random = world.random
+        self.box = Mailbox(capacity=6)
+        self.reports: SimpleQueue[StepReport] = SimpleQueue()
+        self.done: list[ControlDone] = []
+        self.last: StepReport | None = None
+        self.failed: list[BaseException] = []
+        self.seen: Counter[str] = Counter()
+        self._ordered = 0
+        world.poison = 0.0  # drawing from the world's seed belongs to this thread
+        world.runner.poisoned = lambda _plan, _row: False
+        self.loop = BatchingLoop(
+            world.batching, world.runner, self.box, self.reports.put, overlap=world.overlap
+        )
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.failed.append(error)
+            raise
+
+    def hear(self, *, wait: bool) -> bool:
+        """Take in one report, if there is one."""
+        try:
+            report = self.reports.get(timeout=WAIT_S) if wait else self.reports.get_nowait()
+        except Empty:
+            assert not wait, f"the loop reports nothing: {self.failed}"
+            return False
+        self.last = report
+        self.done += report.done
+        # What was on its way when somebody dropped a choice is heard by nobody.
+        dropped = {key for key, told in self.world.told.items() if told.dropped}
+        gone = [progress for progress in report.progress if progress.key in dropped]
+        self.seen["crossed"] += len(gone)
+        kept = tuple(progress for progress in report.progress if progress.key not in dropped)
+        returned = tuple(key for key in report.returned if key not in dropped)
+        self.world.hear(_with(report, progress=kept, returned=returned))
+        return True
+
+    def hear_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.hear(wait=True)
+
+    def order(self, *orders: Order) -> None:
+        """Have these done; all that was written before has reached the loop then."""
+        for order in orders:
+            self.box.order(order)
+        self._ordered += len(orders)
+        self.hear_until(lambda: len(self.done) == self._ordered)
+
+    def run(self) -> None:
+        """Send a request, whose choices may find the box full."""
+        pairs = self.world.new_choices()
+        for index, (key, state) in enumerate(pairs):
+            try:
+                self.box.run(key, state)
+            except Overloaded:
+                self.seen["refused"] += 1
+                for _, told in ((k, self.world.told[k]) for k, _ in pairs[index:]):
+                    told.dropped = True
+                for sent, _ in pairs[:index]:
+                    self.drop(sent)
+                return
+
+    def drop(self, key: ChoiceKey) -> None:
+        told = self.world.told[key]
+        told.dropped = True
+        self.box.drop(key, self.random.choice([None, len(told.ids)]))
+
+    def act(self) -> None:
+        """Do one thing, whatever the loop does at this moment."""
+        live = [key for key, told in self.world.told.items() if told.live]
+        match self.random.choice(["run"] * 8 + ["drop", "return", "hear", "order", "fail"]):
+            case "drop" if live:
+                self.drop(self.random.choice(live))
+            case "return" if live:
+                request_id = self.world.told[self.random.choice(live)].state.request_id
+                told = self.world.told
+                self.box.give_back(
+                    tuple(key for key in live if told[key].state.request_id == request_id)
+                )
+            case "hear":
+                while self.hear(wait=False):
+                    pass
+            case "order":
+                mode = self.random.choice(list(PauseMode))
+                orders: list[Order] = [FlushCache(), PauseWorker(mode=mode), ContinueWorker()]
+                if self.random.random() < 0.3:
+                    orders.append(SetWeightVersion(version=str(self._ordered), abort_all=False))
+                self.order(*orders)
+            case "fail":
+                self.world.runner.fail = not self.world.runner.fail
+            case _:
+                self.run()
+
+    def drain(self) -> None:
+        """Let everybody come to an end."""
+        self.world.runner.fail = False
+        self.order(ContinueWorker())
+        self.hear_until(lambda: not any(told.live for told in self.world.told.values()))
+        # Dropped choices may still be running, or their rows be in flight: nothing tells of them.
+        self.order(FlushCache())
+        self.hear_until(lambda: self.last is not None and self.last.running == 0)
+
+    def verify(self, told: Told) -> None:
+        aborted = told.finish is not None and told.finish.reason is FinishReason.ABORT
+        if aborted:
+            said, _ = self.world.alone(told.state)
+            assert told.ids == said[: len(told.ids)]
+        else:
+            self.world.verify(told)
+
+
+def _with(report: StepReport, **said: Any) -> StepReport:
+    fields = {name: getattr(report, name) for name in StepReport.__slots__}
+    return StepReport(**(fields | said))
+
+
+@contextmanager
+def beside(world: World) -> Iterator[BusSide]:
+    """The loop runs in a thread; it has ended, without a bug, when the block is left."""
+    side = BusSide(world)
+    side.thread.start()
+    try:
+        yield side
+    finally:
+        side.box.close()
+        side.thread.join(WAIT_S)
+    assert not side.thread.is_alive(), "the loop does not end"
+    assert not side.failed
+
+
+both = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+
+
+@both
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_written_while_the_loop_runs_everybody_has_one_end(
+    seed: int, overlap: bool
+) -> None:
+    world = World(seed, overlap=overlap, queue_timeout_s=None, running_timeout_s=None)
+    with beside(world) as side:
+        for _ in range(250):
+            side.act()
+        side.drain()
+    for told in world.told.values():
+        assert told.dropped or told.returned or told.finish is not None
+        side.verify(told)
+    assert world.batching.idle
+    world.check_pages()
+    world.check_slots()
+    assert world.pools.used() == world.pools.loose()
+    world.batching.flush()
+    world.pools.finished(side.last.step if side.last else 0)
+    assert world.pools.free() == [pool.total for pool in world.pools.pools]
+    assert len(world.batching._timeouts) == 0
+
+
+def test_the_threads_cross_in_every_way() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        with beside(World(seed, overlap=True, queue_timeout_s=None)) as side:
+            for _ in range(250):
+                side.act()
+            side.drain()
+        seen += side.seen + side.world.seen
+    assert set(seen) >= {"refused", "crossed", "returned", "abort", "length", "stop", "internal"}
+
+
+def endless(number: int) -> tuple[ChoiceKey, RequestState]:
+    return ChoiceKey(number), RequestState(
+        request_id=RequestId(f"r{number}"),
+        choice=0,
+        prompt_ids=pack_ids([5, 6, 7]),
+        sampling=SamplingParams(max_new_tokens=90, ignore_eos=True),
+        deadline_unix_ms=0,
+    )
+
+
+@both
+def test_who_waits_in_a_pause_for_too_long_ends_in_it(overlap: bool) -> None:
+    world = World(1, overlap=overlap, queue_timeout_s=0.05, running_timeout_s=None)
+    with beside(world) as side:
+        side.order(PauseWorker(mode=PauseMode.IN_PLACE))
+        key, state = endless(0)
+        world.told[key] = Told(state)
+        side.box.run(key, state)
+        side.hear_until(lambda: world.told[key].finish is not None)
+        assert side.last is not None
+        assert side.last.paused
+    assert world.seen == {"overloaded": 1}
+    assert world.batching.idle
+
+
+@both
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
+    overlap: bool, mode: PauseMode
+) -> None:
+    world = World(1, overlap=overlap, queue_timeout_s=None, running_timeout_s=0.05)
+    begun, goes_on = threading.Event(), threading.Event()
+    compute = world.runner.run
+
+    def run(plan: Plan) -> Outcome:
+        begun.set()
+        assert goes_on.wait(WAIT_S)
+        return compute(plan)
+
+    world.runner.run = run  # type: ignore[method-assign]
+    with beside(world) as side:
+        key, state = endless(0)
+        world.told[key] = Told(state)
+        side.box.run(key, state)
+        assert begun.wait(WAIT_S)
+        side.box.order(PauseWorker(mode=mode))
+        goes_on.set()
+        side.hear_until(lambda: world.told[key].finish is not None)
+    assert world.seen["deadline"] == 1
+    assert side.last is not None
+    assert side.last.paused
+    assert world.pools.used() == world.pools.loose()
