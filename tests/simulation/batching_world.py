@@ -149,6 +149,7 @@ class World:
         self.poison = 0.0
         self.seen: Counter[str] = Counter()
         self._overtaken: dict[ChoiceKey, float] = {}
+        self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
 
     def pick(self, name: str, *options: Any) -> Any:
@@ -374,12 +375,14 @@ class World:
         overdue = [
             key
             for key, since in self._overtaken.items()
-            if key in waiting and self.now - since >= self.rules.max_overtake_s
+            if key in waiting
+            and self.now - since + self._overtaken_before[key] >= self.rules.max_overtake_s
         ]
         if overdue and started:
             assert all(request.urgent for request in started), "an overdue request was passed"
             self.seen["urgent"] += 1
-        self._overtaken = {key: at for key, at in self._overtaken.items() if key in waiting}
+        for key in [key for key in self._overtaken if key not in waiting]:
+            self._overtaken_before[key] += int(self.now - self._overtaken.pop(key))
         latest = max((request.arrival for request in started), default=0)
         for key, request in waiting.items():
             if request.arrival < latest:

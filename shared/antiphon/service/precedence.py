@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -25,7 +24,8 @@ class Precedence(msgspec.Struct, frozen=True, kw_only=True):
         low_first: Whether the lower number goes first.
         preempt_threshold: By how much a waiting request must outrank a running one to take its
             place.
-        max_overtake_s: How long a request may wait after one that came later was admitted.
+        max_overtake_s: How long a request may wait after one that came later was admitted; if it
+            has to wait again, because it lost its place, in all.
     """
 
     priority: bool = False
@@ -69,27 +69,43 @@ class Overtaken(Generic[W]):
         self._overtake_s_max = overtake_s_max
         self._waits = waits
         self._fresh: list[tuple[float, int, W]] = []  # a heap
-        self._passed: deque[tuple[float, W]] = deque()  # by time
+        self._passed: list[tuple[float, int, W]] = []  # a heap, by the time
         self._numbers = count()
 
     def enter(self, arrival: float, waiting: W) -> None:
         """Somebody begins to wait, who came then: by any clock, or as any number."""
         heappush(self._fresh, (arrival, next(self._numbers), waiting))
 
-    def overtake(self, arrival: float, now: float) -> None:
-        """Who came then is admitted: all that wait and came before it are overtaken."""
+    def overtake(
+        self, arrival: float, now: float, before_s: Callable[[W], float] | None = None
+    ) -> list[W]:
+        """Who came then is admitted: all that wait and came before it are overtaken.
+
+        Args:
+            arrival: When it came.
+            now: When it is admitted.
+            before_s: For how long somebody had been overtaken when it last waited. None: nobody
+                waits twice.
+
+        Returns:
+            Those who were not overtaken yet since they entered.
+        """
+        overtaken: list[W] = []
         while self._fresh and self._fresh[0][0] <= arrival:
-            came, _, passed = heappop(self._fresh)
+            came, number, passed = heappop(self._fresh)
             if came != arrival and self._waits(passed):
-                self._passed.append((now, passed))
+                since = now - (before_s(passed) if before_s is not None else 0.0)
+                heappush(self._passed, (since, number, passed))
+                overtaken.append(passed)
+        return overtaken
 
     def take_overdue(self, now: float) -> Iterator[W]:
         """Those who have been overtaken for too long, the longest first, each once."""
         while self._passed:
-            since, waiting = self._passed[0]
+            since, _, waiting = self._passed[0]
             waits = self._waits(waiting)
             if waits and now - since < self._overtake_s_max:
                 return
-            self._passed.popleft()
+            heappop(self._passed)
             if waits:
                 yield waiting

@@ -424,3 +424,16 @@ def test_what_the_tree_has_is_kept_where_the_window_of_who_was_followed_has_move
     assert steps.go() == [(1, 60)], "the second did not wait for what the first computes"
     assert steps.go() == [(1, 1), (2, 60)], "what the tree had was computed again"
     assert [r.cached_tokens for r in steps.batching.running.values()] == [len(STEM)] * 2
+
+
+def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowed() -> None:
+    rules = Rules(priority=True, preempt_threshold=0, max_overtake_s=10.0)
+    steps = Steps(pages=400, running_max=1, rules=rules)
+    steps.add(0, priority=0, max_new_tokens=30, ignore_eos=True)
+    steps.go()
+    for key in range(1, 6):  # each takes 8 s, and each preempts who runs, if it may
+        while steps.running() != [0]:
+            steps.go()
+        steps.add(key, priority=9, max_new_tokens=8, ignore_eos=True)
+        steps.go()
+    assert steps.batching.preemptions == 2, "it gave way although it had waited 16 s in all"

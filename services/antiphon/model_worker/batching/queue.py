@@ -91,7 +91,12 @@ class WaitingQueue:
     def admit(self, request: Request, now: float) -> None:
         """Take a request out, for it is about to start. It overtakes those who came before it."""
         self.remove(request)
-        self._overtaken.overtake(request.arrival, now)
+        if request.overtaken_s is not None:
+            # It may be retracted, and is not overtaken anew then: this wait counts on.
+            request.overtaken_before_s += now - request.overtaken_s
+            request.overtaken_s = None
+        for overtaken, _ in self._overtaken.overtake(request.arrival, now, _before_s):
+            overtaken.overtaken_s = now
 
     def remove(self, request: Request) -> None:
         """Take a request out: it was admitted, or nobody wants it."""
@@ -103,3 +108,7 @@ class WaitingQueue:
 def _waits(ticket: Ticket) -> bool:
     request, life = ticket
     return request.phase is Phase.WAITING and request.life == life
+
+
+def _before_s(ticket: Ticket) -> float:
+    return ticket[0].overtaken_before_s

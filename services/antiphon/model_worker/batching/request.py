@@ -116,6 +116,8 @@ class Request:
         told: Tokens of the prompt of which it has been told, or nobody wants to be.
         prefilling: It has not drawn a token since it was started.
         scores: It ends with its prompt and draws nothing.
+        overtaken_s: Since when it waits behind one that came later, if it does.
+        overtaken_before_s: For how long it did so before it was last started.
         urgent: It was overtaken for too long, and gives way to nobody any more.
         prefix: What the index had for it, and at which of the index's generations.
         touched: The step in which that was last kept from being evicted.
@@ -168,6 +170,8 @@ class Request:
         self.prefilling = True
         self.cached_tokens = 0
         self.started_s: float | None = None
+        self.overtaken_s: float | None = None
+        self.overtaken_before_s = 0.0
         self.urgent = False
         self.prefix: tuple[int, Prefix] | None = None
         self.touched: int | None = None
