@@ -95,7 +95,6 @@ class RadixWorld:
         assert match.length == length < len(key.token_ids) // 4
         table = match.table or PageTable(self.pools)
         assert table.committed == length
-        self.touch(key, length, hit=True)
         self.reached["found"] += length > 0
         holder = Holder(key, table)
         self.check_content(holder)
@@ -103,6 +102,9 @@ class RadixWorld:
         if not self.reserve(holder, holder.tokens):
             self.holders.pop()
             table.release()
+            return
+        self.index.use(key, length)
+        self.touch(key, length, hit=True)
 
     def reserve(self, holder: Holder, tokens: int) -> bool:
         """Find pages for a table, giving up cached ones; False if there are not enough."""

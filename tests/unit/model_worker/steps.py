@@ -104,6 +104,12 @@ class Steps:
         key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
         return self.batching.index.peek(key).length
 
+    def hits(self, prompt: Sequence[int]) -> int:
+        """How often requests have used what begins with these tokens."""
+        index, beginning = self.batching.index, pack_ids(prompt)
+        assert isinstance(index, RadixIndex)
+        return sum(n.hits for n in index._tree.nodes() if n.tokens.startswith(beginning))
+
     def next(self) -> list[Row]:
         self.now += 1.0
         return self.batching.next_rows(self.now)

@@ -437,3 +437,17 @@ def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowe
         steps.add(key, priority=9, max_new_tokens=8, ignore_eos=True)
         steps.go()
     assert steps.batching.preemptions == 2, "it gave way although it had waited 16 s in all"
+
+
+def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
+    steps = Steps(pages=10, running_max=2, cached=True)
+    steps.add(0, [40] * 8, max_new_tokens=1)
+    steps.go()
+    steps.add(1, [60] * 12, max_new_tokens=20, ignore_eos=True)
+    steps.go()
+    steps.add(2, [*[40] * 8, 1], max_new_tokens=1)
+    hits = [(steps.running(), steps.hits([40])) for _ in range(5) if steps.go()]
+    assert hits == [([1], 0)] * 5, "waiting was counted as a use"
+    while not steps.batching.idle:
+        steps.go()
+    assert steps.hits([40]) == 1

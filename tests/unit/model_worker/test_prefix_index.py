@@ -42,6 +42,7 @@ class Bench:
     def begin(self, text: str) -> PageTable:
         key = self.key(text)
         table = self.index.match(key).table or PageTable(self.pools)
+        self.index.use(key, table.committed)
         table.allocate(len(text) * PAGE_TOKENS)
         return table
 
@@ -154,10 +155,9 @@ def test_a_prompt_that_was_found_again_stays_longer_than_the_answer_that_was_not
 def test_least_recent_goes_first_and_a_use_counts() -> None:
     bench = Bench()
     bench.serve("a", "b", "c")
-    bench.index.match(bench.key("a!"))
+    bench.index.use(bench.key("a!"), PAGE_TOKENS)
     bench.serve("d")
-    held = bench.pools.loose()[0]
-    bench.index.evict([held - 1])
+    bench.index.evict([2])
     assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 0, 1]
 
 
@@ -165,14 +165,24 @@ def test_least_often_goes_first_even_if_it_was_of_use_last() -> None:
     bench = Bench(strategy="lfu")
     bench.serve("a", "b")
     for _ in range(2):
-        table = bench.index.match(bench.key("a!")).table
-        assert table is not None
-        table.release()
+        bench.index.use(bench.key("a!"), PAGE_TOKENS)
     bench.serve("c", "d")
     bench.index.evict([1])
     assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 1, 1]
     bench.index.evict([2])
     assert [bench.found(text + "!") for text in "abcd"] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_who_finds_a_prefix_and_does_not_start_has_not_used_it(strategy: str) -> None:
+    bench = Bench(strategy=strategy)
+    bench.serve("a", "b")
+    for _ in range(2):
+        table = bench.index.match(bench.key("a!")).table
+        assert table is not None
+        table.release()
+    bench.index.evict([1])
+    assert [bench.found(text + "!") for text in "ab"] == [0, 1]
 
 
 def test_what_a_request_held_while_others_were_evicted_can_go_when_it_has_ended() -> None:

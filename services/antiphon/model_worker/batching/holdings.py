@@ -86,6 +86,8 @@ class Holdings:
 
     def start(self, request: Request, table: PageTable, now: float) -> None:
         """Give a request a slot; there is one free. It runs with this table from here on."""
+        if table.committed:
+            self.index.use(self._key(request), table.committed)
         request.start(self.slots.take(), table, now)
         request.namespace = self._namespace_digest
         self.running[request.slot] = request

@@ -77,7 +77,14 @@ class PrefixIndex(Protocol):
         ...
 
     def match(self, key: CacheKey) -> Match:
-        """Find the longest known prefix that leaves at least one token to compute."""
+        """Find the longest known prefix that leaves at least one token to compute.
+
+        Whoever asks may have to give the table back, so it counts as no use: see `use`.
+        """
+        ...
+
+    def use(self, key: CacheKey, tokens: int) -> None:
+        """A request has started with the first `tokens` of its key's tokens, in whole pages."""
         ...
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
@@ -135,6 +142,9 @@ class NoIndex:
     def match(self, key: CacheKey) -> Match:
         """Find nothing."""
         return Match(length=0, table=None)
+
+    def use(self, key: CacheKey, tokens: int) -> None:
+        """Nothing is known of any."""
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Keep nothing."""

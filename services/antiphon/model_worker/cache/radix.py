@@ -72,17 +72,25 @@ class RadixIndex:
         self._touch([node for node in path if node.start < length])
 
     def match(self, key: CacheKey) -> Match:
-        """Find the longest known prefix that leaves at least one token to compute."""
+        """Find the longest known prefix that leaves at least one token to compute.
+
+        The order of eviction stays as it is, as with `peek`: the first who waits asks in each step.
+        """
         path, length = self._longest(key)
         if not length:
             return Match(length=0, table=None)
         path = self._settle(path, length)
-        self._touch(path)
-        for node in path:
-            node.hits += 1
         tokens = length * self._page_tokens
         pages = [_joined(path, group) for group in range(len(self._pools.groups))]
         return Match(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
+
+    def use(self, key: CacheKey, tokens: int) -> None:
+        """A request has started with so many tokens, which it has from here or from another."""
+        path, length = self._tree.find(key, tokens // self._page_tokens)
+        path = self._settle(path, length)
+        self._touch(path)
+        for node in path:
+            node.hits += 1
 
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Remember the whole committed pages of a table; see `PrefixIndex.insert`."""
