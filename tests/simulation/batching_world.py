@@ -348,6 +348,7 @@ class World:
                     assert len(pages) <= (3 if self.overlap else 2)
                     continue
                 assert slots.page_tables(_one(slot))[group][0].tolist() == pages
+                assert slots.pages_held[group][slot] == len(pages) - pages.count(HOLE)
         empty = set(range(self.limits.running_max)) - set(running)
         assert all(slots.length[slot] == 0 for slot in empty)
 

@@ -75,6 +75,18 @@ def test_who_asks_for_no_tokens_reserves_none() -> None:
     assert steps.batching.credit().pages_promised == 2 * 3 - 4
 
 
+def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
+    steps = Steps(pages=20, window=4, context_tokens=80)
+    steps.add(1, 32, max_new_tokens=8, ignore_eos=True)
+    while not steps.batching.running or steps.batching.running[0].prefilling:
+        steps.go()
+    room, (request,) = steps.batching._holdings.room, steps.batching.running.values()
+    held = [
+        gain - coming for gain, coming in zip(room.gains()(request), room.promised(), strict=True)
+    ]
+    assert held == steps.pools.used() == [8, 2]
+
+
 @pytest.mark.parametrize(
     ("sampling", "said", "matched"),
     [

@@ -48,7 +48,7 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
     left = slots.tokens_max - slots.length
     ending = (slots.length > 0) & (left <= HORIZON_STEPS)
     groups = list(
-        zip(pools.free(), index.evictable(), room.promised(), slots.page_counts, strict=True)
+        zip(pools.free(), index.evictable(), room.promised(), slots.pages_held, strict=True)
     )
     return min(
         (
@@ -56,10 +56,10 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
                 pages_free=free,
                 pages_evictable=evictable,
                 pages_promised=promised,
-                pages_returning=int(np.sum(counts, where=ending)),
+                pages_returning=int(np.sum(held, where=ending)),
                 slots_free=slots.free_count,
             )
-            for free, evictable, promised, counts in (groups[i] for i in pools.measured)
+            for free, evictable, promised, held in (groups[i] for i in pools.measured)
         ),
         key=lambda one: one.pages_available,
     )

@@ -85,9 +85,9 @@ class Room:
         share = np.where(slots.exact, 1.0, self.ratio.value)
         tokens = slots.length + np.ceil(left * share).astype(np.int64)
         return [
-            np.clip(_table_len(group, tokens) - counts, 0, most)
-            for group, counts, most in zip(
-                self._pools.groups, slots.page_counts, self._growth_max, strict=True
+            np.clip(_table_len(group, tokens) - entries, 0, np.maximum(most - held, 0))
+            for group, entries, held, most in zip(
+                self._pools.groups, slots.entries, slots.pages_held, self._growth_max, strict=True
             )
         ]
 
@@ -97,19 +97,25 @@ class Room:
 
     def gains(self) -> Callable[[Request], list[int]]:
         """Tells how many pages a group a running request would leave, with those promised to it."""
+        slots = self._slots
         left = [
-            (growth + counts).tolist()
-            for growth, counts in zip(self.growth(), self._slots.page_counts, strict=True)
+            (growth + held).tolist()
+            for growth, held in zip(self.growth(), slots.pages_held, strict=True)
+        ]
+        holes = [
+            (entries - held).tolist()
+            for entries, held in zip(slots.entries, slots.pages_held, strict=True)
         ]
 
         def of(request: Request) -> list[int]:
-            # What it found in the cache when it started may be held by others as well.
-            cached, groups = request.cached_tokens, self._pools.groups
+            # What it found in the cache when it started may be held by others as well, but for
+            # what a window has left behind, and a state with its first row.
+            cached, slot = request.cached_tokens, request.slot
             return [
-                # A state that it found has been left behind with the first row.
-                pages[request.slot]
-                - (0 if index in self._pools.states else group.table_len(cached))
-                for index, (pages, group) in enumerate(zip(left, groups, strict=True))
+                left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
+                if index not in self._pools.states
+                else left[index][slot]
+                for index, group in enumerate(self._pools.groups)
             ]
 
         return of
@@ -133,9 +139,9 @@ class Room:
         lengths = np.append(slots.length[running], request.length)
         left = np.append(slots.tokens_max[running], request.tokens_max) - lengths
         return all(
-            fits_exactly(lengths, left, np.append(counts[running], 0), group.page_tokens, pages)
-            for group, counts, pages in zip(
-                self._pools.groups, slots.page_counts, available, strict=True
+            fits_exactly(lengths, left, np.append(held[running], 0), group.page_tokens, pages)
+            for group, held, pages in zip(
+                self._pools.groups, slots.pages_held, available, strict=True
             )
         )
 

@@ -13,10 +13,9 @@ from antiphon.model_worker.batching.telling import Telling
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.cache.table import PageTable
 
 _INT32_MAX = 2**31 - 1
 _WIDTH = 64
@@ -33,7 +32,8 @@ class Slots:
         length: Tokens that the request in a slot knows; 0 in an empty one.
         tokens_max: Its longest length.
         exact: Whether it surely gets there.
-        page_counts: Entries of its page table, a cache group.
+        entries: Entries of its page table, a cache group.
+        pages_held: Pages that it holds, a cache group: as many, but for the holes of a window.
         steering: What changes its logits.
         telling: What is told of its tokens.
     """
@@ -42,7 +42,8 @@ class Slots:
         self.length = np.zeros(slots_max, np.int64)
         self.tokens_max = np.zeros(slots_max, np.int64)
         self.exact = np.zeros(slots_max, np.bool_)
-        self.page_counts = [np.zeros(slots_max, np.int64) for _ in range(groups)]
+        self.entries = [np.zeros(slots_max, np.int64) for _ in range(groups)]
+        self.pages_held = [np.zeros(slots_max, np.int64) for _ in range(groups)]
         self.steering = Steering(slots_max, vocab_size)
         self.telling = Telling()
         self._free = list(range(slots_max))  # a heap, so that low slots are used first
@@ -88,9 +89,10 @@ class Slots:
         self.length[slot] = self.tokens_max[slot] = 0
         self.steering.clear(slot)
         self.telling.clear(slot)
-        for table, counts in zip(self._tables, self.page_counts, strict=True):
-            table[slot, : counts[slot]] = HOLE
-            counts[slot] = 0
+        groups = zip(self._tables, self.entries, self.pages_held, strict=True)
+        for table, entries, held in groups:
+            table[slot, : entries[slot]] = HOLE
+            entries[slot] = held[slot] = 0
         heapq.heappush(self._free, slot)
 
     def update(self, request: Request) -> None:
@@ -100,8 +102,8 @@ class Slots:
         if table.revision != self._revisions[slot]:
             self._rewrite(request)
             return
-        for group, counts in enumerate(self.page_counts):
-            self._write(group, slot, table.pages(group), int(counts[slot]))
+        for group, entries in enumerate(self.entries):
+            self._write(group, slot, table, int(entries[slot]))
 
     def sampling(self, slots: Ints) -> SamplingColumns:
         """The sampling columns of these slots, in this order."""
@@ -118,26 +120,27 @@ class Slots:
     def page_tables(self, slots: Ints) -> tuple[Ints, ...]:
         """A copy of the page tables of these slots, (R, N) a cache group."""
         return tuple(
-            table[slots, : counts[slots].max()]
-            for table, counts in zip(self._tables, self.page_counts, strict=True)
+            table[slots, : entries[slots].max()]
+            for table, entries in zip(self._tables, self.entries, strict=True)
         )
 
     def _rewrite(self, request: Request) -> None:
         slot, table = request.slot, request.table
         assert table is not None, "a running request has no pages"
-        for group, counts in enumerate(self.page_counts):
-            pages = table.pages(group)
-            self._tables[group][slot, len(pages) : counts[slot]] = HOLE
-            self._write(group, slot, pages, 0)
+        for group, entries in enumerate(self.entries):
+            self._tables[group][slot, len(table.pages(group)) : entries[slot]] = HOLE
+            self._write(group, slot, table, 0)
         self._revisions[slot] = table.revision
 
-    def _write(self, group: int, slot: int, pages: Sequence[int], start: int) -> None:
+    def _write(self, group: int, slot: int, table: PageTable, start: int) -> None:
         """Write the entries of a page table from `start` on."""
+        pages = table.pages(group)
         count = len(pages)
         if count > self._tables[group].shape[1]:
             self._widen(group, count)
         self._tables[group][slot, start:count] = pages[start:]
-        self.page_counts[group][slot] = count
+        self.entries[group][slot] = count
+        self.pages_held[group][slot] = table.held(group)
 
     def _widen(self, group: int, count: int) -> None:
         old = self._tables[group]

@@ -152,6 +152,12 @@ class PageTable:
             return self._dead[group]
         return -(-self.committed // self._pools.page_tokens) - 1
 
+    def held(self, group: int) -> int:
+        """Pages of a group that it holds: its `pages` without the holes before them."""
+        if group in self.chains:
+            return sum(page != HOLE for page in self.chains[group].pages)
+        return len(self._pages[group]) - self._dead[group]
+
     def covers(self, tokens: int) -> bool:
         """Whether the next row may go up to token `tokens` with what is there."""
         return tokens <= self.reserved and not any(chain.need for chain in self.chains.values())
