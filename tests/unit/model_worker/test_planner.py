@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
+from antiphon.model_worker.batching import sharing
 from antiphon.model_worker.batching.budget import Budget
 from antiphon.model_worker.batching.builder import build_plan
 from antiphon.model_worker.batching.plan import Details
@@ -25,7 +26,7 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import DetailParams
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.request import Progress
+    from antiphon.model_worker.batching.request import Progress, Request
 
 STEM = list(range(40, 76))
 
@@ -426,6 +427,20 @@ def test_what_the_tree_has_is_kept_where_the_window_of_who_was_followed_has_move
     assert [r.cached_tokens for r in steps.batching.running.values()] == [len(STEM)] * 2
 
 
+def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
+    steps = Steps(pages=10, running_max=2, cached=True)
+    steps.add(0, [40] * 8, max_new_tokens=1)
+    steps.go()
+    steps.add(1, [60] * 12, max_new_tokens=20, ignore_eos=True)
+    steps.go()
+    steps.add(2, [*[40] * 8, 1], max_new_tokens=1)
+    hits = [(steps.running(), steps.hits([40])) for _ in range(5) if steps.go()]
+    assert hits == [([1], 0)] * 5, "waiting was counted as a use"
+    while not steps.batching.idle:
+        steps.go()
+    assert steps.hits([40]) == 1
+
+
 def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowed() -> None:
     rules = Rules(priority=True, preempt_threshold=0, max_overtake_s=10.0)
     steps = Steps(pages=400, running_max=1, rules=rules)
@@ -439,15 +454,22 @@ def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowe
     assert steps.batching.preemptions == 2, "it gave way although it had waited 16 s in all"
 
 
-def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
-    steps = Steps(pages=10, running_max=2, cached=True)
-    steps.add(0, [40] * 8, max_new_tokens=1)
+def test_a_prompt_is_compared_once_with_each_of_those_that_begin_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    def agreed(a: Request, b: Request, longest: int) -> int:
+        compared.append((a.key, b.key))
+        return agreed_in_full(a, b, longest)
+
+    agreed_in_full = sharing._agreed
+    monkeypatch.setattr(sharing, "_agreed", agreed)
+    steps = Steps(pages=10, cached=True, chunk_tokens=2, step_tokens_max=8)
+    steps.add(1, [*STEM[:4], *range(16)], max_new_tokens=16, ignore_eos=True)
     steps.go()
-    steps.add(1, [60] * 12, max_new_tokens=20, ignore_eos=True)
-    steps.go()
-    steps.add(2, [*[40] * 8, 1], max_new_tokens=1)
-    hits = [(steps.running(), steps.hits([40])) for _ in range(5) if steps.go()]
-    assert hits == [([1], 0)] * 5, "waiting was counted as a use"
-    while not steps.batching.idle:
+    steps.add(2, [*STEM[:4], *range(50, 58)], max_new_tokens=8, ignore_eos=True)
+    for _ in range(6):
         steps.go()
-    assert steps.hits([40]) == 1
+    assert steps.running() == [1], "there was room for both"
+    assert compared == [(1, 2)]

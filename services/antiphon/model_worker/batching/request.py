@@ -122,6 +122,8 @@ class Request:
         prefix: What the index had for it, and at which of the index's generations.
         touched: The step in which that was last kept from being evicted.
         following: The request that computes its prefix at this moment.
+        passed_leaders: Up to which one it would follow none of those that compute, and how much of
+            it was cached then; see `Sharing`.
         namespace: What has computed its pages, from its start on.
         guide: Where it stands in its grammar, if it has one.
         filter: What its processors allow; made when it first gets a slot, if it has any.
@@ -176,6 +178,7 @@ class Request:
         self.prefix: tuple[int, Prefix] | None = None
         self.touched: int | None = None
         self.following: Following | None = None
+        self.passed_leaders = (0, 0)
         self.cache_key: CacheKey | None = None
         self.namespace = b""
         self.finish: Finish | None = None
@@ -245,6 +248,7 @@ class Request:
         self.computed = self.planned = self.ahead = 0
         self.life += 1
         self.prefix = self.following = self.cache_key = None
+        self.passed_leaders = (0, 0)
 
     def end(self) -> None:
         """It is over, and holds nothing any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,22 +70,24 @@ class Sharing:
         self._indexed = indexed
         self._forks = forks
         self._checkpoints = checkpoints
-        self._leaders: dict[bytes, list[Request]] = {}
-        self._first_pages: dict[ChoiceKey, bytes] = {}
+        self._leaders: dict[bytes, list[tuple[int, Request]]] = {}
+        self._led: dict[ChoiceKey, tuple[bytes, int]] = {}
+        self._numbers = count(1)
 
     def lead(self, request: Request) -> None:
         """A request has started, and others may follow it."""
         if request.length > self._page_tokens:
-            first_page = request.token_bytes(self._page_tokens)
-            self._first_pages[request.key] = first_page
-            self._leaders.setdefault(first_page, []).append(request)
+            first_page, number = request.token_bytes(self._page_tokens), next(self._numbers)
+            self._led[request.key] = first_page, number
+            self._leaders.setdefault(first_page, []).append((number, request))
 
     def retire(self, request: Request) -> None:
         """Its prompt is computed, or it runs no more."""
-        first_page = self._first_pages.pop(request.key, None)
-        if first_page is not None:
+        led = self._led.pop(request.key, None)
+        if led is not None:
+            first_page, number = led
             leaders = self._leaders[first_page]
-            leaders.remove(request)
+            leaders.remove((number, request))
             if not leaders:
                 del self._leaders[first_page]
 
@@ -101,11 +104,18 @@ class Sharing:
         if not leaders:
             return False
         cached = cached_tokens(request)
-        for leader in leaders:
+        # Whom it has no use for it never will, unless less of it is cached: a long prompt is
+        # compared with each of the others once, not in each step in which it is next.
+        passed, least = request.passed_leaders
+        passed = passed if cached >= least else 0
+        for number, leader in leaders:
+            if number <= passed:
+                continue
             following = self._follow(request, leader, cached)
             if following is not None:
                 request.following = following
                 return True
+        request.passed_leaders = leaders[-1][0], cached
         return False
 
     def shared_tokens(self, request: Request) -> int:
