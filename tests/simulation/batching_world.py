@@ -25,6 +25,7 @@ from antiphon.model_worker.batching.request import (
 )
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
+from antiphon.model_worker.cache.hashing import of_request
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.cache.index import PrefixIndex
 
 VOCAB_SIZE = 40
+SALT = b"s" * 32
 EOS = 3
 
 
@@ -240,6 +242,7 @@ class World:
         report = self.loop.turn(mail or Mail())
         self.hear(report)
         self.check_pages()
+        self.check_salts()
         self.check_slots()
         self.check_budgets()
         self.check_order(before)
@@ -257,11 +260,13 @@ class World:
             stop_token_ids=(7,) if self.random.random() < 0.2 else (),
             ignore_eos=self.random.random() < self.exact_share,
         )
+        salt = self.moods.choice([b"", b"", SALT])
         number = len(self.told)
         pairs: list[tuple[ChoiceKey, RequestState]] = []
         for choice in range(self.random.choice([1, 1, 1, 3])):
             key = ChoiceKey(len(self.told))
             state = RequestState(
+                cache_salt=salt,
                 request_id=RequestId(f"r{number}"),
                 choice=choice,
                 prompt_ids=pack_ids(prompt),
@@ -329,6 +334,26 @@ class World:
                 self.seen["read by several"] += max(listed.values(), default=1) > 1
             assert self.cached or cached == 0
         assert all(a <= b for a, b in zip(self.pools.free(), self._totals(), strict=True))
+
+    def check_salts(self) -> None:
+        """No page is held by two that brought different salts, nor found under another one."""
+        names: dict[tuple[int, int], bytes] = {}
+        for request in self.batching.running.values():
+            assert request.table is not None
+            name = of_request(request.namespace, request.state.cache_salt)
+            for group in range(len(self.groups)):
+                for page in set(request.table.pages(group)) - {HOLE}:
+                    assert names.setdefault((group, page), name) == name, "salts share a page"
+                    self.seen["salted"] += bool(request.state.cache_salt)
+        if not isinstance(self.batching.index, RadixIndex):
+            return
+        for node in self.batching.index._tree.nodes():
+            root = node
+            while root.parent is not None:
+                root = root.parent
+            for group, pages in enumerate(node.pages):
+                for page in set(pages) - {HOLE}:
+                    assert names.get((group, page), root.tokens) == root.tokens
 
     def check_slots(self) -> None:
         """The arrays by slot say what the requests there say."""

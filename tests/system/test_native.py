@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from openai import AsyncOpenAI
 
+from antiphon.client import Client
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -223,3 +225,38 @@ async def test_a_server_tells_of_itself(http: aiohttp.ClientSession, stack: Stac
     assert load["max_total_num_tokens"] > 0
     async with http.get("/metrics") as reply:
         assert "antiphon_gateway_open_requests 0.0" in await reply.text()
+
+
+async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_else(
+    http: aiohttp.ClientSession, stack: Stack
+) -> None:
+    prompt = "<|bos|><|user|>" + "What is 12 + 30? " * 30 + "<|end|><|assistant|>"
+    body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 2}}
+
+    async def cached(**said: object) -> int:
+        reply = await post(http, "/generate", **body, **said)
+        return int(str(reply["meta_info"]["cached_tokens"]))
+
+    assert await cached(cache_salt="mine") == 0
+    found = await cached(cache_salt="mine")
+    assert found > 100
+    assert await cached(cache_salt="yours") == 0
+    assert await cached(cache_salt="mine", extra_key="more") == 0
+    assert await cached() == 0
+    said = "Tell me of 12 and 30. " * 20
+    async with (
+        AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai,
+        Client(stack.nats_url) as nats,
+    ):
+        await openai.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": said}],
+            max_tokens=2,
+            extra_body={"cache_salt": "chat"},
+        )
+        told = [
+            await nats.ask(stack.model, said, max_tokens=2, cache_salt=salt)
+            for salt in ("chat", "other")
+        ]
+    assert [answer.usage.cached_tokens > 100 for answer in told] == [True, False]
+    assert told[1].usage.cached_tokens == 0

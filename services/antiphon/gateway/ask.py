@@ -81,6 +81,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         thinking: How the model thinks; its answer's form begins behind that.
         pool: The prompt becomes a vector, and nothing else is asked for.
         priority: None takes the tenant's.
+        cache_salt: Who may share its cached prefixes, by `wire.digests.cache_salt`.
         timeout_s: None takes the configured one.
     """
 
@@ -106,6 +107,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     pool: PoolParams | None = None
     priority: int | None = None
+    cache_salt: bytes = b""
     tenant: TenantId = DEFAULT_TENANT
     key: ClientKey | None = None
     timeout_s: float | None = None

@@ -9,7 +9,7 @@ from antiphon.gateway.losses import Losses
 from antiphon.service.deadline import deadline_in, remaining_s
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import block_digests, namespace
+from antiphon.wire.digests import block_digests, namespace, salted
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -59,7 +59,7 @@ class TokenizerCalls:
             EngineError: No tokenizer answered in time.
         """
         if ask.prompt_ids is not None:
-            return self._given(ask.prompt_ids, request_id, await self.card(PATIENCE_S))
+            return self._given(ask, ask.prompt_ids, request_id, await self.card(PATIENCE_S))
         request = EncodeRequest(
             request_id=request_id,
             model=self._model,
@@ -69,6 +69,7 @@ class TokenizerCalls:
             continue_final_message=ask.continue_final_message,
             template=ask.template,
             special_tokens=ask.special_tokens,
+            cache_salt=ask.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
         )
@@ -136,7 +137,7 @@ class TokenizerCalls:
         return self._card
 
     def _given(
-        self, prompt_ids: tuple[int, ...], request_id: RequestId, card: EncodeReply
+        self, ask: Ask, prompt_ids: tuple[int, ...], request_id: RequestId, card: EncodeReply
     ) -> EncodeReply:
         if max(prompt_ids, default=0) >= card.vocabulary_size:
             raise InvalidRequest(
@@ -148,7 +149,7 @@ class TokenizerCalls:
         return EncodeReply(
             request_id=request_id,
             token_ids=ids,
-            block_digests=block_digests(self._root, ids),
+            block_digests=block_digests(salted(self._root, ask.cache_salt), ids),
             vocabulary_size=card.vocabulary_size,
             context_tokens=card.context_tokens,
             hidden_size=card.hidden_size,

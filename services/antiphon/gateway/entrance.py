@@ -229,6 +229,7 @@ class Entrance:
             sampling=sampling,
             stop=ask.stop,
             priority=ask.priority or 0,
+            cache_salt=ask.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
         )

@@ -385,6 +385,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 emitted=len(output.output_ids) // 4,
                 sampling=admit.sampling,
                 priority=admit.priority,
+                cache_salt=admit.cache_salt,
                 waited_ms=admit.waited_ms,
                 deadline_unix_ms=admit.deadline_unix_ms,
             ),

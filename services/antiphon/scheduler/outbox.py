@@ -122,6 +122,7 @@ def admit_of(entry: Entry, now: float) -> Admit:
         sampling=submit.sampling,
         stop=submit.stop,
         priority=submit.priority,
+        cache_salt=submit.cache_salt,
         waited_ms=round((now - entry.queued_at) * 1000),
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import block_digests
+from antiphon.wire.digests import block_digests, salted
 from antiphon.wire.errors import (
     EngineError,
     Internal,
@@ -39,6 +39,7 @@ class Text:
     template: TemplateParams = field(default_factory=TemplateParams)
     special_tokens: bool = True
     pair: str | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class TextEncoder:
         second_from = None
         if text.pair is not None and 1 in encoding.type_ids:
             second_from = encoding.type_ids.index(1)
-        return Encoded(token_ids, block_digests(self._root, token_ids), text_end, second_from)
+        digests = block_digests(salted(self._root, text.cache_salt), token_ids)
+        return Encoded(token_ids, digests, text_end, second_from)
 
     def _written(self, text: Text) -> str:
         if text.messages is None:

@@ -103,6 +103,7 @@ class TokenizerService:
             request.template,
             request.special_tokens,
             request.pair,
+            request.cache_salt,
         )
         self._in_flight += 1
         try:

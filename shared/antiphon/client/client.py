@@ -67,6 +67,7 @@ class AskOptions(TypedDict, total=False):
     tools: str
     chat_template_kwargs: str
     priority: int
+    cache_salt: str
     details: DetailParams
     token_texts: bool
 

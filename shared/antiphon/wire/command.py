@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
 from antiphon.wire.details import TokenDetails
+from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams, StopStrings
@@ -31,6 +32,7 @@ class Admit(Value, tag=True):
     Limits, seed, positions and usage count from the prompt's beginning, whatever the attempt.
 
     Attributes:
+        cache_salt: Its pages are found only by those who brought the same.
         waited_ms: How long it has waited to be started: its time in the queue goes on from there.
     """
 
@@ -44,6 +46,7 @@ class Admit(Value, tag=True):
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
     priority: int = 0
+    cache_salt: CacheSalt = b""
     waited_ms: int = 0
     deadline_unix_ms: int
     traceparent: str | None = None

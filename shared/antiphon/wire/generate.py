@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import FinishReason, Message, Usage, Value
 from antiphon.wire.details import DetailPiece
+from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.ids import ClientKey, InstanceId, ModelName, RequestId
@@ -57,6 +58,7 @@ class GenerateRequest(Message):
         tools: JSON of a list of tools, for the chat template.
         chat_template_kwargs: JSON of an object: more variables of the chat template.
         priority: The higher goes first, where the operator goes by priorities.
+        cache_salt: Cached prefixes are shared only with requests that say the same.
         details: What is told of each token beside its text; `token_texts` adds the text of each.
         api_key: The tenant's, where the gateways ask for one. It is no part of what is asked: a
             retry may show another.
@@ -91,6 +93,7 @@ class GenerateRequest(Message):
     tools: str | None = None
     chat_template_kwargs: str | None = None
     priority: Priority | None = None
+    cache_salt: CacheSaltText = ""
     details: DetailParams | None = None
     token_texts: bool = False
     stream: bool = True

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams, StopStrings
 
@@ -19,6 +20,7 @@ class SubmitRequest(Message):
         digest: SHA-256 of what determines the answer; tells a retry from a clash of ids.
         prompt_ids: int32, little-endian.
         block_digests: SHA-256 chain of the prompt's full blocks, 32 bytes each.
+        cache_salt: Its prompt is found in the cache only by those who brought the same.
         attempt_floor: The attempt that the owner has shown text of, if it resubmits: only an
             attempt that continues it may follow.
         waited_ms: How long ago it was sent first: its time and its place in the queue count from
@@ -36,6 +38,7 @@ class SubmitRequest(Message):
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
     priority: int = 0
+    cache_salt: CacheSalt = b""
     waited_ms: int = 0
     deadline_unix_ms: int
     attempt_floor: Attempt | None = None

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
+from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
@@ -55,7 +56,8 @@ class EncodeRequest(Message):
 
     Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them, unless
     `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
-    first of two texts, which are encoded together as the tokenizer joins them.
+    first of two texts, which are encoded together as the tokenizer joins them. `cache_salt` goes
+    into the names of the prompt's blocks.
     """
 
     request_id: RequestId
@@ -66,6 +68,7 @@ class EncodeRequest(Message):
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
+    cache_salt: CacheSalt = b""
     deadline_unix_ms: int
     traceparent: str | None = None
 

@@ -13,12 +13,24 @@ from antiphon.model_worker.cache.events import (
     Stored,
 )
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
-from antiphon.model_worker.cache.hashing import Namespace, announced_root, page_name
+from antiphon.model_worker.cache.hashing import (
+    Namespace,
+    announced_root,
+    of_request,
+    page_name,
+)
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests, namespace
+from antiphon.wire.digests import (
+    BLOCK_TOKENS,
+    DIGEST_BYTES,
+    block_digests,
+    cache_salt,
+    namespace,
+    salted,
+)
 
 A, B, C, ROOT = (letter * DIGEST_BYTES for letter in (b"a", b"b", b"c", b"r"))
 
@@ -120,6 +132,15 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
 def test_a_worker_announces_the_digests_that_a_gateway_computes() -> None:
     name = Namespace(model_digest="model", salt="salt", dtype="bfloat16", shard=Shard(ranks=2))
     assert announced_root(name.digest()) == namespace("model", "salt")
+
+
+def test_a_worker_announces_what_a_gateway_computes_of_a_request_with_a_salt() -> None:
+    name, salt = Namespace(model_digest="model", salt="cluster").digest(), cache_salt("mine")
+    assert announced_root(of_request(name, salt)) == salted(namespace("model", "cluster"), salt)
+    assert of_request(name, b"") == name
+    named = {of_request(name, cache_salt(*texts)) for texts in (("a",), ("b",), ("", "a"))}
+    assert len(named) == 3
+    assert len({one[DIGEST_BYTES:] for one in named | {name}}) == 4, "worlds share page names"
 
 
 def test_whatever_changes_a_page_changes_its_namespace() -> None:

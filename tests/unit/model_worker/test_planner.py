@@ -312,6 +312,37 @@ def test_the_choices_of_a_request_share_its_prompt(cached: bool, window: int | N
     assert steps.pools.used() == [0] * len(steps.pools.groups)
 
 
+@pytest.mark.parametrize(("salt", "found"), [(b"a" * 32, 36), (b"b" * 32, 0), (b"", 0)])
+def test_a_prefix_is_found_only_by_those_who_brought_the_same_salt(salt: bytes, found: int) -> None:
+    steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
+    steps.add(0, [*STEM, 1], cache_salt=b"a" * 32, max_new_tokens=1)
+    steps.go()
+    steps.add(1, [*STEM, 2], cache_salt=salt)
+    steps.go()
+    (request,) = steps.batching.running.values()
+    assert request.cached_tokens == found
+
+
+def test_nobody_waits_for_a_prompt_of_another_salt() -> None:
+    steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
+    for key, salt in enumerate((b"a" * 32, b"b" * 32, b"a" * 32)):
+        steps.add(key, [*STEM, key], cache_salt=salt)
+    assert steps.go() == [(0, 37), (1, 37)]
+    assert steps.go() == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_salt_stays_with_a_request_over_other_weights() -> None:
+    steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
+    salts = (b"a" * 32, b"a" * 32, b"b" * 32)
+    for key, salt in enumerate(salts):
+        steps.batching.renew(str(key))
+        for again in range(2):
+            steps.add(10 * key + again, [*STEM, again], cache_salt=salt, max_new_tokens=1)
+            steps.go()
+        found = [p.cached_tokens for p in steps.batching.take_progress()]
+        assert found == [0, len(STEM)]
+
+
 @pytest.mark.parametrize("cached", [True, False], ids=["tree", "fork"])
 def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
     steps = Steps(pages=60, cached=cached, step_tokens_max=256, chunk_tokens=256)

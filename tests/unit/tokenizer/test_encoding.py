@@ -15,7 +15,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import BLOCK_TOKENS, block_digests, namespace
+from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace
 from antiphon.wire.errors import Internal, InvalidRequest, RequestTooLarge, Unsupported
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
@@ -148,10 +148,23 @@ def test_equal_prefixes_have_equal_digests(one: list[int], other: list[int]):
         assert (blocks[0][: end * 32] == blocks[1][: end * 32]) == same
 
 
+SAID = (("",), (None, ""), ("a",), ("b",), (None, "a"), ("a", "a"))
+"""What requests say of salt and extra key: of the first two, nothing."""
+
+
 def test_salt_and_model_separate_namespaces():
     assert (
         len({namespace("m", ""), namespace("m", "s"), namespace("n", ""), namespace("ms", "")}) == 4
     )
+
+
+def test_a_salt_divides_the_names_of_blocks_and_nothing_else(folder: Path):
+    texts = [Text(None, "a b " * BLOCK_TOKENS, cache_salt=cache_salt(*said)) for said in SAID]
+    encoded = TextEncoder(vocabulary.read(folder), ROOT, 1000).encode(texts)
+    digests = [one.block_digests for one in encoded if isinstance(one, Encoded)]
+    assert len({one.token_ids for one in encoded if isinstance(one, Encoded)}) == 1
+    assert [digests.index(one) for one in digests] == [0, 0, 2, 3, 4, 5]
+    assert digests[0] == block_digests(ROOT, encoded[0].token_ids)  # type: ignore[union-attr]
 
 
 def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):

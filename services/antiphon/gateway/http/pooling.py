@@ -110,6 +110,7 @@ def asks_for(
     pool: PoolParams | None,
     rid: str | None = None,
     priority: int | None = None,
+    salt: bytes = b"",
 ) -> list[Ask]:
     """One ask a prompt, which came in `field`; the names of several begin with `rid`."""
     names = [rid] if len(prompts) == 1 else [rid and f"{rid}_{n}" for n in range(len(prompts))]
@@ -124,6 +125,7 @@ def asks_for(
             pool=pool,
             key=None if name is None else ClientKey(name),
             priority=priority,
+            cache_salt=salt,
         )
         for prompt, name in zip(prompts, names, strict=True)
     ]

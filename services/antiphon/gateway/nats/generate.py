@@ -15,6 +15,7 @@ from antiphon.gateway.nats.generation import Generation
 from antiphon.gateway.owner.actions import Ended, Said
 from antiphon.gateway.stream import check
 from antiphon.service.endpoint import Answer
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
@@ -298,6 +299,7 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
         continue_final_message=request.continue_final_message,
         template=TemplateParams(tools=request.tools, options=request.chat_template_kwargs),
         priority=request.priority,
+        cache_salt=cache_salt(request.cache_salt),
         tokens_max=request.max_tokens,
         choices=request.n,
         sampling=Sampling(

@@ -10,6 +10,7 @@ from antiphon.model_worker.batching.checkpoints import Checkpoints
 from antiphon.model_worker.batching.room import Room
 from antiphon.model_worker.batching.sharing import Sharing
 from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.cache.hashing import of_request
 from antiphon.model_worker.cache.index import CacheKey, NoIndex
 from antiphon.model_worker.cache.table import PageTable
 
@@ -107,8 +108,7 @@ class Holdings:
         if request.namespace is self._namespace_digest:
             computed = min(request.computed, request.length)
             tokens = request.token_bytes(min(computed, tokens_max or computed))
-            key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
-            self.index.insert(key, request.table)
+            self.index.insert(self._named(request, tokens), request.table)
         self.slots.update(request)
 
     def release(self, request: Request) -> None:
@@ -120,13 +120,15 @@ class Holdings:
         self.slots.give_back(request.slot)
 
     def _key(self, request: Request) -> CacheKey:
-        """The key of a waiting request, made once while it waits."""
-        key = request.cache_key
-        if key is None or key.namespace is not self._namespace_digest:
-            tokens = request.token_bytes(max(1, request.shared_max))
-            key = CacheKey(namespace=self._namespace_digest, token_ids=tokens)
-            request.cache_key = key
-        return key
+        """The key of a waiting request, made once while it waits for what the weights compute."""
+        if request.cache_key is None or request.cache_key[0] is not self._namespace_digest:
+            key = self._named(request, request.token_bytes(max(1, request.shared_max)))
+            request.cache_key = self._namespace_digest, key
+        return request.cache_key[1]
+
+    def _named(self, request: Request, token_ids: bytes) -> CacheKey:
+        namespace = of_request(self._namespace_digest, request.state.cache_salt)
+        return CacheKey(namespace=namespace, token_ids=token_ids)
 
 
 def _checkpoints(limits: Limits, pools: CachePools) -> Checkpoints | None:

@@ -45,6 +45,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         weights_digest: What computed the outputs; empty if nobody has begun.
         adapter_digest: The adapter that was on; empty without one.
         priority: Who goes first, where the operator has priorities on; 0 is nobody's.
+        cache_salt: Its pages are found only by those who brought the same; empty: by all others.
         waited_ms: How long it had waited to be started when it came here.
     """
 
@@ -57,6 +58,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     weights_digest: str = ""
     adapter_digest: str = ""
     priority: int = 0
+    cache_salt: bytes = b""
     waited_ms: int = 0
     deadline_unix_ms: int
 
@@ -121,6 +123,7 @@ class Request:
         urgent: It was overtaken for too long, and gives way to nobody any more.
         prefix: What the index had for it, and at which of the index's generations.
         touched: The step in which that was last kept from being evicted.
+        cache_key: What the index knows it by while it waits, and in which namespace.
         following: The request that computes its prefix at this moment.
         passed_leaders: Up to which one it would follow none of those that compute, and how much of
             it was cached then; see `Sharing`.
@@ -179,7 +182,7 @@ class Request:
         self.touched: int | None = None
         self.following: Following | None = None
         self.passed_leaders = (0, 0)
-        self.cache_key: CacheKey | None = None
+        self.cache_key: tuple[bytes, CacheKey] | None = None
         self.namespace = b""
         self.finish: Finish | None = None
         self.scores = outputs_max == 0 and not len(outputs)

@@ -77,7 +77,7 @@ class Sharing:
     def lead(self, request: Request) -> None:
         """A request has started, and others may follow it."""
         if request.length > self._page_tokens:
-            first_page, number = request.token_bytes(self._page_tokens), next(self._numbers)
+            first_page, number = self._first_page(request), next(self._numbers)
             self._led[request.key] = first_page, number
             self._leaders.setdefault(first_page, []).append((number, request))
 
@@ -100,7 +100,7 @@ class Sharing:
         """
         if request.following is not None and request.following.coming:
             return True
-        leaders = self._leaders.get(request.token_bytes(self._page_tokens))
+        leaders = self._leaders.get(self._first_page(request))
         if not leaders:
             return False
         cached = cached_tokens(request)
@@ -133,6 +133,10 @@ class Sharing:
         if following is None or tokens <= cached_tokens:
             return None
         return following.table.fork(tokens)
+
+    def _first_page(self, request: Request) -> bytes:
+        """What those have in common who may follow each other: salt, and first tokens."""
+        return request.state.cache_salt + request.token_bytes(self._page_tokens)
 
     def _follow(self, request: Request, leader: Request, cached_tokens: int) -> Following | None:
         siblings = leader.state.request_id == request.state.request_id

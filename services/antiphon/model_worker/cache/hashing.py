@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 
 from antiphon.model_worker.cache.groups import Shard
-from antiphon.wire.digests import DIGEST_BYTES, namespace
+from antiphon.wire.digests import DIGEST_BYTES, namespace, salted
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +18,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model_digest: Of the weights as they were loaded from disk.
-        salt: The cluster's, and the request's where it brought one: who lacks it finds nothing.
+        salt: The cluster's. A request may bring one of its own: see `of_request`.
         weight_version: Counts updates of the weights while the worker runs.
         dtype: Of keys and values.
         quantization: Of the weights.
@@ -55,6 +55,16 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         if self.adapter_digest:
             public = namespace(self.adapter_digest, public.hex())
         return public + hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+def of_request(digest: bytes, salt: bytes) -> bytes:
+    """Name the part of a namespace that a request shares with those who brought the same salt.
+
+    Args:
+        digest: Of the namespace.
+        salt: As on the bus; empty for a request that brought none, whose the namespace is.
+    """
+    return salted(digest[:DIGEST_BYTES], salt) + salted(digest[DIGEST_BYTES:], salt)
 
 
 def announced_root(digest: bytes) -> bytes:

@@ -17,7 +17,7 @@ class CacheKey:
     """What determines the content of a page: the tokens up to it, and what computed them.
 
     Attributes:
-        namespace: Digest of weights, dtype, adapter and salt (`cache.hashing`); prefixes never
+        namespace: Digest of weights, dtype, adapter and salts (`cache.hashing`); prefixes never
             cross it.
         token_ids: int32, little-endian.
     """

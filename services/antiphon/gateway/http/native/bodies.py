@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
+from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import (
@@ -148,4 +149,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     priority: Annotated[
         Priority | None, _is("The higher goes first, where the operator goes by priorities.")
+    ] = None
+    cache_salt: Annotated[
+        CacheSaltText | list[CacheSaltText] | None,
+        _is("Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | list[CacheSaltText] | None, _is("Likewise; both must be the same.")
     ] = None

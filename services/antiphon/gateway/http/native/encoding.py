@@ -15,6 +15,7 @@ from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
 from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
@@ -52,6 +53,13 @@ class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[
         Priority | None,
         Meta(description="The higher goes first, where the operator goes by priorities."),
+    ] = None
+    cache_salt: Annotated[
+        CacheSaltText | None,
+        Meta(description="Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
     ] = None
 
 
@@ -150,6 +158,7 @@ def _asks(body: EncodeBody, card: PoolingCard, door: str) -> tuple[list[Ask], bo
         pool=pool,
         rid=body.rid,
         priority=body.priority,
+        salt=cache_salt(body.cache_salt, body.extra_key),
     )
     return asks, batch
 

@@ -9,6 +9,7 @@ import msgspec
 from antiphon.gateway.ask import Ask, DetailFields, Sampling
 from antiphon.gateway.http.forms import one_form, plain_forms, schema_text
 from antiphon.gateway.http.native.bodies import ANSWER_TOKENS, GenerateBody, SamplingBody
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
@@ -97,10 +98,14 @@ def generate(body: GenerateBody) -> Posted:
     names = _names(body.rid, count)
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+    salts = map(
+        cache_salt,
+        _spread(body.cache_salt, "", count, "cache_salt"),
+        _spread(body.extra_key, "", count, "extra_key"),
+    )
+    each = zip(prompts, samplings, tellings, names, salts, strict=True)
     return Posted(
-        asks=tuple(
-            _ask(body, *each) for each in zip(prompts, samplings, tellings, names, strict=True)
-        ),
+        asks=tuple(_ask(body, *parts) for parts in each),
         tellings=tellings,
         stream=bool(body.stream),
         batch=batch or choices != {1},
@@ -174,6 +179,7 @@ def _ask(
     said: SamplingBody,
     telling: Telling,
     name: str | None,
+    salt: bytes,
 ) -> Ask:
     if said.spaces_between_special_tokens is False:
         field = "sampling_params.spaces_between_special_tokens"
@@ -199,6 +205,7 @@ def _ask(
             token_texts=telling.texts,
         ),
         priority=body.priority,
+        cache_salt=salt,
         key=None if name is None else ClientKey(name),
     )
 

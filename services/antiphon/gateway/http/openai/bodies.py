@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
+from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.sampling import (
     STOPS_MAX,
@@ -119,6 +120,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[
         Priority | None, _is("The higher goes first, where the operator goes by priorities.")
     ] = None
+    cache_salt: Annotated[
+        CacheSaltText | None, _is("Cached prefixes are shared with those who say the same.")
+    ] = None
+    extra_key: Annotated[CacheSaltText | None, _is("Likewise; both must be the same.")] = None
 
 
 class Body(Sampled, frozen=True, kw_only=True):

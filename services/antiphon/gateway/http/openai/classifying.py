@@ -17,6 +17,7 @@ from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.pooling import asks_for, sigmoid
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.voice import total
+from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import PoolParams
 
@@ -36,6 +37,13 @@ class ClassifyBody(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
     input: Annotated[Input, Meta(description="A text or token ids, or up to 2048 of either.")]
     rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    cache_salt: Annotated[
+        CacheSaltText | None,
+        Meta(description="Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+    ] = None
 
 
 class Classified(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +122,7 @@ def _texts(body: ClassifyBody) -> list[Ask]:
         model=body.model,
         pool=PoolParams(),
         rid=body.rid,
+        salt=cache_salt(body.cache_salt, body.extra_key),
     )
 
 

@@ -15,6 +15,7 @@ from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.voice import total
+from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Dimensions, Priority
 
@@ -62,6 +63,13 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[
         Priority | None,
         Meta(description="The higher goes first, where the operator goes by priorities."),
+    ] = None
+    cache_salt: Annotated[
+        CacheSaltText | None,
+        Meta(description="Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
     ] = None
 
 
@@ -160,6 +168,7 @@ def _asks(body: EmbeddingBody, card: PoolingCard) -> list[Ask]:
         pool=cut(card, body.dimensions),
         rid=body.rid,
         priority=body.priority,
+        salt=cache_salt(body.cache_salt, body.extra_key),
     )
 
 

@@ -23,6 +23,7 @@ from antiphon.gateway.http.openai.turns import message
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
@@ -233,6 +234,7 @@ def _filled(
             token_texts=wanted is not None and wanted.logprobs,
         ),
         priority=body.priority,
+        cache_salt=cache_salt(body.cache_salt, body.extra_key),
         key=None if name is None else ClientKey(name),
     )
 

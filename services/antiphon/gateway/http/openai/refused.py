@@ -14,7 +14,6 @@ _ROUTING = Refused("where a request runs is the scheduler's to say")
 _EXPERTS = Refused("which experts a token went through is not told", (False,))
 _SESSIONS = Refused("sessions are of /generate only", _NOTHING)
 _SGLEXT = Refused("say return_token_ids, or return_prompt_token_ids", (False,))
-_CACHE = Refused("namespaces of the prefix cache are not built yet", _NOTHING)
 _MODALITIES = Refused("this model answers in text", (["text"], []))
 
 COMMON: Mapping[str, Refused] = {
@@ -32,8 +31,6 @@ COMMON: Mapping[str, Refused] = {
     "lora_path": Refused("LoRA adapters are not built yet", _NOTHING),
     "session_id": _SESSIONS,
     "session_params": _SESSIONS,
-    "extra_key": _CACHE,
-    "cache_salt": _CACHE,
     "custom_labels": Refused("metric labels are fixed", _NOTHING),
     "bootstrap_host": _ROUTING,
     "bootstrap_port": _ROUTING,
@@ -65,7 +62,7 @@ COMPLETION: Mapping[str, Refused] = {
 EMBEDDING: Mapping[str, Refused] = {
     name: COMMON[name]
     for name in (
-        *("lora_path", "extra_key", "cache_salt", "custom_labels"),
+        *("lora_path", "custom_labels"),
         *("routed_dp_rank", "data_parallel_rank"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
     )

@@ -27,6 +27,7 @@ from antiphon.gateway.http.pooling import (
     spoken,
 )
 from antiphon.gateway.http.reply import json_reply
+from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import DetailParams, PoolParams
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
@@ -64,6 +65,13 @@ class RerankBody(msgspec.Struct, frozen=True, kw_only=True):
         bool | None, Meta(description="Whether the texts are told again; true unless said.")
     ] = None
     rid: Annotated[Rid | None, Meta(description="The client's name for it.")] = None
+    cache_salt: Annotated[
+        CacheSaltText | None,
+        Meta(description="Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+    ] = None
 
 
 class RankMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +195,7 @@ class CrossEncoder:
             model=body.model,
             pool=PoolParams(),
             rid=body.rid,
+            salt=cache_salt(body.cache_salt, body.extra_key),
         )
         return [
             msgspec.structs.replace(ask, pair=document)
@@ -218,6 +227,7 @@ class YesOrNo:
             model=body.model,
             pool=None,
             rid=body.rid,
+            salt=cache_salt(body.cache_salt, body.extra_key),
         )
         query = ChatMessage(role="user", content=body.query)
         return [

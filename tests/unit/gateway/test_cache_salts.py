@@ -1,0 +1,105 @@
+"""Whom a request shares its cached prefixes with, said at every door and told to the cluster."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.gateway.cluster import MODEL, House, house
+from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
+
+from antiphon.client import Client
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace, salted
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.tokenize import PoolingCard
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MINE = {"cache_salt": "mine"}
+BOTH = {"cache_salt": "mine", "extra_key": "room 5"}
+DOORS = {
+    CHAT: {"messages": HI},
+    COMPLETE: {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/generate": {"text": "hi"},
+}
+POOLED = {
+    "/v1/embeddings": {"input": "hi"},
+    "/encode": {"text": "hi"},
+    "/v1/classify": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+}
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[House]:
+    async with house() as world:
+        yield world
+
+
+@pytest.mark.parametrize("path", [*DOORS, *POOLED])
+async def test_every_door_tells_the_tokenizer_and_the_queue(at: House, path: str) -> None:
+    if path in POOLED:
+        embeds = path in ("/v1/embeddings", "/encode")
+        labels = () if embeds else ("only",)
+        at.cluster.pooling = PoolingCard(scores=not embeds, width=2 if embeds else 1, labels=labels)
+    body = (DOORS | POOLED)[path]
+    for said in ({}, MINE, BOTH, {"extra_key": "mine"}, {"cache_salt": "", "extra_key": None}):
+        status, reply, _ = await post(at, path, body | said)
+        assert status == 200, reply
+    salts = [b"", cache_salt("mine"), cache_salt("mine", "room 5"), cache_salt("", "mine"), b""]
+    assert len(set(salts)) == 4
+    assert [submit.cache_salt for submit in at.cluster.submits] == salts
+    encodes = [each for each in at.cluster.encodes if each.prompt != "-"]  # asks for the card
+    assert [each.cache_salt for each in encodes] == salts
+
+
+async def test_ids_are_named_at_the_gateway_as_a_tokenizer_would_name_them(at: House) -> None:
+    ids = [7] * (2 * BLOCK_TOKENS)
+    for said in ({}, MINE):
+        status, reply, _ = await post(at, "/generate", {"input_ids": ids} | said)
+        assert status == 200, reply
+    root = namespace("", "")
+    roots = [root, salted(root, cache_salt("mine"))]
+    named = [submit.block_digests for submit in at.cluster.submits]
+    assert named == [block_digests(each, pack_ids(ids)) for each in roots]
+    assert named[0][:32] != named[1][:32]
+
+
+async def test_each_prompt_of_a_batch_may_bring_its_own(at: House) -> None:
+    body = {"text": ["a", "b"], "cache_salt": ["x", "y"], "extra_key": "all"}
+    status, reply, _ = await post(at, "/generate", body)
+    assert status == 200, reply
+    salts = {submit.cache_salt for submit in at.cluster.submits}
+    assert salts == {cache_salt("x", "all"), cache_salt("y", "all")}
+    status, reply, _ = await post(at, "/generate", body | {"cache_salt": ["x"]})
+    assert (status, reply["error"]["param"]) == (400, "cache_salt")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("path", [*DOORS, *POOLED])
+async def test_what_is_too_long_is_refused(at: House, path: str, field: str) -> None:
+    at.cluster.pooling = PoolingCard(width=1, scores=True) if path in POOLED else None
+    body = (DOORS | POOLED)[path]
+    status, reply, _ = await post(at, path, body | {field: "x" * 257})
+    assert status == 400, reply
+    assert not at.cluster.submits
+
+
+async def test_a_client_over_nats_shares_with_those_who_come_over_http(at: House) -> None:
+    await post(at, CHAT, {"messages": HI} | MINE)
+    async with Client(at.transport(), cluster="test") as client:
+        await client.ask(MODEL, "hi", cache_salt="mine")
+        with pytest.raises(InvalidRequest):
+            await client.ask(MODEL, "hi", cache_salt="x" * 257)
+    http, nats = at.cluster.submits
+    assert http.cache_salt == nats.cache_salt == cache_salt("mine")
+
+
+def test_what_was_said_is_not_readable_on_the_bus() -> None:
+    secret = "a long secret that nobody should read"
+    assert secret.encode() not in base64.b64encode(cache_salt(secret)) + cache_salt(secret)
+    assert len(cache_salt(secret)) == 32
