@@ -63,6 +63,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
         late_ms_max: How much later than due the load generator sent: large means do not believe it.
         cached_tokens: What the server says it did not compute; None if it never says.
         goodput: Requests a second that kept the SLO; None without one.
+        total_tokens_per_s: Of prompts and outputs together; None in results that are older.
     """
 
     requests: int
@@ -81,6 +82,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Spread
     e2e_ms: Spread
     late_ms_max: float
+    total_tokens_per_s: float | None = None
 
 
 def measure(
@@ -107,6 +109,7 @@ def measure(
         requests_per_s=_rate(len(good), duration_s),
         prompt_tokens_per_s=_rate(prompt, duration_s),
         output_tokens_per_s=_rate(output, duration_s),
+        total_tokens_per_s=_rate(prompt + output, duration_s),
         concurrency=_rate(sum(map(e2e_ms, good)) / 1000, duration_s),
         goodput=_rate(sum(map(slo.kept, good)), duration_s) if slo else None,
         ttft_ms=spread(map(ttft_ms, good)),

@@ -68,7 +68,8 @@ def read(file: Path) -> Report:
 def table(runs: Sequence[Run]) -> Table:
     """Lay out runs, a row each."""
     shown = Table(title="times in ms: p50 / p99")
-    for column in ("run", "requests", "failed", "out tok/s", "req/s", "TTFT", "TPOT", "ITL", "E2E"):
+    rates = ("out tok/s", "total tok/s", "req/s")
+    for column in ("run", "requests", "failed", *rates, "TTFT", "TPOT", "ITL", "E2E"):
         shown.add_column(column, justify="left" if column == "run" else "right")
     shown.add_column("goodput", justify="right")
     shown.add_column("others", justify="right")
@@ -80,6 +81,7 @@ def table(runs: Sequence[Run]) -> Table:
             str(metrics.requests),
             str(metrics.failed),
             f"{metrics.output_tokens_per_s:.1f}",
+            "" if metrics.total_tokens_per_s is None else f"{metrics.total_tokens_per_s:.1f}",
             f"{metrics.requests_per_s:.2f}",
             *(f"{each.p50:.1f} / {each.p99:.1f}" for each in times),
             "" if metrics.goodput is None else f"{metrics.goodput:.2f}",

@@ -58,6 +58,7 @@ def test_a_run_in_numbers() -> None:
     assert metrics.duration_s == pytest.approx(4.0)  # from the first sent to the last ended
     assert metrics.output_tokens == 6
     assert metrics.output_tokens_per_s == pytest.approx(1.5)
+    assert metrics.total_tokens_per_s == pytest.approx((20 + 6) / 4)
     assert metrics.prompt_tokens_per_s == pytest.approx(5.0)
     assert metrics.requests_per_s == pytest.approx(0.5)
     assert metrics.concurrency == pytest.approx((0.8 + 4.0) / 4)
