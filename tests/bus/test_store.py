@@ -45,6 +45,24 @@ def store(bus: Bus, limits: StoreLimits = LIMITS) -> Store:
     return Store(bus, RESPONSES, limits)
 
 
+async def test_of_two_who_write_upon_the_same_one_is_told_to_look_again(bus: Bus) -> None:
+    mine, other = store(bus), store(bus)
+    assert await mine.read("me", "a") is None
+    assert await mine.swap("me", "a", value=b"1", revision=0)
+    assert not await other.swap("me", "a", value=b"2", revision=0)
+    read = await other.read("me", "a")
+    assert read is not None
+    value, revision = read
+    assert value == b"1"
+    assert await other.swap("me", "a", value=b"2", revision=revision)
+    assert not await mine.swap("me", "a", value=b"3", revision=revision)
+    assert (await mine.read("me", "a") or (b"", 0))[0] == b"2"
+    await mine.put("me", "a", "below", value=LARGE)
+    assert await other.forget("me", "a")
+    assert await mine.get("me", "a", "below") is None
+    assert await mine.swap("me", "a", value=b"4", revision=0), "what was forgotten is not there"
+
+
 @pytest.mark.parametrize("value", [b"", b"small", LARGE], ids=["empty", "small", "large"])
 async def test_what_is_put_is_there_until_it_is_forgotten(bus: Bus, value: bytes) -> None:
     kept = store(bus)

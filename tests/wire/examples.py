@@ -284,7 +284,7 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
-    AbortRequests(prefix="my-", not_after_unix_ms=DEADLINE),
+    AbortRequests(prefix="my-", tenant=TenantId("acme"), exact=True, not_after_unix_ms=DEADLINE),
     DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
     EncodeReply(
         request_id=REQUEST,

@@ -106,7 +106,7 @@ class GatewayService:
 
     async def _on_abort(self, message: AbortRequests) -> None:
         if message.not_after_unix_ms >= self._runtime.clock.unix_ms():
-            self._entrance.abort(message.prefix)
+            self._entrance.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:
         """The model that it is the door of."""

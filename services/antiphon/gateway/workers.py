@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         SetWeightVersion,
     )
     from antiphon.wire.heartbeat import WorkerLoad
-    from antiphon.wire.ids import ModelName
+    from antiphon.wire.ids import ModelName, TenantId
 
     Order = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 
@@ -65,14 +65,22 @@ class Workers:
             await asyncio.sleep(_LOOK_S)
         return True
 
-    async def abort_elsewhere(self, prefix: str) -> None:
-        """Tell the other gateways to end the requests whose names begin so.
+    async def abort_elsewhere(
+        self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False
+    ) -> None:
+        """Tell the other gateways to end the requests whose names begin so, or are so.
+
+        With a `tenant` only its own.
 
         Raises:
             EngineError: The broker is away.
         """
-        not_after_unix_ms = self._runtime.clock.unix_ms() + round(_ABORT_S * 1000)
-        message = AbortRequests(prefix=prefix, not_after_unix_ms=not_after_unix_ms)
+        message = AbortRequests(
+            prefix=prefix,
+            tenant=tenant,
+            exact=exact,
+            not_after_unix_ms=self._runtime.clock.unix_ms() + round(_ABORT_S * 1000),
+        )
         await self._runtime.bus.publish(ABORT, message, model=self._model)
 
     async def order(self, order: Order) -> list[ControlDone]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -157,25 +157,39 @@ class Bus:
         answer = await self._answer(subject, encode(message), timeout_s, route.name)
         return decode_reply(answer, route.replies)
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def ask(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         """Send bytes to a subject that is no route's, as JetStream's are; return the answer's.
 
         Raises:
             Unavailable, RequestTooLarge: As `call` does; a late answer is no deadline's end here.
         """
         try:
-            return await self._answer(subject, data, timeout_s, subject)
+            return await self._answer(subject, data, timeout_s, subject, headers)
         except DeadlineExceeded as error:
             raise Unavailable(error.message, retry_after_s=1.0) from error
 
-    async def _answer(self, subject: str, data: bytes, timeout_s: float, name: str) -> bytes:
+    async def _answer(
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        name: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         """Publish with an inbox of its own, and return what comes there."""
         key = f"{self._inbox}.{next(self._numbers)}"
         answer: asyncio.Future[Packet | None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = answer
         try:
             async with asyncio.timeout(timeout_s):
-                await self.transport.publish(subject, data, key)
+                await self.transport.publish(subject, data, key, headers)
                 packet = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"no answer from {name} in {timeout_s:g} s") from None

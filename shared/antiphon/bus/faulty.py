@@ -12,7 +12,11 @@ from antiphon.bus.errors import BusDown
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from antiphon.bus.transport import Link, Receive, Subscription, Transport
+
+    Held = tuple[bytes, str | None, Mapping[str, str] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class FaultyTransport:
         self._fail_at_call = fail_at_call
         self._random = random.Random(faults.seed)  # noqa: S311  # a schedule, not a secret
         self._group = asyncio.TaskGroup()
-        self._held: dict[str, deque[tuple[bytes, str | None]]] = {}
+        self._held: dict[str, deque[Held]] = {}
 
     @property
     def fault_happened(self) -> bool:
@@ -79,7 +83,13 @@ class FaultyTransport:
         finally:
             await self._inner.__aexit__(*error)
 
-    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        reply: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Send to whoever listens now, or not, or twice, or later."""
         self._count_call()
         self._check(data)
@@ -87,12 +97,12 @@ class FaultyTransport:
             return
         for _ in range(2 if self._hits(self._faults.duplicate) else 1):
             if subject in self._held:
-                self._held[subject].append((data, reply))
+                self._held[subject].append((data, reply, headers))
             elif self._hits(self._faults.delay):
-                self._held[subject] = deque([(data, reply)])
+                self._held[subject] = deque([(data, reply, headers)])
                 self._group.create_task(self._release(subject))
             else:
-                await self._inner.publish(subject, data, reply)
+                await self._inner.publish(subject, data, reply, headers)
 
     async def subscribe(
         self, subject: str, receive: Receive, queue: str | None = None
@@ -125,9 +135,9 @@ class FaultyTransport:
         await asyncio.sleep(self._faults.delay_s)
         held = self._held[subject]
         while held:
-            data, reply = held.popleft()
+            data, reply, headers = held.popleft()
             try:
-                await self._inner.publish(subject, data, reply)
+                await self._inner.publish(subject, data, reply, headers)
             except BusDown:
                 held.clear()  # Lost on the way, as anything held in an outage is.
         del self._held[subject]

@@ -18,7 +18,7 @@ from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from antiphon.bus.transport import Receive
 
@@ -120,7 +120,13 @@ class MemoryTransport:
                 pump.cancel()
             await self._group.__aexit__(None, None, None)
 
-    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        reply: str | None = None,
+        headers: Mapping[str, str] | None = None,  # nobody is there to read them
+    ) -> None:
         """Send to whoever listens now."""
         if len(data) > self.payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self.payload_bytes_max)

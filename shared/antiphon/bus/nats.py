@@ -19,7 +19,7 @@ from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from nats.aio.client import Server
     from nats.aio.msg import Msg
@@ -111,7 +111,13 @@ class NatsTransport:
             self._link.drop()
             await self._close()
 
-    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        reply: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Send to whoever listens now."""
         if len(data) > self._payload_bytes_max:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
@@ -120,7 +126,9 @@ class NatsTransport:
         if self._connection.pending_data_size > OUTBOUND_BYTES_MAX:
             raise BusDown("the broker reads nothing", retry_after_s=1.0)
         try:
-            await self._connection.publish(subject, data, reply or "")
+            await self._connection.publish(
+                subject, data, reply or "", dict(headers) if headers else None
+            )
         except (
             nats.errors.ConnectionClosedError,
             nats.errors.ConnectionDrainingError,

@@ -19,6 +19,8 @@ from antiphon.wire.buckets import API
 from antiphon.wire.errors import Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from antiphon.bus.bus import Bus
     from antiphon.wire.buckets import Bucket
 
@@ -31,6 +33,10 @@ _ANSWER_S = 5.0
 _NS = 1_000_000_000
 _REPEAT_WINDOW_S = 120.0
 _NOT_FOUND = 404
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+"""A message with this header is kept only if the last one of its subject has that number."""
+_OTHER_REVISION = 10071
+"""JetStream's number for: it has another."""
 _OTHER_CONFIG = 10058
 """JetStream's number for: the stream is there, and was made with other limits."""
 
@@ -68,6 +74,7 @@ class _Purged(_Answer, frozen=True):
 
 class _Kept(msgspec.Struct, frozen=True):
     data: str = ""
+    seq: int = 0
 
 
 class _Got(_Answer, frozen=True):
@@ -139,6 +146,34 @@ class Store:
             return None
         return b"".join(part.data for part in parts if part is not None)
 
+    async def read(self, *key: str) -> tuple[bytes, int] | None:
+        """Return what `swap` has kept and its revision; None if there is nothing.
+
+        Raises:
+            Unavailable: It cannot be read now.
+        """
+        kept = await self._kept(key)
+        return None if kept is None else (_value(kept).data, kept.seq)
+
+    async def swap(self, *key: str, value: bytes, revision: int) -> bool:
+        """Keep a value if nobody has kept another one since it was read; return whether it is.
+
+        Args:
+            key: What it is kept under. `put` keeps nothing there.
+            value: At most `PART_BYTES`.
+            revision: The one that was read; 0: there was none.
+
+        Raises:
+            Unavailable: It may or may not be kept.
+        """
+        assert len(value) <= PART_BYTES, "what is swapped lies in one message"
+        headers = {_EXPECTED: str(revision)}
+        answer = await self._send(key, _Value(value), headers)
+        if answer.error is not None and answer.error.err_code == _OTHER_REVISION:
+            return False
+        self._check(answer)
+        return True
+
     async def forget(self, *key: str) -> bool:
         """Keep no longer what is under a key; return whether there was anything.
 
@@ -150,24 +185,33 @@ class Store:
         return purged > 0
 
     async def _publish(self, key: tuple[str, ...], value: _Value) -> None:
+        self._check(await self._send(key, value))
+
+    async def _send(
+        self, key: tuple[str, ...], value: _Value, headers: Mapping[str, str] | None = None
+    ) -> _Answer:
         """Write one message, and make the bucket where it is not there: a broker may lose it."""
         await self.open()
-        data = msgspec.msgpack.encode(value)
+        subject, data = self._subject(*key), msgspec.msgpack.encode(value)
         try:
-            answer = await self._bus.ask(self._subject(*key), data, timeout_s=_ANSWER_S)
+            answer = await self._bus.ask(subject, data, timeout_s=_ANSWER_S, headers=headers)
         except NobodyListens:
             self._made = False
             await self.open()
-            answer = await self._bus.ask(self._subject(*key), data, timeout_s=_ANSWER_S)
-        self._check(msgspec.json.decode(answer, type=_Answer))
+            answer = await self._bus.ask(subject, data, timeout_s=_ANSWER_S, headers=headers)
+        return msgspec.json.decode(answer, type=_Answer)
 
     async def _find(self, key: tuple[str, ...]) -> _Value | None:
+        kept = await self._kept(key)
+        return None if kept is None else _value(kept)
+
+    async def _kept(self, key: tuple[str, ...]) -> _Kept | None:
         await self.open()
         got = await self._ask("MSG.GET", {"last_by_subj": self._subject(*key)}, _Got)
         if got.error is not None and got.error.code == _NOT_FOUND:
             return None
         self._check(got)
-        return msgspec.msgpack.decode(base64.b64decode(got.message.data), type=_Value)
+        return got.message
 
     async def _purge(self, subject: str) -> int:
         await self.open()
@@ -210,3 +254,7 @@ class Store:
             "duplicate_window": round(min(keep_s, _REPEAT_WINDOW_S) * _NS),
             "allow_rollup_hdrs": True,
         }
+
+
+def _value(kept: _Kept) -> _Value:
+    return msgspec.msgpack.decode(base64.b64decode(kept.data), type=_Value)

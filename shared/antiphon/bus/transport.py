@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -79,10 +79,17 @@ class Transport(Protocol):
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def publish(self, subject: str, data: bytes, reply: str | None = None) -> None:
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        reply: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Send to whoever listens now.
 
-        Nothing is buffered while the link is down: state stays with its owner.
+        Nothing is buffered while the link is down: state stays with its owner. `headers` are for
+        the broker; nobody who listens is told of them.
 
         Raises:
             BusDown: The link is down.

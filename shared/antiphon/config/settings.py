@@ -15,6 +15,7 @@ from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, Tele
 from antiphon.config.responses import ResponsesConfig
 from antiphon.config.scheduler import SchedulerConfig
 from antiphon.config.schema import Config
+from antiphon.config.sessions import SessionsConfig
 from antiphon.config.supervisor import SupervisorConfig
 from antiphon.config.tokenizer import TokenizerConfig
 from antiphon.config.worker import BatchingConfig, CacheConfig, QueueConfig
@@ -33,6 +34,7 @@ class Settings(Config):
     gateway: GatewayConfig = GatewayConfig()
     access: AccessConfig = AccessConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    sessions: SessionsConfig = SessionsConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     batching: BatchingConfig = BatchingConfig()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Message
+from antiphon.wire.ids import TenantId
 
 
 class AbortRequests(Message):
     """Each gateway ends those of its requests whose names begin so, as aborted.
 
     A request without a name of its client's is called by its id. Lost, it may be said again.
+
+    Attributes:
+        tenant: Whose requests; None: everybody's.
+        exact: Only the one of exactly this name.
     """
 
     prefix: str
+    tenant: TenantId | None = None
+    exact: bool = False
     not_after_unix_ms: int

@@ -58,4 +58,11 @@ RESPONSES = Bucket(
     holds="a response of `/v1/responses`, and the conversation that it was made from",
 )
 
-BUCKETS: Sequence[Bucket] = (RESPONSES,)
+SESSIONS = Bucket(
+    name="sessions",
+    owner=Role.GATEWAY,
+    keys="tenant, session; and below it, name of the request",
+    holds="which requests a session of `/generate` has; and what was said in each",
+)
+
+BUCKETS: Sequence[Bucket] = (RESPONSES, SESSIONS)

@@ -13,6 +13,7 @@ from antiphon.config.access import AccessConfig
 from antiphon.config.cluster import ClusterConfig
 from antiphon.config.digest import digest
 from antiphon.config.parsing import ReasoningParser, ToolParser
+from antiphon.config.sessions import SessionsConfig
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
@@ -354,6 +355,7 @@ def settings(
     drain_timeout_s: float = 5.0,
     access: AccessConfig | None = None,
     responses: ResponsesConfig | None = None,
+    sessions: SessionsConfig | None = None,
     **gateway: object,
 ) -> Settings:
     """`QUICK` for the toy model, on any port."""
@@ -363,6 +365,8 @@ def settings(
         cluster=ClusterConfig(name="test", model=MODEL),
         access=access or AccessConfig(),
         responses=responses or QUICK.responses,
+        # A memory bus keeps nothing.
+        sessions=sessions or SessionsConfig(store=False),
         gateway=msgspec.structs.replace(
             QUICK.gateway,
             **{
@@ -383,13 +387,18 @@ async def house(
     drain_timeout_s: float = 5.0,
     access: AccessConfig | None = None,
     responses: ResponsesConfig | None = None,
+    sessions: SessionsConfig | None = None,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
     broker = MemoryBroker()
     transport = transport or (lambda: MemoryTransport(broker))
     chosen = settings(
-        drain_timeout_s=drain_timeout_s, access=access, responses=responses, **gateway
+        drain_timeout_s=drain_timeout_s,
+        access=access,
+        responses=responses,
+        sessions=sessions,
+        **gateway,
     )
     service = GatewayService(chosen)
     async with AsyncExitStack() as stack:

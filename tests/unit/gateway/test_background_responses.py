@@ -14,7 +14,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, SCRIPT, House, house
 from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
-from antiphon.gateway.http.openai.responses import records
+from antiphon.gateway import owners
 from antiphon.gateway.service import GatewayService
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import running
@@ -210,7 +210,7 @@ async def test_a_gateway_that_drains_makes_what_it_has_begun(two: Pair) -> None:
 async def test_what_a_dead_gateway_was_making_has_failed(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(owners, "SETTLE_S", 0.1)
     async with pair(server, drain_timeout_s=0.1) as two:
         two.cluster.hold_at = 2
         made = await two.create(stream=False)

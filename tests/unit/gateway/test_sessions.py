@@ -2,117 +2,261 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from antiphon.gateway.sessions import SESSIONS_MAX, Place, Sessions
+from antiphon.bus.store import PART_BYTES
+from antiphon.gateway.sessions.session import Place
+from antiphon.gateway.sessions.sessions import Sessions
+from antiphon.gateway.sessions.shelf import MemoryShelf
 from antiphon.testing.clock import ManualClock
-from antiphon.wire.errors import InvalidRequest, Overloaded
+from antiphon.wire.base import Process
+from antiphon.wire.errors import InvalidRequest, Unavailable
+from antiphon.wire.ids import Incarnation, InstanceId, TenantId
+
+ME, OTHER = (
+    Process(instance=InstanceId(name), incarnation=Incarnation("1")) for name in ("g-0", "g-1")
+)
+TENANT = TenantId("default")
+KEEP_S = 100.0
+TIMEOUT_S = 20.0
 
 
-def sessions() -> tuple[Sessions, ManualClock, list[str]]:
-    clock, aborted = ManualClock(), list[str]()
-    return Sessions(clock.now, aborted.append), clock, aborted
+class Slow(MemoryShelf):
+    """A shelf that lets others in between a look and a swap."""
+
+    async def read(self, *key: str) -> tuple[bytes, int] | None:
+        found = await super().read(*key)
+        await asyncio.sleep(0)
+        return found
 
 
-def run(kept: Sessions, place: Place, rid: str, ids: tuple[int, ...], characters: int = 1) -> None:
+class World:
+    """Two gateways, what lies between them, and who of them is gone."""
+
+    def __init__(self, bytes_max: int = 1 << 20) -> None:
+        self.shelf = Slow(bytes_max)
+        self.clock = ManualClock()
+        self.aborted: list[tuple[str, Process]] = []
+        self.gone: set[Process] = set()
+        self.mine, self.other = self.sessions(ME), self.sessions(OTHER)
+
+    def sessions(self, process: Process) -> Sessions:
+        return Sessions(
+            self.shelf,
+            process,
+            self.clock.unix_ms,
+            lambda owner, until: owner in self.gone or self.clock.unix_ms() > until,
+            self.abort,
+            keep_s=KEEP_S,
+            timeout_s=TIMEOUT_S,
+        )
+
+    async def abort(self, tenant: TenantId, name: str, owner: Process) -> None:
+        assert tenant == TENANT
+        self.aborted.append((name, owner))
+
+
+async def run(kept: Sessions, place: Place, rid: str, characters: int = 1) -> None:
     """A request that was accepted and has not ended."""
-    kept.begin(place, rid, ids, characters)
-    kept.accept(place, rid)
+    await kept.begin(TENANT, place, rid, characters)
+    await kept.accept(TENANT, place, rid)
 
 
-def test_what_runs_below_a_replaced_request_is_aborted() -> None:
-    kept, _, aborted = sessions()
-    name = kept.open(None, 0, None)
-    run(kept, Place(name), "a", (1,))
-    kept.end(Place(name), "a", ((2,), "x"))
-    below = Place(name, "a")
-    assert kept.before(below) == (1, 2)
-    run(kept, below, "b", (1, 2, 3))
-    with pytest.raises(InvalidRequest, match="has not ended"):
-        kept.before(Place(name, "b"))
-    instead = Place(name, "a", replace=True)
-    assert kept.before(instead) == (1, 2)
-    kept.begin(instead, "c", (1, 2, 4), 1)
-    assert aborted == []
-    kept.accept(instead, "c")
-    assert aborted == ["b"]
-    kept.end(below, "b", ((4,), "y"))
-    with pytest.raises(InvalidRequest, match="not known"):
-        kept.before(Place(name, "b"))
+async def answer(kept: Sessions, place: Place, rid: str, *ids: int, text: str = "x") -> None:
+    """Its end: what lies before the last id was its prompt."""
+    await kept.end(TENANT, place, rid, (ids[:-1], ids[-1:], text))
 
 
-def test_a_request_that_failed_is_no_place_to_go_on_from() -> None:
-    kept, _, _ = sessions()
-    name = kept.open("s", 0, None)
-    run(kept, Place(name), "a", (1,))
-    kept.end(Place(name), "a", None)
-    with pytest.raises(InvalidRequest, match="not known"):
-        kept.before(Place(name, "a"))
-    kept.begin(Place(name), "a", (1,), 1)
-
-
-def test_a_session_that_rests_is_forgotten() -> None:
-    kept, clock, _ = sessions()
-    name = kept.open(None, 0, 10.0)
-    clock.advance(9)
-    kept.before(Place(name))
-    clock.advance(9)
-    kept.before(Place(name))
-    clock.advance(11)
+async def test_a_session_is_the_same_at_every_gateway() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 0, None)
+    with pytest.raises(InvalidRequest, match="is open"):
+        await world.other.open(TENANT, name, 0, None)
+    await run(world.other, Place(name), "a")
+    await answer(world.other, Place(name), "a", 1, 2)
+    assert await world.mine.before(TENANT, Place(name, "a")) == (1, 2)
+    assert await world.mine.before(TENANT, Place(name, "a", offset=1)) == (1,)
+    assert await world.mine.before(TENANT, Place(name, "a", drop_previous_output=True)) == (1,)
     with pytest.raises(InvalidRequest, match="no session"):
-        kept.before(Place(name))
-    assert len(kept) == 0
+        await world.mine.before(TenantId("another"), Place(name, "a"))
+    await world.other.close(TENANT, name)
+    with pytest.raises(InvalidRequest, match="no session"):
+        await world.mine.before(TENANT, Place(name))
 
 
-def test_there_are_only_so_many() -> None:
-    kept, _, _ = sessions()
-    for _ in range(SESSIONS_MAX):
-        kept.open(None, 0, None)
-    with pytest.raises(Overloaded):
-        kept.open(None, 0, None)
-
-
-def test_closing_aborts_what_runs() -> None:
-    kept, _, aborted = sessions()
-    name = kept.open(None, 0, None)
-    run(kept, Place(name), "a", (1,))
-    kept.begin(Place(name), "b", (1,), 1)
-    kept.close(name)
-    assert aborted == ["a"]
-    kept.accept(Place(name), "b")
-    assert aborted == ["a", "b"]
-    kept.end(Place(name), "a", ((1,), "x"))
-    with pytest.raises(InvalidRequest):
-        kept.close(name)
-
-
-def test_a_request_that_is_refused_replaces_nothing() -> None:
-    kept, _, aborted = sessions()
-    name = kept.open(None, 0, None)
-    run(kept, Place(name), "a", (1,))
-    kept.end(Place(name), "a", ((2,), "x"))
-    anew = Place(name, replace=True)
-    kept.begin(anew, "a", (3,), 1)
-    with pytest.raises(InvalidRequest, match="has a request 'a'"):
-        kept.begin(anew, "a", (3,), 1)
-    kept.end(anew, "a", None)
-    assert kept.before(Place(name, "a")) == (1, 2)
-    run(kept, anew, "b", (3,))
-    assert aborted == []
+async def test_what_runs_below_a_replaced_request_is_aborted() -> None:
+    world = World()
+    kept = world.mine
+    name = await kept.open(TENANT, None, 0, None)
+    await run(kept, Place(name), "a")
+    await answer(kept, Place(name), "a", 1, 2)
+    below = Place(name, "a")
+    await run(world.other, below, "b")
+    with pytest.raises(InvalidRequest, match="has not ended"):
+        await kept.before(TENANT, Place(name, "b"))
+    instead = Place(name, "a", replace=True)
+    assert await kept.before(TENANT, instead) == (1, 2)
+    await kept.begin(TENANT, instead, "c", 1)
+    assert world.aborted == []
+    await kept.accept(TENANT, instead, "c")
+    assert world.aborted == [("b", OTHER)]
+    await answer(world.other, below, "b", 1, 2, 3, 4)
     with pytest.raises(InvalidRequest, match="not known"):
-        kept.before(Place(name, "a"))
+        await kept.before(TENANT, Place(name, "b"))
+    assert await world.shelf.get(TENANT, name, "b") is None
 
 
-def test_what_is_forgotten_or_replaced_leaves_its_room() -> None:
-    kept, _, _ = sessions()
-    name = kept.open(None, 10, None)
+async def test_a_request_that_failed_is_no_place_to_go_on_from() -> None:
+    kept = World().mine
+    name = await kept.open(TENANT, "s", 0, None)
+    await run(kept, Place(name), "a")
+    await kept.end(TENANT, Place(name), "a", None)
+    with pytest.raises(InvalidRequest, match="not known"):
+        await kept.before(TENANT, Place(name, "a"))
+    await kept.begin(TENANT, Place(name), "a", 1)
+
+
+async def test_a_session_that_rests_is_forgotten() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 0, 30.0)
+    await run(world.mine, Place(name), "a")
+    await answer(world.mine, Place(name), "a", 1, 2)
+    for rid in ("b", "c"):
+        world.clock.advance(29)
+        await run(world.mine, Place(name), rid)
+        await answer(world.mine, Place(name), rid, 1)
+    world.clock.advance(31)
+    with pytest.raises(InvalidRequest, match="no session"):
+        await world.other.before(TENANT, Place(name, "a"))
+    assert await world.other.open(TENANT, name, 0, None) == name
+    assert await world.shelf.get(TENANT, name, "a") is None
+    with pytest.raises(InvalidRequest, match=r"at most 100 s \(sessions.keep_s\)"):
+        await world.mine.open(TENANT, None, 0, KEEP_S + 1)
+
+
+async def test_what_is_over_goes_the_oldest_first() -> None:
+    world = World(bytes_max=700)
+    first = await world.mine.open(TENANT, None, 0, None)
+    last = first
+    for _ in range(20):
+        last = await world.mine.open(TENANT, None, 0, None)
+    with pytest.raises(InvalidRequest, match="no session"):
+        await world.mine.before(TENANT, Place(first))
+    assert await world.mine.before(TENANT, Place(last)) == ()
+
+
+async def test_closing_aborts_what_runs_wherever_it_does() -> None:
+    world = World()
+    kept = world.mine
+    name = await kept.open(TENANT, None, 0, None)
+    await run(kept, Place(name), "a")
+    await run(world.other, Place(name), "b")
+    await kept.begin(TENANT, Place(name), "c", 1)
+    await kept.close(TENANT, name)
+    assert world.aborted == [("a", ME), ("b", OTHER)]
+    await kept.accept(TENANT, Place(name), "c")
+    assert world.aborted[2:] == [("c", ME)]
+    await answer(kept, Place(name), "a", 1)
+    assert await world.shelf.get(TENANT, name, "a") is None
+    with pytest.raises(InvalidRequest):
+        await kept.close(TENANT, name)
+
+
+async def test_a_request_that_is_refused_replaces_nothing() -> None:
+    world = World()
+    kept = world.mine
+    name = await kept.open(TENANT, None, 0, None)
+    await run(kept, Place(name), "a")
+    await answer(kept, Place(name), "a", 1, 2)
+    anew = Place(name, replace=True)
+    await kept.begin(TENANT, anew, "a", 1)
+    with pytest.raises(InvalidRequest, match="has a request 'a'"):
+        await kept.begin(TENANT, anew, "a", 1)
+    await kept.end(TENANT, anew, "a", None)
+    assert await kept.before(TENANT, Place(name, "a")) == (1, 2)
+    await run(kept, anew, "b")
+    assert world.aborted == []
+    with pytest.raises(InvalidRequest, match="not known"):
+        await kept.before(TENANT, Place(name, "a"))
+
+
+async def test_what_is_forgotten_or_replaced_leaves_its_room() -> None:
+    kept = World().mine
+    name = await kept.open(TENANT, None, 10, None)
     for _ in range(3):
-        run(kept, Place(name), "a", (1,), 9)
-        kept.end(Place(name), "a", None)
-    run(kept, Place(name), "a", (1,), 6)
-    kept.end(Place(name), "a", ((2,), "four"))
+        await run(kept, Place(name), "a", 9)
+        await kept.end(TENANT, Place(name), "a", None)
+    await run(kept, Place(name), "a", 6)
+    await answer(kept, Place(name), "a", 1, 2, text="four")
     with pytest.raises(InvalidRequest, match="room for 10 characters"):
-        kept.begin(Place(name), "b", (1,), 1)
-    run(kept, Place(name, replace=True), "b", (1,), 10)
+        await kept.begin(TENANT, Place(name), "b", 1)
+    await run(kept, Place(name, replace=True), "b", 10)
     with pytest.raises(InvalidRequest, match="room for 10 characters"):
-        kept.begin(Place(name), "c", (1,), 1)
+        await kept.begin(TENANT, Place(name), "c", 1)
+
+
+async def test_two_gateways_change_a_session_at_the_same_time() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 10, None)
+    tries = [
+        kept.begin(TENANT, Place(name), f"{number}", 1)
+        for number in range(10)
+        for kept in (world.mine, world.other)
+    ]
+    ends = await asyncio.gather(*tries, return_exceptions=True)
+    assert sum(end is None for end in ends) == 10
+    assert all(isinstance(end, InvalidRequest | None) for end in ends)
+
+
+async def test_what_a_lost_gateway_ran_is_no_part_of_a_session() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 5, None)
+    await run(world.mine, Place(name), "a")
+    await answer(world.mine, Place(name), "a", 1, 2)
+    await run(world.other, Place(name, "a"), "b", 3)
+    with pytest.raises(InvalidRequest, match="room for 5"):
+        await world.mine.begin(TENANT, Place(name, "a"), "c", 1)
+    world.gone.add(OTHER)
+    with pytest.raises(InvalidRequest, match="not known"):
+        await world.mine.before(TENANT, Place(name, "b"))
+    assert await world.mine.before(TENANT, Place(name, "a")) == (1, 2)
+    await run(world.mine, Place(name, "a"), "b", 3)
+
+
+async def test_an_end_that_nobody_could_note_is_there_in_time() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 0, None)
+    await run(world.mine, Place(name), "a")
+    world.clock.advance(TIMEOUT_S + 1)
+    await run(world.other, Place(name), "a")
+
+
+async def test_a_session_that_is_full_of_requests_takes_no_more() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 0, None)
+
+    async def fill() -> None:
+        for number in range(2000):
+            await run(world.mine, Place(name), f"{number:0250}")
+
+    with pytest.raises(InvalidRequest, match="no room for another"):
+        await fill()
+    value = await world.shelf.get(TENANT, name)
+    assert value is not None
+    assert PART_BYTES - 1000 < len(value) <= PART_BYTES
+    await world.mine.end(TENANT, Place(name), f"{3:0250}", None)
+    await run(world.mine, Place(name), "another")
+
+
+async def test_a_shelf_that_is_away_is_told() -> None:
+    world = World()
+    name = await world.mine.open(TENANT, None, 0, None)
+
+    async def away(*_: str) -> None:
+        raise Unavailable("away", retry_after_s=1.0)
+
+    world.shelf.read = away  # type: ignore[method-assign,assignment]
+    with pytest.raises(Unavailable):
+        await world.mine.before(TENANT, Place(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.answering import Answering
@@ -26,7 +25,9 @@ from antiphon.gateway.http.openai.scoring import Scoring
 from antiphon.gateway.http.openai.tokens import Tokens
 from antiphon.gateway.http.openapi import OpenApi
 from antiphon.gateway.http.pooling import Vectors
-from antiphon.gateway.sessions import Sessions
+from antiphon.gateway.owners import Owners
+from antiphon.gateway.sessions.sessions import Sessions
+from antiphon.gateway.sessions.shelf import shelf
 from antiphon.gateway.workers import Workers
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.operation import Operation
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.service.service import Runtime
+    from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName, TenantId
 
 
@@ -60,9 +62,21 @@ def operations(
     control = Control(answering, entrance, workers)
     vectors = Vectors(answering, tokenizers)
 
-    def sessions_of(tenant: TenantId) -> Sessions:
-        return Sessions(runtime.clock.now, partial(entrance.abort, tenant=tenant, exact=True))
+    async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
+        if owner == runtime.process:
+            entrance.abort(name, tenant=tenant, exact=True)
+        else:
+            await workers.abort_elsewhere(name, tenant=tenant, exact=True)
 
+    sessions = Sessions(
+        shelf(runtime.settings.sessions, runtime.bus),
+        runtime.process,
+        runtime.clock.unix_ms,
+        Owners(runtime).abandoned,
+        abort_one,
+        keep_s=runtime.settings.sessions.keep_s,
+        timeout_s=gateway.request_timeout_s,
+    )
     served = (
         *Completions(answering, tokenizers, runtime, model).operations(),
         *Messages(answering, tokenizers, runtime, model).operations(),
@@ -74,7 +88,7 @@ def operations(
         *Classifying(answering, vectors, model).operations(),
         *Reranking(answering, vectors, tokenizers).operations(),
         *Encoding(answering, vectors, runtime).operations(),
-        *Generation(answering, tokenizers, sessions_of, runtime).operations(),
+        *Generation(answering, tokenizers, sessions, runtime).operations(),
         *OllamaEmbedding(answering, vectors, model).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,24 +16,28 @@ from antiphon.gateway.http.native.replies import GenerateReply
 from antiphon.gateway.http.native.voice import GenerateVoice
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.sessions import Place
+from antiphon.gateway.sessions.session import Place
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
+from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClientKey, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering, VoiceOf
     from antiphon.gateway.http.native.bodies import SessionParams
     from antiphon.gateway.http.native.reading import Posted
+    from antiphon.gateway.http.native.voice import Keep
     from antiphon.gateway.http.voice import Voice
-    from antiphon.gateway.sessions import Sessions
+    from antiphon.gateway.sessions.sessions import Sessions
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import TenantId
+
+log = logging.getLogger(__name__)
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -52,22 +57,18 @@ class CloseSession(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Reads, stands requests in their sessions, and gives each answer its voice.
-
-    `sessions_of` makes a tenant's sessions: no other finds them.
-    """
+    """Reads, stands requests in their sessions, and gives each answer its voice."""
 
     def __init__(
         self,
         answering: Answering,
         tokenizers: TokenizerCalls,
-        sessions_of: Callable[[TenantId], Sessions],
+        sessions: Sessions,
         runtime: Runtime,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
-        self._sessions_of = sessions_of
-        self._sessions: dict[TenantId, Sessions] = {}
+        self._sessions = sessions
         self._runtime = runtime
 
     def operations(self) -> list[Operation]:
@@ -91,7 +92,7 @@ class Generation:
                 method="POST",
                 path="/open_session",
                 answer=self._open,
-                summary="Begins a session, kept by this gateway; its name is the reply.",
+                summary="Begins a session, open at every gateway; its name is the reply.",
                 body=OpenSession,
                 refused={"streaming": _STREAMING},
                 examples=({"capacity_of_str_len": 1000},),
@@ -125,12 +126,15 @@ class Generation:
 
         return voice
 
-    def _voice(self, posted: Posted, streams: Sequence[Stream]) -> GenerateVoice:
+    def _voice(
+        self, posted: Posted, streams: Sequence[Stream], keep: Keep | None = None
+    ) -> GenerateVoice:
         return GenerateVoice(
             posted,
             streams,
             weight_version=weight_version(self._runtime),
             news=self._runtime.settings.gateway.stream_output,
+            keep=keep,
         )
 
     async def _in_session(
@@ -144,25 +148,39 @@ class Generation:
             bool(params.drop_previous_output),
         )
         (ask,) = posted.asks
-        sessions = self._of(request)
-        before = sessions.before(place)
+        tenant, sessions = tenant_of(request), self._sessions
+        before = await sessions.before(tenant, place)
         characters = await self._characters(ask)
         prompt_ids = before + await self._ids(ask, begins=not before)
         rid = str(ask.key or new_request_id())
         ask = msgspec.structs.replace(ask, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid))
         posted = msgspec.structs.replace(posted, asks=(ask,))
-        sessions.begin(place, rid, prompt_ids, characters)
-        heard: list[tuple[Stream, GenerateVoice]] = []
+        kept = False
+
+        async def keep(stream: Stream, heard: GenerateVoice) -> None:
+            nonlocal kept
+            if _whole(stream):
+                answer = (prompt_ids, tuple(heard.first_ids), heard.first_text)
+                await sessions.end(tenant, place, rid, answer)
+                kept = True
 
         async def voice(streams: Sequence[Stream]) -> Voice:
-            sessions.accept(place, rid)
-            heard.append((streams[0], self._voice(posted, streams)))
-            return heard[0][1]
+            await sessions.accept(tenant, place, rid)
+            return self._voice(posted, streams, keep)
 
+        await sessions.begin(tenant, place, rid, characters)
         try:
             return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
         finally:
-            sessions.end(place, rid, _answer(*heard[0]) if heard else None)
+            if not kept:
+                await self._give_up(tenant, place, rid)
+
+    async def _give_up(self, tenant: TenantId, place: Place, rid: str) -> None:
+        """Nothing goes on from a request that broke off."""
+        try:
+            await self._sessions.end(tenant, place, rid, None)
+        except EngineError as error:
+            log.info("session not told of an end", extra={"code": error.code})
 
     async def _characters(self, ask: Ask) -> int:
         """The characters of what is new, however it was given."""
@@ -185,34 +203,23 @@ class Generation:
         return tuple(unpack_ids(encoded.token_ids))
 
     async def _open(self, request: web.Request) -> web.Response:
-        sessions = self._of(request)
-        name = await self._answering.read(
-            request,
-            OpenSession,
-            lambda body: sessions.open(body.session_id, body.capacity_of_str_len, body.timeout),
-            {"streaming": _STREAMING},
+        body = await self._answering.read(
+            request, OpenSession, lambda body: body, {"streaming": _STREAMING}
+        )
+        name = await self._sessions.open(
+            tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout
         )
         return web.json_response(name)
 
     async def _close(self, request: web.Request) -> web.Response:
-        sessions = self._of(request)
-        await self._answering.read(
-            request, CloseSession, lambda body: sessions.close(body.session_id)
-        )
+        body = await self._answering.read(request, CloseSession, lambda body: body)
+        await self._sessions.close(tenant_of(request), body.session_id)
         return web.Response()
 
-    def _of(self, request: web.Request) -> Sessions:
-        tenant = tenant_of(request)
-        if tenant not in self._sessions:
-            self._sessions[tenant] = self._sessions_of(tenant)
-        return self._sessions[tenant]
 
-
-def _answer(stream: Stream, voice: GenerateVoice) -> tuple[tuple[int, ...], str] | None:
-    """The answer, if all of it was heard: one that broke off is nothing to go on from."""
-    if stream.ended is None or stream.ended.error is not None or stream.waiting:
-        return None
-    return tuple(voice.first_ids), voice.first_text
+def _whole(stream: Stream) -> bool:
+    """Whether all of an answer was heard: one that broke off is nothing to go on from."""
+    return stream.ended is not None and stream.ended.error is None and not stream.waiting
 
 
 _STREAMING = refused.Refused("a session is kept as ids; none holds pages of the cache", (False,))

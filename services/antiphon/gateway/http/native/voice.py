@@ -21,7 +21,7 @@ from antiphon.gateway.owner.actions import Finished, Said
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from antiphon.gateway.chorus import Answer
     from antiphon.gateway.http.native.reading import Posted
@@ -29,17 +29,26 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
 
+    Keep = Callable[[Stream, "GenerateVoice"], Awaitable[None]]
+
 
 class GenerateVoice(Voice):
     """POST /generate. An event tells all so far, unless `news` says only what is new."""
 
     def __init__(
-        self, posted: Posted, streams: Sequence[Stream], *, weight_version: str, news: bool
+        self,
+        posted: Posted,
+        streams: Sequence[Stream],
+        *,
+        weight_version: str,
+        news: bool,
+        keep: Keep | None = None,
     ) -> None:
         self._posted = posted
         self._streams = streams
         self._weight_version = weight_version
         self._news = news
+        self._keep = keep
         self._began = time.monotonic()
         self._choices = posted.asks[0].choices
         self._prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
@@ -93,6 +102,11 @@ class GenerateVoice(Voice):
     def failure(self, error: EngineError) -> bytes:
         """The error, and the mark of the end."""
         return event(msgspec.json.encode(envelope(error))) + DONE
+
+    async def keep(self) -> None:
+        """Put by what a session goes on from."""
+        if self._keep is not None:
+            await self._keep(self._streams[0], self)
 
     def _hear(self, prompt: int, index: int, heard: Said | Finished) -> None:
         if isinstance(heard, Finished):

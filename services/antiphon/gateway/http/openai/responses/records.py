@@ -12,6 +12,7 @@ from antiphon.bus.store import Store, StoreLimits
 from antiphon.gateway.http.openai.responses.items import Item
 from antiphon.gateway.http.openai.responses.replies import ResponseReply
 from antiphon.gateway.http.openai.responses.voice import failed
+from antiphon.gateway.owners import Owners
 from antiphon.wire.base import Process
 from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import RequestTooLarge, Unavailable, UnknownResponse, Unsupported
@@ -29,8 +30,6 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 _SHOWN = 64
 _INSIST_S = 30.0
 _PAUSE_S = 0.5
-_SETTLE_S = 10.0
-"""How long a gateway that has just started, or an end under way, is waited for."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ class Records:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._config = config = runtime.settings.responses
-        self._began_at = runtime.clock.now()
+        self._owners = Owners(runtime)
         limits = StoreLimits(
             keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas
         )
@@ -138,7 +137,9 @@ class Records:
         if value is None:
             raise UnknownResponse.of(response_id)
         record = msgspec.json.decode(value, type=Record)
-        if record.response.ended or not self._abandoned(record):
+        if record.response.ended or not self._owners.abandoned(
+            record.owner, record.deadline_unix_ms
+        ):
             return record
         record = msgspec.structs.replace(record, response=failed(record.response, _LOST))
         await self.keep(tenant, record)
@@ -153,13 +154,3 @@ class Records:
         """
         if not await self.store.forget(tenant, response_id):
             raise UnknownResponse.of(response_id)
-
-    def _abandoned(self, record: Record) -> bool:
-        """Whether its owner is dead, or has had all the time there is."""
-        runtime = self._runtime
-        over_ms = record.deadline_unix_ms + round(_SETTLE_S * 1000)
-        if runtime.clock.unix_ms() > over_ms:
-            return True
-        if record.owner == runtime.process or runtime.peers.lives(record.owner):
-            return False
-        return runtime.clock.now() > self._began_at + _SETTLE_S
