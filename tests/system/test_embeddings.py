@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 
 from antiphon import embedded
+from antiphon.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -130,6 +131,18 @@ async def test_a_batch_outlives_its_worker(client: AsyncOpenAI, stack: Stack) ->
     assert stack.pid("worker-0") not in (None, worker)
     assert np.abs(first - second).max() < 0.03
     assert asked.result().usage == again.usage
+
+
+async def test_vectors_over_nats_are_the_same(client: AsyncOpenAI, stack: Stack) -> None:
+    over_http = await client.embeddings.create(model="default", input=TEXTS * 10)
+    async with Client(stack.nats_url) as asker:
+        over_nats = await asker.embed(stack.model, TEXTS * 10)
+        short = await asker.embed(stack.model, TEXTS, dimensions=16)
+    theirs = np.array([one.embedding for one in over_http.data])
+    ours = np.array([list(vector) for vector in over_nats.vectors])
+    assert np.abs(ours - theirs).max() < 0.03
+    assert over_nats.usage.prompt_tokens == over_http.usage.prompt_tokens
+    assert [len(vector) for vector in short.vectors] == [16] * len(TEXTS)
 
 
 async def test_it_generates_nothing_and_says_so(client: AsyncOpenAI) -> None:

@@ -27,6 +27,7 @@ from antiphon.wire.command import (
     TokenPlace,
 )
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
+from antiphon.wire.embed import EmbedReply, EmbedRequest
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import (
@@ -286,6 +287,23 @@ EVERY: tuple[Message, ...] = (
     ),
     AbortRequests(prefix="my-", tenant=TenantId("acme"), exact=True, not_after_unix_ms=DEADLINE),
     DecodeReply(request_id=REQUEST, texts=("Once", " upon")),
+    EmbedRequest(
+        model=MODEL,
+        texts=("One", "Two"),
+        pairs=("1", "2"),
+        prompt_ids=((1, 70_000), (2,)),
+        dimensions=256,
+        priority=-1,
+        timeout_s=2.5,
+        traceparent=TRACE,
+        api_key="k",
+    ),
+    EmbedReply(
+        model=MODEL,
+        vectors=(pack_floats((0.5, -1.5)), pack_floats((1.0, 0.0))),
+        labels=("bad", "good"),
+        usage=USAGE,
+    ),
     EncodeReply(
         request_id=REQUEST,
         token_ids=pack_ids((1, 2, 70_000)),

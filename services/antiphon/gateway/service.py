@@ -17,6 +17,7 @@ from antiphon.gateway.http.operation import routes
 from antiphon.gateway.http.server import http_server
 from antiphon.gateway.keys_file import KeysFile
 from antiphon.gateway.metrics import GatewayMetrics
+from antiphon.gateway.nats.embed import Embeds
 from antiphon.gateway.nats.generate import Generations
 from antiphon.gateway.owner.machine import Limits, Owner
 from antiphon.service.endpoint import Follow
@@ -77,6 +78,7 @@ class GatewayService:
             runtime, self._model, driver, tokenizers, metrics, access
         )
         self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
+        self._embeds = Embeds(self._model, entrance, driver, tokenizers, metrics, access)
         self._detached = detached = Detached(runtime.group)
         served = operations(
             runtime, self._model, entrance, driver, tokenizers, metrics, access, detached
@@ -102,6 +104,7 @@ class GatewayService:
             Follow(route=NOTICE, apply=self._driver.take_notice, address=address),
             Follow(route=ABORT, apply=self._on_abort, address={"model": self._model}),
             *self._generations.endpoints(),
+            *self._embeds.endpoints(),
         )
 
     async def _on_abort(self, message: AbortRequests) -> None:

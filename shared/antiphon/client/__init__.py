@@ -9,5 +9,6 @@ Print an answer while it is made:
 
 from antiphon.client.client import Client
 from antiphon.client.stream import Answer, Piece
+from antiphon.client.vectors import Vectors
 
-__all__ = ["Answer", "Client", "Piece"]
+__all__ = ["Answer", "Client", "Piece", "Vectors"]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client.stream import Answer, Piece, Stream
+from antiphon.client.vectors import BATCH, Vectors, embed
 from antiphon.config.process import BusConfig
-from antiphon.wire.base import Process
+from antiphon.wire.base import Message, Process, Usage
 from antiphon.wire.details import join_pieces
+from antiphon.wire.embed import EmbedRequest
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.generate import GenerateRequest
 from antiphon.wire.ids import (
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from antiphon.wire.grammar import Grammar
     from antiphon.wire.processors import LogitProcessor
     from antiphon.wire.sampling import DetailParams
+
+M = TypeVar("M", bound=Message)
 
 TIMEOUT_S = 600.0
 
@@ -176,6 +180,49 @@ class Client:
             join_pieces(piece.details for piece in heard),
         )
 
+    async def embed(
+        self,
+        model: str,
+        texts: Sequence[str],
+        *,
+        pairs: Sequence[str] | None = None,
+        dimensions: int | None = None,
+        priority: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Vectors:
+        """Return the vector of each text, or its scores, of a model made for that.
+
+        Args:
+            model: The served model.
+            texts: As many as there are; they go in batches.
+            pairs: A second text for each, which a model that judges pairs reads together with it.
+            dimensions: So many of each vector's first numbers.
+            priority: The higher goes first, where the operator goes by priorities.
+            timeout_s: For all of them.
+
+        Raises:
+            EngineError: What one of the batches ended with.
+        """
+        if pairs is not None and len(pairs) != len(texts):
+            raise InvalidRequest(f"{len(pairs)} second texts for {len(texts)} first ones")
+        if not texts:
+            return Vectors([], (), Usage())
+        requests = [
+            _checked(
+                {
+                    "model": model,
+                    "texts": tuple(texts[at : at + BATCH]),
+                    "pairs": None if pairs is None else tuple(pairs[at : at + BATCH]),
+                    "dimensions": dimensions,
+                    "priority": priority,
+                    "api_key": self._api_key,
+                },
+                EmbedRequest,
+            )
+            for at in range(0, len(texts), BATCH)
+        ]
+        return await embed(self._bus, requests, timeout_s)
+
     @contextmanager
     def _stream(self, request: GenerateRequest) -> Generator[Stream]:
         request = msgspec.structs.replace(request, api_key=self._api_key)
@@ -198,7 +245,16 @@ def _request(
         "timeout_s": timeout_s,
         **options,
     }
+    return _checked(fields, GenerateRequest)
+
+
+def _checked(fields: Mapping[str, object], kind: type[M]) -> M:
+    """A request of these fields.
+
+    Raises:
+        InvalidRequest: One of them is out of its bounds.
+    """
     try:
-        return msgspec.convert(fields, GenerateRequest)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from error

@@ -27,6 +27,7 @@ from antiphon.wire.command import (
     SetWeightVersion,
     StopChoice,
 )
+from antiphon.wire.embed import EmbedReply, EmbedRequest
 from antiphon.wire.encode import EncodeImage, ImageEmbedding
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import (
@@ -150,6 +151,15 @@ GENERATE = Call(
     subject="generate.{model}",
     carries=(GenerateRequest,),
     replies=(GenerateAccepted,),
+    senders=(CLIENT,),
+    listeners=(Role.GATEWAY,),
+    spread=Spread.QUEUE,
+)
+EMBED = Call(
+    name="gateway.embed",
+    subject="embed.{model}",
+    carries=(EmbedRequest,),
+    replies=(EmbedReply,),
     senders=(CLIENT,),
     listeners=(Role.GATEWAY,),
     spread=Spread.QUEUE,
@@ -336,6 +346,7 @@ DISCOVER = Feed(
 
 ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
     GENERATE,
+    EMBED,
     CLIENT_TEXT,
     GATEWAY_CONTROL,
     TOKENIZE,

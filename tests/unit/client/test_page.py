@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from antiphon.client import vectors
 from antiphon.client.stream import GONE_S, SILENCE_S
 from antiphon.wire.codec import decode
-from antiphon.wire.routes import CLIENT_TEXT, GATEWAY_CONTROL, GENERATE, escape
+from antiphon.wire.embed import TEXTS_MAX
+from antiphon.wire.routes import CLIENT_TEXT, EMBED, GATEWAY_CONTROL, GENERATE, escape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encoding="utf-8")
 
@@ -15,7 +17,13 @@ PAGE = (Path(__file__).parents[3] / "docs" / "nats-client.md").read_text(encodin
 def test_the_examples_are_messages() -> None:
     blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     examples = [one for block in blocks for one in re.split(r"\n(?=\{)", block.strip())]
-    kinds = (*GENERATE.carries, *CLIENT_TEXT.carries, *GATEWAY_CONTROL.carries)
+    kinds = (
+        *GENERATE.carries,
+        *CLIENT_TEXT.carries,
+        *GATEWAY_CONTROL.carries,
+        *EMBED.carries,
+        *EMBED.replies,
+    )
     seen = {type(decode(example.encode(), kinds)) for example in examples}
     assert seen == set(kinds)
 
@@ -23,4 +31,6 @@ def test_the_examples_are_messages() -> None:
 def test_the_figures_are_the_clients() -> None:
     assert f"after {SILENCE_S:g} seconds in which" in PAGE
     assert GONE_S < 10, "it says a few seconds"
+    assert f"At most {TEXTS_MAX}\ntexts go into a request" in PAGE
+    assert (vectors.BATCH, vectors.CALLS_MAX, vectors.SILENCE_S) == (16, 4, 60.0)
     assert f"`{escape('llama-3.1')}`" in PAGE

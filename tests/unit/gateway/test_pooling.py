@@ -13,7 +13,8 @@ import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, client, post
 
-from antiphon.gateway.http.pooling import INPUTS_MAX, OPEN_MAX
+from antiphon.gateway.http.pooling import INPUTS_MAX
+from antiphon.gateway.pooling import OPEN_MAX
 from antiphon.testing.wait import until
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.details import pack_floats

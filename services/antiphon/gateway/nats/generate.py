@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.gateway.ask import Ask, Sampling
 from antiphon.gateway.nats.generation import Generation
+from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, Said
 from antiphon.gateway.stream import check
 from antiphon.service.endpoint import Answer
@@ -31,7 +31,6 @@ from antiphon.wire.generate import (
     GenerateEnd,
     GenerateResume,
 )
-from antiphon.wire.ids import TenantId
 from antiphon.wire.routes import GATEWAY_CONTROL, GENERATE
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.tokenize import TemplateParams
@@ -48,16 +47,14 @@ if TYPE_CHECKING:
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.generate import GenerateRequest, GenerateText
-    from antiphon.wire.ids import ClientKey, ModelName, RequestId
+    from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
 
 log = logging.getLogger(__name__)
 
-_CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
 _KEPT_S = 10.0
 """How long after its end a request can be retried or resumed."""
 _KEPT_MAX = 1024
 _LEFT = Unavailable("this gateway is leaving", retry_after_s=0.0)
-_TIMEOUT_MAX_S = 24 * 3600.0
 _PINGS = 6
 _PING_S = 0.5
 
@@ -112,7 +109,7 @@ class Generations:
 
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
         with self._metrics.refusals():
-            tenant = self._access.member(request.api_key, _tenant(delivery))
+            tenant = self._access.member(request.api_key, tenant_of(delivery))
         request = msgspec.structs.replace(request, api_key=None)  # it is not kept
         with self._metrics.refusals(tenant):
             ask = _ask(request, tenant)
@@ -224,7 +221,7 @@ class Generations:
         self, message: GenerateResume | GenerateCancel, delivery: Delivery
     ) -> GenerateDone:
         generation = self._by_id.get(message.request_id)
-        if generation is None or generation.tenant != _tenant(delivery):
+        if generation is None or generation.tenant != tenant_of(delivery):
             raise InvalidRequest("no such request is known here", param="request_id")
         if isinstance(message, GenerateCancel):
             self._driver.leave(generation.stream)
@@ -267,17 +264,6 @@ async def _respond(
         await delivery.respond(refused, probe=probe)
 
 
-def _tenant(delivery: Delivery) -> TenantId:
-    """Whose inbox the answer goes to. Any other subject would make us speak in another's name."""
-    cluster = delivery.subject.split(".", 2)[:2]  # <cluster>.v<major>
-    prefix = ".".join(cluster) + "."
-    reply = delivery.reply or ""
-    match = _CLIENT.fullmatch(reply.removeprefix(prefix)) if reply.startswith(prefix) else None
-    if match is None:
-        raise InvalidRequest("the reply subject must be an inbox `client.<tenant>.<id>`")
-    return TenantId(match[1])
-
-
 def _digest(request: GenerateRequest) -> bytes:
     """Name what determines the answer."""
     content = msgspec.structs.replace(request, traceparent=None, timeout_s=None)
@@ -288,8 +274,8 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
     given = (request.messages, request.prompt, request.prompt_ids)
     if sum(each is not None for each in given) != 1:
         raise InvalidRequest("give exactly one of messages, prompt and prompt_ids", param="prompt")
-    if request.timeout_s is not None and request.timeout_s > _TIMEOUT_MAX_S:
-        raise InvalidRequest(f"timeout_s: at most {_TIMEOUT_MAX_S:g}", param="timeout_s")
+    if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
+        raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
     return Ask(
         door="generate",
         model=request.model,

@@ -13,8 +13,9 @@ from antiphon.gateway.http.native.refused import ENCODE
 from antiphon.gateway.http.native.replies import FinishBody
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, refuse_blank
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.pooling import cut
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.processors import TokenId
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.pooling import Pooled, Prompt, Vectors
+    from antiphon.gateway.http.pooling import Vectors
+    from antiphon.gateway.pooling import Pooled, Prompt
     from antiphon.service.service import Runtime
     from antiphon.wire.tokenize import PoolingCard
 

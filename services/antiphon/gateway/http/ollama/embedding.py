@@ -12,8 +12,9 @@ from antiphon.gateway.http.ollama.reading import model_of, tagged
 from antiphon.gateway.http.ollama.refused import EMBED
 from antiphon.gateway.http.openai.bodies import Json
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, refuse_blank
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.pooling import cut
 from antiphon.wire.sampling import Dimensions
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.pooling import Prompt, Vectors
+    from antiphon.gateway.http.pooling import Vectors
+    from antiphon.gateway.pooling import Prompt
     from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import PoolingCard
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.pooling import Pooled, Vectors
+    from antiphon.gateway.http.pooling import Vectors
+    from antiphon.gateway.pooling import Pooled
     from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import PoolingCard
 

@@ -12,9 +12,10 @@ from antiphon.gateway.http.openai.bodies import Rid, TokenId
 from antiphon.gateway.http.openai.refused import EMBEDDING
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, cut, refuse_blank
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, refuse_blank
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.voice import total
+from antiphon.gateway.pooling import cut
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Dimensions, Priority
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.pooling import Pooled, Prompt, Vectors
+    from antiphon.gateway.http.pooling import Vectors
+    from antiphon.gateway.pooling import Pooled, Prompt
     from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import PoolingCard
 

@@ -17,16 +17,9 @@ from antiphon.gateway.encode import PATIENCE_S
 from antiphon.gateway.http.openai.bodies import Rid
 from antiphon.gateway.http.openai.refused import EMBEDDING, RERANK
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.pooling import (
-    INPUTS_MAX,
-    OPEN_MAX,
-    asks_for,
-    read_vector,
-    refuse_blank,
-    sigmoid,
-    spoken,
-)
+from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, refuse_blank, sigmoid
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.pooling import OPEN_MAX, read_vector, spoken
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import DetailParams, PoolParams

@@ -1,0 +1,161 @@
+"""`embed.<model>`: vectors and scores for NATS clients."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.ask import Ask
+from antiphon.gateway.chorus import Answer as Heard
+from antiphon.gateway.encode import PATIENCE_S
+from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
+from antiphon.gateway.owner.actions import Said
+from antiphon.gateway.pooling import OPEN_MAX, cut, read_vector
+from antiphon.gateway.together import together
+from antiphon.service.endpoint import Answer
+from antiphon.wire.base import Usage
+from antiphon.wire.embed import EmbedReply
+from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.routes import EMBED
+from antiphon.wire.sampling import PoolParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.details import DetailRoom
+    from antiphon.gateway.driver import Driver
+    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.pooling import Pooled, Prompt
+    from antiphon.service.endpoint import Endpoint
+    from antiphon.wire.embed import EmbedRequest
+    from antiphon.wire.ids import ModelName, TenantId
+    from antiphon.wire.tokenize import PoolingCard
+
+VECTORS_BYTES_MAX = 512 * 1024
+"""Most bytes of vectors in an answer: as base64 in JSON they still fit into a message."""
+
+_NUMBER_BYTES = 4
+
+
+class Embeds:
+    """Answers each request once: there is nothing to retry under a key, and nothing to resume."""
+
+    def __init__(
+        self,
+        model: ModelName,
+        entrance: Entrance,
+        driver: Driver,
+        tokenizers: TokenizerCalls,
+        metrics: GatewayMetrics,
+        access: Access,
+    ) -> None:
+        self._model = model
+        self._entrance = entrance
+        self._driver = driver
+        self._tokenizers = tokenizers
+        self._metrics = metrics
+        self._access = access
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """New requests."""
+        return (Answer(route=EMBED, handler=self._embed, address={"model": self._model}),)
+
+    async def _embed(self, request: EmbedRequest, delivery: Delivery) -> EmbedReply:
+        with self._metrics.refusals():
+            tenant = self._access.member(request.api_key, tenant_of(delivery))
+        with self._metrics.refusals(tenant):
+            self._access.knock(tenant)
+            if request.model != self._model:
+                raise UnknownModel.of(request.model)
+            card = (await self._tokenizers.card(PATIENCE_S)).pooling
+            asks = _asks(request, card, tenant)
+        room = self._entrance.detail_room()
+        places = asyncio.Semaphore(self._entrance.together(tenant, OPEN_MAX))
+
+        async def one(ask: Ask) -> Pooled:
+            async with places:
+                return await self._hear(ask, room)
+
+        pooled = await together([one(ask) for ask in asks])
+        return EmbedReply(
+            model=self._model,
+            vectors=tuple(each.vector for each in pooled),
+            labels=card.labels if card is not None else (),
+            usage=Usage(
+                prompt_tokens=sum(each.usage.prompt_tokens for each in pooled),
+                cached_tokens=sum(each.usage.cached_tokens for each in pooled),
+            ),
+        )
+
+    async def _hear(self, ask: Ask, room: DetailRoom) -> Pooled:
+        stream = await self._entrance.enter(ask, room)
+        try:
+            heard = Heard(stream)
+            while stream.ended is None or stream.waiting:
+                for event in await stream.take():
+                    heard.hear(event)
+                    if isinstance(event, Said):
+                        self._driver.read(stream, event)
+            if stream.ended.error is not None:
+                raise stream.ended.error
+            return read_vector(heard)
+        finally:
+            self._entrance.leave(stream)
+
+
+def _asks(request: EmbedRequest, card: PoolingCard | None, tenant: TenantId) -> list[Ask]:
+    """One ask for each text.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+        Unsupported: The model generates.
+    """
+    if card is None:
+        raise Unsupported("this model does not embed: it generates text", param="model")
+    prompts = _prompts(request)
+    pairs = request.pairs or (None,) * len(prompts)
+    if len(pairs) != len(prompts):
+        text = f"pairs: {len(pairs)} second texts for {len(prompts)} first ones"
+        raise InvalidRequest(text, param="pairs")
+    if request.pairs is not None and request.prompt_ids is not None:
+        raise InvalidRequest("pairs: a second text goes with a text, not with ids", param="pairs")
+    if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
+        raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+    pool = PoolParams() if card.scores else cut(card, request.dimensions)
+    if card.scores and request.dimensions is not None:
+        raise InvalidRequest("dimensions: scores are told as they are", param="dimensions")
+    fit = VECTORS_BYTES_MAX // (_NUMBER_BYTES * (pool.dimensions or card.width))
+    if len(prompts) > fit:
+        field = "texts" if request.texts is not None else "prompt_ids"
+        text = f"{field}: there are {len(prompts)}; {fit} vectors of this model go into one answer"
+        raise InvalidRequest(text, param=field)
+    return [
+        Ask(
+            door="embed",
+            prompt_field="texts",
+            model=request.model,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=None if isinstance(prompt, str) else prompt,
+            pair=pair,
+            tokens_max=0,
+            pool=pool,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+            tenant=tenant,
+            traceparent=request.traceparent,
+        )
+        for prompt, pair in zip(prompts, pairs, strict=True)
+    ]
+
+
+def _prompts(request: EmbedRequest) -> Sequence[Prompt]:
+    if (request.texts is None) == (request.prompt_ids is None):
+        raise InvalidRequest("give exactly one of texts and prompt_ids", param="texts")
+    for index, text in enumerate(request.texts or ()):
+        if not text.strip():
+            raise InvalidRequest(f"texts: text {index} is empty or white space", param="texts")
+    return request.texts or request.prompt_ids or ()

@@ -1,0 +1,31 @@
+"""What the NATS doors have in common: whose inbox is answered, and for how long."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.ids import TenantId
+
+if TYPE_CHECKING:
+    from antiphon.bus.bus import Delivery
+
+TIMEOUT_MAX_S = 24 * 3600.0
+
+_CLIENT = re.compile(r"client\.([A-Za-z0-9_=-]+)\.[^\s*>]+")
+
+
+def tenant_of(delivery: Delivery) -> TenantId:
+    """Whose inbox the answer goes to. Any other subject would make us speak in another's name.
+
+    Raises:
+        InvalidRequest: It is no client's inbox.
+    """
+    cluster = delivery.subject.split(".", 2)[:2]  # <cluster>.v<major>
+    prefix = ".".join(cluster) + "."
+    reply = delivery.reply or ""
+    match = _CLIENT.fullmatch(reply.removeprefix(prefix)) if reply.startswith(prefix) else None
+    if match is None:
+        raise InvalidRequest("the reply subject must be an inbox `client.<tenant>.<id>`")
+    return TenantId(match[1])
