@@ -115,7 +115,9 @@ class Detokenizer:
                 self._fail(row, batch.worker, error, now, reaction)
         if reaction.missing:
             reaction.actions += self._ask(batch.worker, now)
-        return [*self._batches(reaction), *reaction.actions]
+        # A worker hears that a choice has stopped before its client hears the end: whoever asks the
+        # worker afterwards finds it free.
+        return [*reaction.actions, *self._batches(reaction)]
 
     def on_worker_seq(self, worker: Process, seq: int, now: float) -> list[Action]:
         """Compare with the seq that a worker's heartbeat names: shows a lost tail."""

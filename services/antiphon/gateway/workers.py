@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.together import together
 from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
+from antiphon.wire.command import FlushCache
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, WORKER_CONTROL
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from antiphon.wire.command import (
         ContinueWorker,
         ControlDone,
-        FlushCache,
         PauseWorker,
         SetWeightVersion,
     )
@@ -49,21 +49,30 @@ class Workers:
             if peer.beat.worker is not None and peer.beat.model == self._model:
                 yield peer, peer.beat.worker
 
-    @property
-    def busy(self) -> bool:
-        """Whether some worker runs or holds back a request."""
-        return any(
-            load.waiting or any(not held.ended for held in load.running) for _, load in self.loads()
-        )
+    async def flush(self, timeout_s: float) -> int | None:
+        """Drop the prefix cache of every worker that has no request; say how many pages that was.
 
-    async def idle(self, timeout_s: float) -> bool:
-        """Wait until none is busy; return whether that came true in time."""
+        Each worker decides for itself: what it has said of its load is older than that.
+
+        Args:
+            timeout_s: How long to wait for those that have requests.
+
+        Returns:
+            Nothing if one was still busy then; the others have obeyed.
+
+        Raises:
+            EngineError: There is none, or one did not answer.
+        """
         until = self._runtime.clock.now() + timeout_s
-        while self.busy:
+        pages = 0
+        while True:
+            done = await self.order(FlushCache(unless_busy=True))
+            pages += sum(each.pages_freed for each in done)
+            if not any(each.requests for each in done):
+                return pages
             if self._runtime.clock.now() >= until:
-                return False
+                return None
             await asyncio.sleep(_LOOK_S)
-        return True
 
     async def abort_elsewhere(
         self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False

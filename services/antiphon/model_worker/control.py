@@ -31,10 +31,25 @@ Message = DrainWorker | FlushCache | PauseWorker | ContinueWorker | SetWeightVer
 class Control:
     """Answers control calls. The loop obeys its orders in the order in which they were given."""
 
-    def __init__(self, mailbox: Mailbox, dumps: Dumps, drain: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        dumps: Dumps,
+        drain: Callable[[], None],
+        live_count: Callable[[], int],
+    ) -> None:
+        """Take orders.
+
+        Args:
+            mailbox: Of the loop that obeys most of them.
+            dumps: Writes plans.
+            drain: Begins to leave.
+            live_count: Choices that go on, as those know it who read what they say.
+        """
         self._mailbox = mailbox
         self._dumps = dumps
         self._drain = drain
+        self._live_count = live_count
         self._waiting: deque[asyncio.Future[ControlDone]] = deque()
 
     async def answer(self, message: Message) -> ControlDone:
@@ -52,6 +67,8 @@ class Control:
             case DumpPlans():
                 file = await asyncio.to_thread(self._dumps.write, "a command asked for it")
                 return ControlDone(file=str(file))
+            case FlushCache(unless_busy=True) if live := self._live_count():
+                return ControlDone(requests=live)
             case _:
                 return await self._order(message)
 

@@ -228,7 +228,9 @@ class ModelWorker:
             hand_over=self._hand_over_guided,
             refuse=self._refuse,
         )
-        self._control = Control(self._mailbox, self._dumps, self._begin_drain)
+        self._control = Control(
+            self._mailbox, self._dumps, self._begin_drain, lambda: self._output.live_count
+        )
         self._figures = Figures(engine.resolved)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)

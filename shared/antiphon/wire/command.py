@@ -117,7 +117,12 @@ class DrainWorker(Message):
 
 
 class FlushCache(Message):
-    """Drop every cached page that no running request holds."""
+    """Drop every cached page that no running request holds.
+
+    With `unless_busy` a worker that has requests to run says so, and drops nothing.
+    """
+
+    unless_busy: bool = False
 
 
 class PauseMode(StrEnum):
@@ -161,7 +166,7 @@ class ControlDone(Message):
 
     Attributes:
         pages_freed: What a flush, or a new weight version, gave back.
-        requests: Choices that a pause or a new weight version met.
+        requests: Choices that a pause or a new weight version met, or that a flush was not done for.
         file: What a dump has written, on the worker's machine.
     """
 

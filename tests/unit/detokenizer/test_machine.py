@@ -165,6 +165,7 @@ def test_a_stop_string_cuts_text_and_usage_and_tells_the_worker():
     assert said.usage.completion_tokens == 4
     (stop,) = [a for a in actions if isinstance(a, SendStop)]
     assert (stop.stop.choice, stop.stop.offset) == (0, 4)
+    assert actions[0] == stop, "its client hears of the end before the worker does"
     assert m.on_tokens(batch(2, row("gh", 6)), 0.1) == []
 
 

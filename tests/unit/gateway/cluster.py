@@ -21,7 +21,7 @@ from antiphon.testing.services import QUICK, Running, client_bus, running
 from antiphon.testing.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
-from antiphon.wire.command import ControlDone
+from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerFigures, WorkerLoad
@@ -264,8 +264,13 @@ class Cluster:
         await delivery.respond(CancelAccepted(request_id=request.request_id))
 
     async def _control(self, delivery: Delivery) -> None:
-        self.orders.append(delivery.read(WORKER_CONTROL))
-        await delivery.respond(ControlDone(pages_freed=3, requests=2))
+        order = delivery.read(WORKER_CONTROL)
+        self.orders.append(order)
+        if isinstance(order, FlushCache) and self.waiting:
+            await delivery.respond(ControlDone(requests=self.waiting))
+        else:
+            flushed = isinstance(order, FlushCache)
+            await delivery.respond(ControlDone(pages_freed=3, requests=0 if flushed else 2))
 
     async def _resume(self, delivery: Delivery) -> None:
         await delivery.respond(TextResumed(rows=0))

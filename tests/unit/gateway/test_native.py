@@ -347,7 +347,7 @@ async def test_orders_reach_the_workers(at: House) -> None:
     )
     assert status == 200
     assert at.cluster.orders == [
-        FlushCache(),
+        FlushCache(unless_busy=True),
         PauseWorker(mode=PauseMode.IN_PLACE),
         ContinueWorker(),
         SetWeightVersion(version="8", abort_all=False),
@@ -356,11 +356,16 @@ async def test_orders_reach_the_workers(at: House) -> None:
 
 
 async def test_a_cache_in_use_is_not_flushed(at: House) -> None:
-    at.cluster.waiting = 1
-    await until(lambda: any(peer.beat.worker and peer.beat.worker.waiting for peer in at.workers))
-    assert (await get(at, "/flush_cache?timeout=0.1", "POST"))[0] == 400
     assert (await get(at, "/flush_cache?timeout=never"))[0] == 400
     assert at.cluster.orders == []
+    # The worker says so itself, whatever its last heartbeat said.
+    at.cluster.waiting = 1
+    assert (await get(at, "/flush_cache", "POST"))[0] == 400
+    async with asyncio.TaskGroup() as group:
+        flushed = group.create_task(get(at, "/flush_cache?timeout=60", "POST"))
+        await until(lambda: len(at.cluster.orders) >= 3)
+        at.cluster.waiting = 0
+    assert flushed.result() == (200, "Cache flushed: 3 pages.\n")
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])

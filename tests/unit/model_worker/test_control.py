@@ -136,6 +136,19 @@ async def test_orders_are_answered_each_with_its_own_result() -> None:
         assert (await stage.order(PauseWorker())).requests == 0
 
 
+async def test_a_flush_that_shall_disturb_nobody_is_not_done_while_a_request_runs() -> None:
+    gently = FlushCache(unless_busy=True)
+    async with staged() as stage:
+        await stage.order(PauseWorker())
+        await stage.command(admit("a"), admit("b", 900))
+        await stage.load_is(2)
+        assert (await stage.order(gently)).requests == 2
+        await stage.order(ContinueWorker())
+        await until(lambda: stage.ended("a") and stage.ended("b"))
+        # Whoever has read the end of an answer finds it ended.
+        assert (await stage.order(gently)).requests == 0
+
+
 async def test_a_version_without_a_name_is_refused() -> None:
     async with staged() as stage:
         with pytest.raises(InvalidRequest, match="version"):

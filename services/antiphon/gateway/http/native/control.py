@@ -12,7 +12,6 @@ from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.wire.command import (
     ContinueWorker,
-    FlushCache,
     PauseMode,
     PauseWorker,
     SetWeightVersion,
@@ -125,10 +124,9 @@ class Control:
         ]
 
     async def _flush(self, request: web.Request) -> web.Response:
-        if not await self._workers.idle(_seconds(request.query.get("timeout", "0"))):
+        pages = await self._workers.flush(_seconds(request.query.get("timeout", "0")))
+        if pages is None:
             raise InvalidRequest("the cache was not flushed: requests run or wait")
-        done = await self._workers.order(FlushCache())
-        pages = sum(each.pages_freed for each in done)
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
