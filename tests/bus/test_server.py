@@ -46,6 +46,27 @@ async def test_server_is_ready_under_its_name_on_its_own_port() -> None:
     assert await name_at(first.url) is None
 
 
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"x" * 200_000])
+async def test_who_is_no_nats_server_has_no_name(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even who takes the connection, and then keeps it without a word."""
+    monkeypatch.setattr(server, "ANSWER_TIMEOUT_S", 0.2)
+    stopped = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        try:
+            await stopped.wait()
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        host, port = other.sockets[0].getsockname()
+        assert await name_at(f"nats://{host}:{port}") is None
+        stopped.set()
+
+
 async def test_monitoring_is_served_where_it_says() -> None:
     async with NatsServer(ServerSettings(name="watched", monitoring_port=-1)) as watched:
         url = watched.running.monitoring_url

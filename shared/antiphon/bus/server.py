@@ -17,6 +17,8 @@ FOLDERS = "/usr/sbin:/usr/local/sbin:/usr/local/bin"
 """Where packages put it; not on every user's PATH."""
 READY_TIMEOUT_S = 10.0
 POLL_S = 0.02
+ANSWER_TIMEOUT_S = 2.0
+"""A server says its name at once; who is silent for so long is another, or frozen."""
 LOG_TAIL_CHARS = 2000
 
 
@@ -191,19 +193,21 @@ async def wait_ready(
 
 
 async def name_at(url: str) -> str | None:
-    """Ask who listens at `nats://host:port`; None if it is no NATS server, or nobody."""
+    """Ask who listens at `nats://host:port`; None if it is no NATS server, or nobody.
+
+    Who takes the connection and says nothing for `ANSWER_TIMEOUT_S` is no NATS server, either.
+    """
     host, _, port = url.removeprefix("nats://").rpartition(":")
     try:
-        reader, writer = await asyncio.open_connection(host, int(port))
-    except OSError:
-        return None
-    try:
-        line = await reader.readline()
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                line = await reader.readline()
+            finally:
+                writer.close()
         return msgspec.json.decode(line.removeprefix(b"INFO "), type=_Info).server_name
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, msgspec.DecodeError):  # ValueError: a line without an end.
         return None
-    finally:
-        writer.close()
 
 
 def _read_ports(folder: Path, pid: int) -> _Ports | None:
