@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ POLL_S = 0.002
 class NatsServer:
     """Runs a nats-server while entered. The name is checked, so that no other is meant.
 
-    With `durable` it has JetStream, whose streams outlive `kill`.
+    With `durable` it has JetStream, whose streams outlive `kill`. Its port is its own as long as it
+    is entered, also while it is killed.
     """
 
     def __init__(self, settings: ServerSettings | None = None, *, durable: bool = False) -> None:
@@ -29,6 +31,7 @@ class NatsServer:
         if durable:
             self.settings = replace(self.settings, store_path=str(self.folder / "jetstream"))
         self._running: RunningServer | None = None
+        self._reservation: socket.socket | None = None
 
     @property
     def running(self) -> RunningServer:
@@ -42,17 +45,24 @@ class NatsServer:
         return self.running.url
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.kill()
-        self._temporary.cleanup()
+        try:
+            await self.kill()
+        finally:
+            self._leave()
 
     async def start(self) -> None:
         """Start, at the port of the last time if there was one."""
-        if self._running is not None:
-            port = int(self._running.url.rpartition(":")[2])
+        if self._reservation is None:
+            self._reservation = _reserve_port(self.settings.host, max(self.settings.port, 0))
+            _, port = self._reservation.getsockname()
             self.settings = replace(self.settings, port=port)
         self._running = await start(self.settings, self.folder)
 
@@ -74,6 +84,22 @@ class NatsServer:
     def resume(self) -> None:
         """Let a frozen one go on."""
         self.running.process.send_signal(signal.SIGCONT)
+
+    def _leave(self) -> None:
+        if self._reservation is not None:
+            self._reservation.close()
+        self._temporary.cleanup()
+
+
+def _reserve_port(host: str, port: int) -> socket.socket:
+    """Bind a port without listening, 0 for any: a server may take it, but nobody gets it by chance.
+
+    Else a process beside this one could have it while the server is killed.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((host, port))
+    return reservation
 
 
 def _stands(pid: int) -> bool:

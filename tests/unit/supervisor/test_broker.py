@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.bus.server import name_at
 from antiphon.supervisor.broker import Broker
-from antiphon.supervisor.ports import is_free
+from antiphon.supervisor.ports import free_port, is_free
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ async def test_a_killed_broker_is_back_at_the_same_port(tmp_path: Path):
 
 
 async def test_a_port_that_is_taken_at_the_last_moment_is_given_up(tmp_path: Path):
-    port = _free_port()
+    port = free_port("127.0.0.1")
     broker = Broker(tmp_path, "", payload_bytes_max=1024 * 1024, port=port)
     with socket.create_server(("127.0.0.1", port)):
         await broker.start()
@@ -41,11 +41,6 @@ async def test_a_port_that_is_taken_at_the_last_moment_is_given_up(tmp_path: Pat
 
 
 async def test_a_broker_that_never_came_up_is_stopped_all_the_same(tmp_path: Path):
-    port = _free_port()
+    port = free_port("127.0.0.1")
     await Broker(tmp_path, "", payload_bytes_max=1024 * 1024, port=port).stop()
     assert is_free("127.0.0.1", port)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
