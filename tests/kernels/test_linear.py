@@ -212,6 +212,60 @@ def test_weights_of_zero_are_quantized_to_zero() -> None:
     assert not bool(packed(x, None, "int8_dynamic").linear.multiply(torch.zeros(2, 8)).any())
 
 
+def lanes_of(outputs: int, *, halves: bool) -> tuple[Tensor, Tensor]:
+    """Panel and lane of each output."""
+    each = torch.arange(outputs)
+    if not halves:
+        return each // 32, each % 32
+    within = each % (outputs // 2)
+    return within // 16, within % 16 + (each >= outputs // 2) * 16
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
+@pytest.mark.parametrize("inputs", [1, 2, 15, 35, 64, 130])
+@pytest.mark.parametrize("whole", [True, False], ids=["as it lies", "transposed"])
+def test_panels_hold_the_weight_bit_by_bit(
+    dtype: torch.dtype, format_: Format, halves: bool, inputs: int, whole: bool
+) -> None:
+    """From a checkpoint in any number format, rounded as torch rounds."""
+    weight = drawn(70, inputs, dtype=dtype) if whole else drawn(inputs, 70, dtype=dtype).T
+    kept_in = torch.bfloat16 if dtype is torch.float16 else dtype
+    made = PackedWeight(inputs, 70, bias=False, dtype=kept_in, format_=format_, halves=halves)
+    made.write(0, weight[:41])
+    made.write(41, weight[41:])
+    panel, lane = lanes_of(70, halves=halves)
+    at = torch.arange(inputs)
+    group = made._panels.shape[3]  # (panels, groups, lanes, inputs of a group)
+    found = made._panels[panel[:, None], at // group, lane[:, None], at % group]
+    if format_ == "packed":
+        assert torch.equal(found, weight.to(kept_in))
+        return
+    steps, scales = quantize(weight)
+    assert torch.equal(found.short() - (128 if format_ == "int8_dynamic" else 0), steps.short())
+    assert made._scales is not None
+    assert torch.equal(made._scales[panel, lane], scales)
+
+
+def test_rows_that_no_panel_takes_are_refused() -> None:
+    linear = packed(drawn(64, 31, dtype=torch.bfloat16), None).linear
+    rows = torch.zeros(32, 32, dtype=torch.bfloat16)
+    linear.write(rows, panel=1, lane=0, lanes=32)
+    for wrong, message in (
+        ({"panel": 2}, "panels 2 to 3 of 2"),
+        ({"panel": -1}, "panels -1 to 0 of 2"),
+        ({"lane": 1}, "no panel has lanes 1 to 33"),
+        ({"lanes": 0}, "no panel has lanes 0 to 0"),
+        ({"lanes": 3}, "no panel has lanes 0 to 3"),
+        ({"rows": rows[:, 1:]}, "rows must be"),
+        ({"rows": rows.float()}, "as they are"),
+        ({"rows": rows.half()}, "no kernel for Half"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            linear.write(**({"rows": rows, "panel": 0, "lane": 0, "lanes": 32} | wrong))
+
+
 def test_no_rows_are_no_rows() -> None:
     linear = packed(drawn(64, 32, dtype=torch.float32), None).linear
     assert linear.multiply(torch.zeros(0, 32)).shape == (0, 64)

@@ -56,6 +56,10 @@ class Linear(Protocol):
         """The weights of some outputs: (N,) int64  ->  (N, I), in the dtype of activations."""
         ...
 
+    def write(self, rows: Tensor, *, panel: int, lane: int, lanes: int) -> None:
+        """Put rows (P * lanes, I) into `lanes` lanes, from `lane` on, of P panels."""
+        ...
+
 
 class PackedWeight:
     """The packed copy of a weight (O, I) and its bias (O,), zero until written.
@@ -104,13 +108,18 @@ class PackedWeight:
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def write(self, first: int, weight: Tensor) -> None:
-        """Put the weights of outputs `first` and on, (N, I), in place.
+        """Put the weights of outputs `first` and on, (N, I), in place, rounded if they are to be.
 
-        A piece at a time: what rounding and reordering make on the way is as small as a piece.
+        What has to be converted is, a piece at a time: what that makes is as small as a piece.
         """
         rows = max(PIECE_NUMBERS // weight.shape[1] // PANEL, 1) * PANEL
+        if self._writable(weight):
+            rows = max(len(weight), 1)
         for at in range(0, len(weight), rows):
-            self._write(first + at, weight[at : at + rows])
+            piece = self._converted(weight[at : at + rows])
+            for panels, lanes, part in self._places(first + at, len(piece)):
+                width = lanes.stop - lanes.start
+                self.linear.write(piece[part], panel=panels.start, lane=lanes.start, lanes=width)
 
     def write_steps(self, first: int, steps: Tensor, scales: Tensor) -> None:
         """Put weights that are rounded already in place, in a format that keeps such.
@@ -129,13 +138,22 @@ class PackedWeight:
             into = self._bias[panels, lanes]
             into.copy_(bias[part].view(into.shape))
 
-    def _write(self, first: int, weight: Tensor) -> None:
-        if self._format == "packed":
-            self._put(first, weight, None)
-        else:
-            self._put(first, *quantize(weight))
+    def _writable(self, weight: Tensor) -> bool:
+        """Whether the library takes a weight as it lies."""
+        known = NUMBERS if self._scales is not None else (self._panels.dtype,)
+        whole = self._scales is not None or weight.shape[1] % self._group == 0
+        return weight.dtype in known and whole and weight.is_contiguous()
 
-    def _put(self, first: int, weight: Tensor, scales: Tensor | None) -> None:
+    def _converted(self, weight: Tensor) -> Tensor:
+        """A weight as the library takes it."""
+        if self._writable(weight):
+            return weight
+        if self._scales is not None:
+            return weight.to(torch.float32).contiguous()
+        short = -weight.shape[1] % self._group
+        return torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype).contiguous()
+
+    def _put(self, first: int, weight: Tensor, scales: Tensor) -> None:
         if self._format == "int8_dynamic":
             # The product of bytes takes one unsigned factor.
             weight = (weight.short() + STEPS + 1).byte()
@@ -148,8 +166,8 @@ class PackedWeight:
         for panels, lanes, part in self._places(first, len(weight)):
             into = kept[panels, :, lanes]
             into.copy_(rows[part].view(len(into), -1, rows.shape[1]).transpose(1, 2))
-            if self._scales is not None and scales is not None:
-                self._scales[panels, lanes] = scales[part].reshape(len(into), -1)
+            assert self._scales is not None, "steps have scales"
+            self._scales[panels, lanes] = scales[part].reshape(len(into), -1)
 
     def _places(self, first: int, count: int) -> Iterator[tuple[slice, slice, slice]]:
         """Panels and lanes of each run of outputs, and which they are: whole panels, or in one."""

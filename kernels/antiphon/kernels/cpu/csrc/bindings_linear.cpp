@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "linear.h"
+#include "tensors.h"
 
 namespace {
 
@@ -92,6 +93,42 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
     return y;
 }
 
+void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t lanes) {
+    constexpr int64_t PANEL = 32;
+    const Shape shape = shape_of(packed_.weights);
+    const int64_t groups = (packed_.inputs + shape.group - 1) / shape.group;
+    const int64_t width = scales_ ? packed_.inputs : groups * shape.group;
+    TORCH_CHECK(
+        rows.is_cpu() && rows.dim() == 2 && rows.size(1) == width && rows.is_contiguous(),
+        "rows must be (rows, ", width, ") in one piece, got ", rows.sizes());
+    const Number number = number_of(rows);
+    TORCH_CHECK(
+        scales_ || rows.scalar_type() == shape.type, "rows are laid out as they are: ", shape.type);
+    TORCH_CHECK(
+        0 <= lane && 0 < lanes && lane + lanes <= PANEL && rows.size(0) % lanes == 0,
+        "no panel has lanes ", lane, " to ", lane + lanes);
+    const int64_t count = rows.size(0) / lanes;
+    const int64_t all = panels_.numel() / PANEL / shape.group / groups;
+    TORCH_CHECK(
+        0 <= panel && panel + count <= all, "panels ", panel, " to ", panel + count, " of ", all);
+    const int64_t bytes = panels_.nbytes() / all, number_bytes = panels_.element_size();
+    const PackCall call = {
+        .linear = packed_,
+        .rows = rows.const_data_ptr(),
+        .number = number,
+        .count = count,
+        .lanes = lanes,
+        .width = width,
+        .panels = static_cast<char *>(panels_.mutable_data_ptr()) + panel * bytes +
+                  lane * shape.group * number_bytes,
+        .scales =
+            scales_ ? scales_->mutable_data_ptr<float>() + panel * PANEL + lane : nullptr,
+    };
+    const int team = threads();
+    py::gil_scoped_release unlocked;
+    kernels().pack(call, team);
+}
+
 at::Tensor Linear::rows(const at::Tensor &outputs) const {
     TORCH_CHECK(
         outputs.is_cpu() && outputs.dim() == 1 && outputs.scalar_type() == at::kLong,
@@ -133,5 +170,8 @@ void bind_linear(py::module_ &module) {
         .def("multiply_gated", [](const Linear &self, const at::Tensor &x) {
             return self.forward(x, Epilogue::silu_mul);
         })
-        .def("rows", &Linear::rows);
+        .def("rows", &Linear::rows)
+        .def(
+            "write", &Linear::write, py::arg("rows"), py::kw_only(), py::arg("panel"),
+            py::arg("lane"), py::arg("lanes"));
 }

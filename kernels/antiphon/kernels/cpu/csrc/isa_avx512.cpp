@@ -14,6 +14,7 @@ const Table table_avx512 = {
     .isa = "avx512",
     .linear = ISA_NS::linear_call,
     .linear_rows = ISA_NS::linear_rows,
+    .pack = ISA_NS::pack_call,
     .norm = ISA_NS::norm_call,
     .gate = ISA_NS::gate_call,
     .heads = ISA_NS::heads_call,

@@ -21,6 +21,9 @@ class Linear {
     // The weights of some outputs: (n) int64 -> (n, inputs).
     at::Tensor rows(const at::Tensor &outputs) const;
 
+    // Put rows (P * lanes, inputs) into `lanes` lanes, from `lane` on, of P panels from `panel` on.
+    void write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t lanes);
+
     const PackedLinear &packed() const { return packed_; }
 
   private:

@@ -32,3 +32,14 @@ struct PackedLinear {
     const float *scales;  // int8: of each output, in panel order, padded to whole panels
     const float *bias;    // likewise; or null
 };
+
+// Rows of numbers that become lanes of panels of a linear, so many lanes of each.
+struct PackCall {
+    const PackedLinear &linear;
+    const void *rows;  // (count * lanes, width)
+    Number number;     // of them; of a linear that is not quantized, its own
+    int64_t count, lanes;
+    int64_t width;  // inputs, and of a linear that is not quantized zeros up to a whole group
+    void *panels;   // the first lane of the first panel
+    float *scales;  // likewise; null: rows are kept as they are
+};

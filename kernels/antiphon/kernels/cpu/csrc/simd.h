@@ -161,6 +161,12 @@ INLINE I32 dot_bytes(I32 acc, I32 w, I32 x) {
 }
 #endif
 
+// The upper half of each lane as its lower one, and the lower halves of all lanes.
+INLINE I32 upper_halves(I32 a) { return {_mm512_srli_epi32(a.v, 16)}; }
+INLINE void store_halves(uint16_t *p, I32 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(a.v));
+}
+
 // The sum and the greatest of all lanes, in an order that never changes.
 INLINE __m256 upper(F32 a) {
     return _mm256_castsi256_ps(_mm512_extracti64x4_epi64(_mm512_castps_si512(a.v), 1));
@@ -358,6 +364,17 @@ INLINE __m256i dot_bytes(__m256i acc, __m256i w, __m256i x) {
 // acc + the four products in each lane; w unsigned bytes, x signed ones. Exact.
 INLINE I32 dot_bytes(I32 acc, I32 w, I32 x) {
     return {dot_bytes(acc.lo, w.lo, x.lo), dot_bytes(acc.hi, w.hi, x.hi)};
+}
+
+// The upper half of each lane as its lower one, and the lower halves of all lanes.
+INLINE I32 upper_halves(I32 a) {
+    return {_mm256_srli_epi32(a.lo, 16), _mm256_srli_epi32(a.hi, 16)};
+}
+INLINE void store_halves(uint16_t *p, I32 a) {
+    const __m256i mask = _mm256_set1_epi32(0xffff);
+    const __m256i packed =
+        _mm256_packus_epi32(_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
 INLINE __m256 halves_added(F32 a) { return _mm256_add_ps(a.lo, a.hi); }

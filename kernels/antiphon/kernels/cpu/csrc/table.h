@@ -17,6 +17,9 @@ struct Table {
     void (*linear_rows)(
         const PackedLinear &linear, const int64_t *outputs, int64_t count, void *y, int threads);
 
+    // pack.h
+    void (*pack)(const PackCall &call, int threads);
+
     // elementwise.h
     void (*norm)(const NormCall &call, int threads);
     void (*gate)(

@@ -1,0 +1,107 @@
+// Weights as a checkpoint has them, rows of numbers, become lanes of panels (packed.h).
+//
+// Sixteen rows at a time are turned into columns by their 32-bit words; what is kept in bytes is
+// rounded on the way, each output to multiples of a 127th of its greatest weight.
+
+// Lay `words` words of sixteen rows into a panel whose words have `lanes` lanes.
+INLINE void lay_words(
+    const char *rows, int64_t row_bytes, int64_t words, uint32_t *panel, int64_t lanes) {
+    const float *each[LANES];  // words are moved, whatever they hold
+    for (int r = 0; r < LANES; ++r)
+        each[r] = reinterpret_cast<const float *>(rows + r * row_bytes);
+    transpose<float>(each, words, panel, lanes);
+}
+
+// The same of a few rows.
+INLINE void lay_few(
+    const char *rows, int64_t count, int64_t row_bytes, int64_t words, int word_bytes, char *panel) {
+    for (int64_t r = 0; r < count; ++r)
+        for (int64_t w = 0; w < words; ++w)
+            std::memcpy(
+                panel + (w * PANEL + r) * word_bytes, rows + r * row_bytes + w * word_bytes,
+                word_bytes);
+}
+
+// A row as bytes, zero beyond its end, and its scale.
+template <class T>
+INLINE void quantize_row(const T *x, int64_t inputs, int added, int8_t *bytes, float *scale) {
+    F32 top = zeros();
+    by_vectors(inputs, [&](int64_t i, auto part) {
+        top = greater_magnitude(top, take(x + i, part));
+    });
+    *scale = greatest_magnitude(top) / 127.0f;
+    const F32 step = all(*scale > 0.0f ? *scale : 1.0f);
+    by_vectors(inputs, [&](int64_t i, auto part) {
+        store_bytes(bytes + i, add(to_int(div(take(x + i, part), step)), all_int(added)));
+    });
+    std::memset(bytes + inputs, 0, byte_stride(inputs) - inputs);
+}
+
+// Sixteen rows of pairs of bytes, by their 32-bit words, each of which is two of the panel's.
+INLINE void lay_pairs(
+    const int8_t *rows, int64_t stride, int64_t pairs, uint32_t *columns, uint16_t *panel) {
+    const int64_t words = ceil_div(pairs, 2);
+    lay_words(reinterpret_cast<const char *>(rows), stride, words, columns, LANES);
+    for (int64_t w = 0; w < words; ++w) {
+        const I32 both = load_int(columns + w * LANES);
+        store_halves(panel + 2 * w * PANEL, both);
+        if (2 * w + 1 < pairs) store_halves(panel + (2 * w + 1) * PANEL, upper_halves(both));
+    }
+}
+
+template <class T>
+static void pack_bytes(const PackCall &call, const T *rows, char *panel, float *scales) {
+    static thread_local Scratch scratch;
+    const int64_t inputs = call.width, stride = byte_stride(inputs);
+    const bool dynamic = call.linear.weights == Weights::int8_dynamic;
+    const int group = dynamic ? 4 : 2;
+    const int64_t words = ceil_div(inputs, group);
+    auto *columns = static_cast<uint32_t *>(scratch.room(2 * LANES * stride));
+    auto *bytes = reinterpret_cast<int8_t *>(columns) + LANES * stride;
+    for (int64_t lane = 0; lane < call.lanes; lane += LANES) {
+        const int64_t count = call.lanes - lane < LANES ? call.lanes - lane : LANES;
+        for (int64_t r = 0; r < count; ++r)
+            quantize_row(
+                rows + (lane + r) * inputs, inputs, dynamic ? 128 : 0, bytes + r * stride,
+                scales + lane + r);
+        const auto *from = reinterpret_cast<const char *>(bytes);
+        char *to = panel + lane * group;
+        if (count < LANES) lay_few(from, count, stride, words, group, to);
+        else if (dynamic) lay_words(from, stride, words, reinterpret_cast<uint32_t *>(to), PANEL);
+        else lay_pairs(bytes, stride, words, columns, reinterpret_cast<uint16_t *>(to));
+    }
+}
+
+static void pack_words(const PackCall &call, const char *rows, char *panel) {
+    const int64_t words = call.width * (call.number == Number::bf16 ? 2 : 4) / 4;
+    for (int64_t lane = 0; lane < call.lanes; lane += LANES) {
+        const int64_t count = call.lanes - lane < LANES ? call.lanes - lane : LANES;
+        const char *from = rows + lane * words * 4;
+        char *to = panel + lane * 4;
+        if (count < LANES) lay_few(from, count, words * 4, words, 4, to);
+        else lay_words(from, words * 4, words, reinterpret_cast<uint32_t *>(to), PANEL);
+    }
+}
+
+// One panel of a call.
+static void pack_one(const PackCall &call, int64_t index) {
+    const int64_t numbers = index * call.lanes * call.width;
+    char *panel = static_cast<char *>(call.panels) + index * panel_bytes(call.linear);
+    if (call.scales == nullptr) {
+        const int64_t bytes = call.number == Number::bf16 ? 2 : 4;
+        pack_words(call, static_cast<const char *>(call.rows) + numbers * bytes, panel);
+    } else if (call.number == Number::bf16) {
+        const auto *rows = static_cast<const bf16 *>(call.rows) + numbers;
+        pack_bytes(call, rows, panel, call.scales + index * PANEL);
+    } else {
+        const auto *rows = static_cast<const float *>(call.rows) + numbers;
+        pack_bytes(call, rows, panel, call.scales + index * PANEL);
+    }
+}
+
+static void pack_call(const PackCall &call, int threads) {
+    Phase phase = {};
+    in_team(call.count > 1 ? threads : 1, &phase, [&](Member &team) {
+        team.run(call.count, [&](int64_t index) { pack_one(call, index); });
+    });
+}
