@@ -371,13 +371,18 @@ def test_a_tensor_of_several_takers_is_read_once(llama: Path) -> None:
 
 def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(ahead, "ASKED_BYTES", 200)
     held: set[int] = set()
-    most = 0
+    asked: list[int] = []
+    most = asked_most = 0
 
     @dataclass
     class Counted:
         number: int
         size_bytes = 40
+
+        def ask(self) -> None:
+            asked.append(self.number)
 
         def read(self) -> Tensor:
             held.add(self.number)
@@ -390,9 +395,23 @@ def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPa
     for number, content in enumerate(ahead.read_ahead(tensors)):
         assert content.item() == number
         most = max(most, len(held))
+        asked_most = max(asked_most, len(asked) - number)
         tensors[number].release()
     assert most <= 3
     assert not held
+    # Who asks may be late, and is not waited for.
+    assert asked == list(range(len(asked)))
+    assert asked
+    assert asked_most <= 6
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_the_disk_was_asked_for_is_read_all_the_same(llama: Path, mapped: bool) -> None:
+    tensors = Checkpoint.open(find_files(llama, mapped=mapped)).tensors
+    for tensor in tensors.values():
+        before = tensor.data.read().clone()
+        tensor.data.ask()
+        assert torch.equal(tensor.data.read(), before)
 
 
 def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:

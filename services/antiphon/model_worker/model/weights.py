@@ -130,7 +130,7 @@ class Checkpoint:
             takers.setdefault(source.name, []).append(source)
         tensors = [self.tensors[name] for name in takers]
         progress = Progress(sum(tensor.data.size_bytes for tensor in tensors))
-        contents = read_ahead(tensor.data for tensor in tensors)
+        contents = read_ahead([tensor.data for tensor in tensors])
         for tensor, takes, content in zip(tensors, takers.values(), contents, strict=True):
             numbers = tensor.decode(content)
             for source in takes:

@@ -35,6 +35,9 @@ class Drawn:
         """Of the tensor."""
         return math.prod(self.shape) * torch.float32.itemsize
 
+    def ask(self) -> None:
+        """Nothing: no disk has it."""
+
     def read(self) -> Tensor:
         """Draw a matrix; the vectors are what leaves a signal as it is."""
         if len(self.shape) == 1:

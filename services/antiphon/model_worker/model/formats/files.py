@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ class Mapped:
         """Of the part."""
         return self.view.nbytes
 
+    def ask(self) -> None:
+        """Have the disk begin."""
+        pages.ask(self.view)
+
     def read(self) -> Tensor:
         """Have the pages read."""
         pages.populate(self.view)
@@ -52,6 +57,13 @@ class Copied:
     file: Path
     start: int
     size_bytes: int
+
+    def ask(self) -> None:
+        """Have the disk begin, where the system can be asked."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError), self.file.open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), self.start, self.size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self) -> Tensor:
         """Copy it.

@@ -19,6 +19,11 @@ POPULATE_READ = 22
 and pages come one by one as they are read."""
 
 
+def ask(mapped: Tensor) -> None:
+    """Have the disk read a tensor's pages into the kernel's cache of files, and do not wait."""
+    _advise(mapped, mmap.MADV_WILLNEED if sys.platform == "linux" else 0)
+
+
 def populate(mapped: Tensor) -> None:
     """Read a tensor's pages, if they are not in memory. Lets other threads run meanwhile."""
     _advise(mapped, POPULATE_READ)

@@ -22,6 +22,10 @@ class Data(Protocol):
         """Bytes that are read."""
         ...
 
+    def ask(self) -> None:
+        """Have the disk begin to read them; returns before it is done."""
+        ...
+
     def read(self) -> Tensor:
         """Bring them into memory. What is returned is not written to."""
         ...

@@ -36,6 +36,9 @@ class Held:
         """Of the tensor."""
         return self._tensor.nbytes
 
+    def ask(self) -> None:
+        """Nothing: it is there."""
+
     def read(self) -> Tensor:
         """The tensor."""
         return self._tensor
