@@ -15,6 +15,8 @@ disk. So a process before each load touches as much and ends; the load has that 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -30,6 +32,8 @@ from tests.bench.models import QWEN_05B, SHAPES, made
 
 LINEARS = ("plain", "packed", "int8")
 BLOCK_BYTES = 1 << 20
+CACHED_MAX = 0.01
+"""Share of a file that may stay in the kernel's cache where it is to be read from the disk."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -77,13 +81,33 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def forget(file: Path) -> None:
-    """Have the kernel drop a file from its cache."""
+    """Have the kernel drop a file from its cache, and see that it has.
+
+    Raises:
+        RuntimeError: More than a hundredth is still there: somebody else has it mapped.
+    """
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if (share := _cached(descriptor)) > CACHED_MAX:
+            raise RuntimeError(f"{file}: {share:.0%} of it stays in the kernel's cache")
     finally:
         os.close(descriptor)
+
+
+def _cached(descriptor: int) -> float:
+    """What share of a file is in the kernel's cache. It is asked, not read: that would fetch it."""
+    size = os.fstat(descriptor).st_size
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        there = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        failed = ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), there
+        )
+        del start  # or else the mapping cannot be closed
+    assert not failed, "the kernel tells of a file that is ours"
+    return sum(page & 1 for page in there) / len(there)
 
 
 def read_seconds(file: Path) -> float:
@@ -119,7 +143,9 @@ def load_once(folder: Path, linear: str) -> Load:
     from antiphon.config.model import Linear  # noqa: PLC0415
     from antiphon.model_worker.model.load import load  # noqa: PLC0415
 
-    torch.set_num_threads(max(1, this_device().cores - 1))
+    # As the worker's plan has it.
+    cores = this_device().cores
+    torch.set_num_threads(max(1, cores - 1) if linear == "plain" else cores)
     load(embedded.path(), linear=linear)
     Path("/proc/self/clear_refs").write_text("5")
     before, own = _status("VmRSS"), _status("RssAnon")

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.bench import loading
+from tests.bench.kernels import attention
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.report import PeersReport, Result, Row, rows
 from tests.bench.serving.report import RESULTS, Report, read
@@ -22,7 +24,8 @@ HEAD = """# Benchmarks
 Written by `make bench-peers` from the files in `tests/bench/results`, which hold every figure.
 Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
 (../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
-`make bench-serving`, `make bench`. Nothing is measured while anybody else is at work.
+`make bench-serving`, `make bench-loading`, `make bench-kernels`, `make bench`. Nothing is measured
+while anybody else is at work.
 """
 PEERS_HEAD = """
 ## Against other servers
@@ -33,6 +36,22 @@ and, in brackets, the least and the most. The ratio is ours over the best other 
 round; for times, lower is better. Who was 1.4 times behind another peer in the first round was not
 asked that case again. The limit is what the machine would allow by its own measured
 rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
+"""
+LOADING_HEAD = """
+## Loading
+
+{model}, {megabytes:.0f} MB of weights in a file that the kernel's cache does not hold, each load in
+a process of its own, in turn with a plain read of the same file from its beginning to its end:
+medians of {rounds} pairs. The share is of the read just before. Memory is the most that the process
+grew by, over the weights as they are kept: [tests/bench/loading.py](../tests/bench/loading.py).
+"""
+KEPT_HEAD = """
+## Attention over a cache in eight bits
+
+Decode steps of one layer, a token a row, on keys and values in bfloat16 and in fp8, in turn; and
+the kernel that rotates the heads of {tokens} tokens and keeps their keys and values. Medians and,
+in brackets, the 10th and 90th percentile: [tests/bench/kernels/attention.py]\
+(../tests/bench/kernels/attention.py).
 """
 ROUNDS_MIN = 5
 RADIX_HEAD = """
@@ -62,6 +81,10 @@ def page(results: Path) -> str:
         parts += _radix(read(file))
     if (file := results / "waiting.json").exists():
         parts += _waiting(read(file))
+    if (file := results / "loading.json").exists():
+        parts += _loading(msgspec.json.decode(file.read_bytes(), type=loading.Report))
+    if (file := results / "attention-fp8.json").exists():
+        parts += _kept(msgspec.json.decode(file.read_bytes(), type=attention.Report))
     return "".join(parts)
 
 
@@ -146,9 +169,53 @@ def _waiting(report: Report) -> Iterable[str]:
     )
 
 
+def _loading(report: loading.Report) -> Iterable[str]:
+    rounds, size = len(report.results[0].rounds), report.file_bytes / 1e6
+    yield LOADING_HEAD.format(model=report.model, megabytes=size, rounds=rounds) + "\n"
+    yield f"{_who(report.machine)}; the disk reads {report.disk:.0f} MB/s.\n\n"
+    yield _markdown(
+        ("weights kept", "s", "CPU s", "MB/s", "of the disk's rate", "peak / weights"),
+        (
+            (
+                result.linear,
+                f"{result.seconds:.2f}",
+                f"{result.cpu_seconds:.2f}",
+                f"{result.megabytes_per_s:.0f}",
+                f"**{result.rate:.2f}**",
+                f"**{result.peak:.2f}**",
+            )
+            for result in report.results
+        ),
+    )
+
+
+def _kept(report: attention.Report) -> Iterable[str]:
+    yield KEPT_HEAD.format(tokens=attention.TOKENS) + "\n"
+    yield f"{_who(report.machine)}; {report.isa}, {report.threads} threads; reads"
+    yield f" {report.memory_gb_s:.1f} GB/s.\n\n"
+    yield _markdown(
+        ("heads", "rows of tokens", "cache", "ms", "GB/s", "bfloat16 / this"),
+        (
+            (
+                one.shape,
+                one.what,
+                one.format,
+                f"{one.ms.p50:.3f} ({one.ms.p10:.3f}-{one.ms.p90:.3f})",
+                f"{one.read_gb_s:.1f}" if one.read_gb_s else "",
+                f"**{one.ratio:.2f}**",
+            )
+            for one in report.results
+        ),
+    )
+
+
+def _who(machine: Machine) -> str:
+    return f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}"
+
+
 def _where(machine: Machine, device: Device) -> str:
     return (
-        f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}; reads"
+        f"{_who(machine)}; reads"
         f" {device.read_gb_s:.1f} GB/s, multiplies {device.product_gflop_s:.0f} GFLOP/s in bf16.\n"
     )
 
