@@ -15,7 +15,7 @@ from antiphon.config.device import this_device
 from antiphon.config.ends import tokenizer_ends
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import Place, files_at
-from antiphon.config.pooling import read_pooling
+from antiphon.config.pooling import module_files, read_pooling
 from antiphon.config.resolve import Plan as Resolved
 from antiphon.config.resolve import resolve, table
 from antiphon.model_worker import checksums
@@ -120,16 +120,23 @@ def verify(place: Place, digest: str) -> None:
 def content_digest(place: Place) -> str:
     """SHA-256 over names and bytes of the config and the weights, in order of their names.
 
-    Another config is another model: what overrides config.json goes in, where anything does.
+    Another config is another model: what overrides config.json goes in, where anything does. So is
+    another pooling: behind it come the files of sentence-transformers, if there are any.
+
+    Raises:
+        ConfigError: They are broken.
     """
     files = files_at(place)
     content = hashlib.sha256(files.config() if files.overridden else b"")
-    for file in sorted([files.folder / "config.json", *files.weights]):
+    listed = [(file.name, file) for file in sorted([files.folder / "config.json", *files.weights])]
+    modules = sorted(module_files(files.folder))
+    listed += [(file.relative_to(files.folder).as_posix(), file) for file in modules]
+    for name, file in listed:
         inner = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(_READ_BYTES):
                 inner.update(block)
-        content.update(f"{file.name}\0{inner.hexdigest()}\n".encode())
+        content.update(f"{name}\0{inner.hexdigest()}\n".encode())
     return content.hexdigest()
 
 

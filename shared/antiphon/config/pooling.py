@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.config.errors import ConfigError
-from antiphon.config.model_files import Place, files_at
+from antiphon.config.model_files import Place, files_at, find_files
 from antiphon.config.tasks import Task, looks_ahead
 
 if TYPE_CHECKING:
@@ -124,6 +124,24 @@ def read_pooling(place: Place, card: ModelCard, *, embedding: bool = False) -> P
     if not listing.exists():
         return pooling
     return _followed(pooling, files.folder, _decode(listing, tuple[_Module, ...]))
+
+
+def module_files(folder: Path) -> list[Path]:
+    """The files of sentence-transformers in a model's folder: modules.json, and what it lists.
+
+    Raises:
+        ConfigError: It is broken, or the weights that it lists are.
+    """
+    listing = folder / "modules.json"
+    if not listing.exists():
+        return []
+    files = [listing]
+    for module in _decode(listing, tuple[_Module, ...]):
+        below = folder / module.path
+        if below != folder:
+            found = (below / "config.json", *find_files(below).weights)
+            files += [file for file in found if file.exists()]
+    return files
 
 
 def _habit(card: ModelCard) -> PoolMode:

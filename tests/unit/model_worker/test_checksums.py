@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -121,6 +122,38 @@ def test_a_worker_compares_before_it_loads(tmp_path: Path) -> None:
     settings = replace(Settings(), load=replace(LoadConfig(), checksum=str(file)))
     with pytest.raises(CannotStart, match=r"load\.checksum = .*: config\.json is "):
         open_engine(settings)
+
+
+def test_another_pooling_is_another_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.path(), folder)
+    digests = [content_digest(folder)]
+    assert digests == [content_digest(embedded.path())]
+    parts = ["", "1_Pooling", "2_Dense", "3_Normalize"]
+    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    listed = [
+        {"type": f"sentence_transformers.models.{kind}", "path": part}
+        for kind, part in zip(kinds, parts, strict=True)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    for part in parts[1:3]:
+        (folder / part).mkdir()
+    written = {
+        "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": b"weights",
+        "README.md": b"",
+    }
+    for name, content in written.items():
+        digests.append(content_digest(folder))
+        (folder / name).write_bytes(content)
+    assert content_digest(folder) == digests[-1], "README.md is no part of it"
+    (folder / "2_Dense/model.safetensors").write_bytes(b"other weights")
+    digests.append(content_digest(folder))
+    assert len(set(digests)) == len(digests)
+    (folder / "modules.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"modules\.json"):
+        content_digest(folder)
 
 
 def test_a_config_that_is_overridden_is_another_model() -> None:
