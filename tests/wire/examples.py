@@ -293,6 +293,7 @@ EVERY: tuple[Message, ...] = (
         pairs=("1", "2"),
         prompt_ids=((1, 70_000), (2,)),
         dimensions=256,
+        cache_salt="room 5",
         priority=-1,
         timeout_s=2.5,
         traceparent=TRACE,

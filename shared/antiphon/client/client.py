@@ -187,6 +187,7 @@ class Client:
         *,
         pairs: Sequence[str] | None = None,
         dimensions: int | None = None,
+        cache_salt: str = "",
         priority: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Vectors:
@@ -197,6 +198,7 @@ class Client:
             texts: As many as there are; they go in batches.
             pairs: A second text for each, which a model that judges pairs reads together with it.
             dimensions: So many of each vector's first numbers.
+            cache_salt: Cached prefixes are shared only with requests that say the same.
             priority: The higher goes first, where the operator goes by priorities.
             timeout_s: For all of them.
 
@@ -214,6 +216,7 @@ class Client:
                     "texts": tuple(texts[at : at + BATCH]),
                     "pairs": None if pairs is None else tuple(pairs[at : at + BATCH]),
                     "dimensions": dimensions,
+                    "cache_salt": cache_salt,
                     "priority": priority,
                     "api_key": self._api_key,
                 },

@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Message, Usage
+from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.ids import ModelName
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
@@ -33,6 +34,7 @@ class EmbedRequest(Message):
         pairs: A second text for each, which is read together with it.
         prompt_ids: Token ids in place of texts.
         dimensions: So many of each vector's first numbers, of a model made for that.
+        cache_salt: Cached prefixes are shared only with requests that say the same.
         priority: The higher goes first, where the operator goes by priorities.
         api_key: The tenant's, where the gateways ask for one.
     """
@@ -42,6 +44,7 @@ class EmbedRequest(Message):
     pairs: Texts | None = None
     prompt_ids: Rows | None = None
     dimensions: Dimensions | None = None
+    cache_salt: CacheSaltText = ""
     priority: Priority | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
     traceparent: str | None = None

@@ -21,6 +21,7 @@ from antiphon.testing.wait import until
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
 from antiphon.wire.details import pack_floats, unpack_floats
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.embed import TEXTS_MAX, EmbedReply, EmbedRequest
 from antiphon.wire.errors import (
     DeadlineExceeded,
@@ -66,11 +67,12 @@ def lists(told: vectors.Vectors) -> list[list[float]]:
 
 
 async def test_each_text_gets_its_vector_in_order(at: House, client: Client) -> None:
-    told = await client.embed(MODEL, ["one", "three"], dimensions=1, priority=0)
+    told = await client.embed(MODEL, ["one", "three"], dimensions=1, priority=0, cache_salt="mine")
     assert lists(told) == [[3.0, 0.5], [5.0, 0.5]]
     assert (told.labels, told.usage) == ((), Usage(prompt_tokens=8))
     pools = [submit.sampling.pool for submit in at.cluster.submits]
     assert [pool is not None and pool.dimensions for pool in pools] == [1, 1]
+    assert {submit.cache_salt for submit in at.cluster.submits} == {cache_salt("mine")}
     assert lists(await client.embed(MODEL, [])) == []
 
 

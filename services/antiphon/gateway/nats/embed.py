@@ -14,6 +14,7 @@ from antiphon.gateway.pooling import OPEN_MAX, cut, read_vector
 from antiphon.gateway.together import together
 from antiphon.service.endpoint import Answer
 from antiphon.wire.base import Usage
+from antiphon.wire.digests import cache_salt
 from antiphon.wire.embed import EmbedReply
 from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
 from antiphon.wire.routes import EMBED
@@ -143,6 +144,7 @@ def _asks(request: EmbedRequest, card: PoolingCard | None, tenant: TenantId) -> 
             pair=pair,
             tokens_max=0,
             pool=pool,
+            cache_salt=cache_salt(request.cache_salt),
             priority=request.priority,
             timeout_s=request.timeout_s,
             tenant=tenant,
