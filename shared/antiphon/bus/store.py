@@ -35,8 +35,8 @@ _REPEAT_WINDOW_S = 120.0
 _NOT_FOUND = 404
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 """A message with this header is kept only if the last one of its subject has that number."""
-_OTHER_REVISION = 10071
-"""JetStream's number for: it has another."""
+_OTHER_REVISION = frozenset({10071, 10164})
+"""JetStream's numbers for: it has another. Newer servers have the second one, too."""
 _OTHER_CONFIG = 10058
 """JetStream's number for: the stream is there, and was made with other limits."""
 
@@ -169,7 +169,7 @@ class Store:
         assert len(value) <= PART_BYTES, "what is swapped lies in one message"
         headers = {_EXPECTED: str(revision)}
         answer = await self._send(key, _Value(value), headers)
-        if answer.error is not None and answer.error.err_code == _OTHER_REVISION:
+        if answer.error is not None and answer.error.err_code in _OTHER_REVISION:
             return False
         self._check(answer)
         return True

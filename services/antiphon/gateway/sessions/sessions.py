@@ -202,7 +202,9 @@ class Sessions:
         if dropped is None and answer is not None:
             # It was closed or replaced meanwhile, and what was said belongs to nothing.
             await self._shelf.forget(tenant, place.session, rid)
-        await self._drop(tenant, place.session, dropped or {})
+        # By now another request may bear its name: only what went on from it is aborted.
+        below = {name: node for name, node in (dropped or {}).items() if name != rid}
+        await self._drop(tenant, place.session, below)
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
         """A session that has not rested for too long, and its revision."""
