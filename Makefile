@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-engine bench-peers docs up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-engine bench-peers docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,9 +76,14 @@ bench-loading: setup  ## Rate and memory of loading a model, against the disk an
 bench-serving: setup  ## Load on a server, open or closed loop; ARGS='--arrival poisson:4 --json FILE'
 	$(BIN)/python -m tests.bench.serving $(ARGS)
 
-bench-engine: setup  ## Shared prefixes with the cache and without; decode beside 2,000 that wait
+bench-steps: setup  ## One step: deterministic and not, what is beside the layers, and torch
+	$(BIN)/python -m tests.bench.kernels.steps --json tests/bench/results/steps.json $(ARGS)
+	$(BIN)/python -m tests.bench.peers --page-only
+
+bench-engine: setup  ## Shared prefixes with the cache and without; decode beside 2,000 that wait; int8
 	$(BIN)/python -m tests.bench.serving.radix
 	$(BIN)/python -m tests.bench.serving.waiting
+	$(BIN)/python -m tests.bench.serving.int8
 	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench import loading
-from tests.bench.kernels import attention
+from tests.bench.kernels import attention, step_report
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.report import PeersReport, Result, Row, rows
+from tests.bench.serving import int8
 from tests.bench.serving.report import RESULTS, Report, read
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ HEAD = """# Benchmarks
 Written by `make bench-peers` from the files in `tests/bench/results`, which hold every figure.
 Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
 (../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
-`make bench-serving`, `make bench-loading`, `make bench-kernels`, `make bench`. Nothing is measured
-while anybody else is at work.
+`make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`.
+Nothing is measured while anybody else is at work.
 """
 PEERS_HEAD = """
 ## Against other servers
@@ -66,6 +67,23 @@ WAITING_HEAD = """
 Decode of 64 requests, alone and with 2,000 waiting in the worker: medians of {pairs} pairs.
 """
 
+INT8_HEAD = """
+## Int8 weights
+
+One client of the 0.5B shape, 128 in and 128 out, over HTTP, `--model-linear int8` against bf16,
+servers in turn on the same prompts: medians of {pairs} pairs. The limit is what reading one byte a
+weight would allow; perplexity is that of conversations that the embedded model was not trained on.
+"""
+STEPS_HEAD = """
+## One step
+
+Whole steps of the {shape} shape in ms, medians and in brackets the tenth and the ninetieth
+percentile, all ways in turn: as served, with `--enable-deterministic-inference`, and on torch's
+operations.
+Beside is what a step takes outside its layers and its head: Python, plan, checks and sampling. The
+limit is reading weights and cache at the rate measured beside it.
+"""
+
 
 def write_page() -> None:
     """Write the page."""
@@ -81,6 +99,10 @@ def page(results: Path) -> str:
         parts += _radix(read(file))
     if (file := results / "waiting.json").exists():
         parts += _waiting(read(file))
+    if (file := results / "int8.json").exists():
+        parts += _int8(int8.read(file), results / "perplexity.json")
+    if (file := results / "steps.json").exists():
+        parts += _steps(step_report.read(file))
     if (file := results / "loading.json").exists():
         parts += _loading(msgspec.json.decode(file.read_bytes(), type=loading.Report))
     if (file := results / "attention-fp8.json").exists():
@@ -167,6 +189,77 @@ def _waiting(report: Report) -> Iterable[str]:
             ("until 2,000 more were taken in, s", f"{facts['queue_formed_in_s']:.1f}"),
         ),
     )
+
+
+def _int8(report: PeersReport, perplexity: Path) -> Iterable[str]:
+    found = int8.facts(report)
+    if found is None:
+        return
+    yield INT8_HEAD.format(pairs=found.pairs) + "\n"
+    yield _where(report.machine, report.device) + "\n"
+    lines = [
+        ("bf16, tok/s", f"{found.bf16:.1f}"),
+        ("int8, tok/s", f"{found.int8:.1f}"),
+        (
+            "times faster, pair by pair",
+            f"**{found.times_faster:.2f}** ({found.least:.2f}-{found.most:.2f})",
+        ),
+        ("limit of int8 by the read rate, tok/s", f"{found.limit:.1f}"),
+        ("share of that limit", f"{found.int8 / found.limit:.0%}"),
+    ]
+    if perplexity.exists():
+        rounded = msgspec.json.decode(perplexity.read_bytes(), type=_Perplexity).of("int8")
+        lines += [
+            ("change in perplexity of the embedded model", f"{rounded.change:+.2%}"),
+            ("its likeliest token stays the same", f"{rounded.agreement:.2%}"),
+        ]
+    yield _markdown(("", ""), lines)
+
+
+def _steps(report: step_report.Report) -> Iterable[str]:
+    where = report.machine
+    yield STEPS_HEAD.format(shape=report.shape) + "\n"
+    yield f"{where.cpu}, {report.isa}, {report.threads} threads, commit {where.commit}.\n\n"
+    yield _markdown(
+        ("rows x new of all", "default", "deterministic", "its cost", "beside", "torch", "limit"),
+        (_step_cells(report, case) for case in report.cases()),
+    )
+
+
+def _step_cells(report: step_report.Report, case: step_report.Case) -> Sequence[str]:
+    default, strict, torch = (
+        report.of(case, way) for way in (step_report.DEFAULT, step_report.DETERMINISTIC, "torch")
+    )
+    return (
+        f"{case.rows} x {case.new} of {case.kv}",
+        f"{default.step.p50:.2f} ({default.step.p10:.2f}-{default.step.p90:.2f})",
+        f"{strict.step.p50:.2f} ({strict.step.p10:.2f}-{strict.step.p90:.2f})",
+        f"{strict.step.p50 / default.step.p50 - 1:+.1%}",
+        f"{default.beside.p50:.2f} ({default.beside.p50 / default.step.p50:.1%})",
+        f"{torch.step.p50:.2f}",
+        f"{default.limit:.2f}",
+    )
+
+
+class _Rounded(msgspec.Struct, frozen=True):
+    """What rounding changes; see `tests.bench.perplexity.Score`."""
+
+    change: float
+    agreement: float
+
+
+class _Linear(msgspec.Struct, frozen=True):
+    linear: str
+    all: _Rounded
+
+
+class _Perplexity(msgspec.Struct, frozen=True):
+    """What the page needs of `tests.bench.perplexity.Report`, which needs torch."""
+
+    results: list[_Linear]
+
+    def of(self, linear: str) -> _Rounded:
+        return next(each.all for each in self.results if each.linear == linear)
 
 
 def _loading(report: loading.Report) -> Iterable[str]:

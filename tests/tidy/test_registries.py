@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.bench import page as benchmarks
 
 from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference
@@ -55,3 +56,8 @@ def test_generated_pages_are_current():
     assert (ROOT / bus_reference.PAGE).read_text() == bus_reference.page()
     assert http_reference.PAGE.read_text() == http_reference.page()
     assert (ROOT / model_reference.PAGE).read_text() == model_reference.page()
+
+
+def test_the_page_of_benchmarks_says_what_the_committed_results_say():
+    again = "run python -m tests.bench.peers --page-only"
+    assert benchmarks.PAGE.read_text() == benchmarks.page(benchmarks.RESULTS), again

@@ -5,7 +5,7 @@ takes a core meets all of them, another way first each time. `limit` is what rea
 cache takes at that rate. The first way is deterministic mode: the CPU's own kernels are invariant
 in any mode, so what it costs is the first line against the second, and against torch it is a gain.
 
-    python -m tests.bench.kernels.steps --shape llama-135m --json FILE
+    python -m tests.bench.kernels.steps --shape llama-135m --json tests/bench/results/steps.json
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from tests.bench.figures import Figure, Machine, figure, machine
+from tests.bench.figures import figure, machine
+from tests.bench.kernels.step_report import DEFAULT, DETERMINISTIC, Case, Report, Result, write
 from tests.bench.models import SHAPES, VOCABULARY, Shape, made
 
 from antiphon.kernels.cpu import extension
@@ -40,41 +40,7 @@ CASE_S = 20.0
 """About how long one case is measured."""
 
 
-class Case(msgspec.Struct, frozen=True):
-    """A step: so many rows, each of so many new tokens, up to so many in all."""
-
-    rows: int
-    new: int
-    kv: int
-
-
 CASES = (Case(1, 1, 256), Case(16, 1, 256), Case(64, 1, 256), Case(1, 1024, 1024))
-
-
-class Result(msgspec.Struct, frozen=True):
-    """One case, one way; times in ms.
-
-    Attributes:
-        layers: All layers, from the embedding to the final norm.
-        beside: All but layers and head: Python, plan, checks, sampling.
-    """
-
-    case: Case
-    way: str
-    step: Figure
-    layers: Figure
-    beside: Figure
-    limit: float
-
-
-class Report(msgspec.Struct, frozen=True):
-    """One run."""
-
-    machine: Machine
-    isa: str
-    threads: int
-    shape: str
-    results: list[Result]
 
 
 @dataclass
@@ -114,8 +80,8 @@ class Way:
 def ways(shape: Shape, pages: int) -> dict[str, Way]:
     """The runners, on the same weights."""
     options: dict[str, tuple[str, dict[str, object]]] = {
-        "deterministic": ("packed", {"deterministic": True}),
-        "default": ("packed", {}),
+        DETERMINISTIC: ("packed", {"deterministic": True}),
+        DEFAULT: ("packed", {}),
         "layer by layer": ("packed", {"fused": False}),
         "torch": ("plain", {"forced": dict.fromkeys(REGISTRY, "torch")}),
     }
@@ -215,7 +181,7 @@ def main() -> None:
     report = measure(SHAPES[arguments.shape], CASES)
     Console(width=120).print(show(report))
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        write(report, arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.bench.models import Shape
     from tests.bench.serving.device import Device
 
-_WEIGHT_BYTES = 2
+BF16_BYTES = 2
 
 
 def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
@@ -21,14 +21,27 @@ def prefill_s(shape: Shape, device: Device, tokens: int) -> float:
     return 2 * shape.weights_count * tokens / (device.product_gflop_s * 1e9)
 
 
-def step_s(shape: Shape, device: Device, rows: int, context_tokens: float) -> float:
+def step_s(
+    shape: Shape,
+    device: Device,
+    rows: int,
+    context_tokens: float,
+    weight_bytes: int = BF16_BYTES,
+) -> float:
     """Time of one decode step of so many requests with so many tokens behind each."""
-    read = _WEIGHT_BYTES * shape.weights_count + rows * context_tokens * shape.kv_bytes
+    read = weight_bytes * shape.weights_count + rows * context_tokens * shape.kv_bytes
     return max(read / (device.read_gb_s * 1e9), prefill_s(shape, device, rows))
 
 
 def output_limit(
-    shape: Shape, device: Device, *, rows: int, new_tokens: int, prompt_tokens: int, output: int
+    shape: Shape,
+    device: Device,
+    *,
+    rows: int,
+    new_tokens: int,
+    prompt_tokens: int,
+    output: int,
+    weight_bytes: int = BF16_BYTES,
 ) -> float:
     """Return the output tok/s of so many clients.
 
@@ -37,6 +50,8 @@ def output_limit(
         new_tokens: Prompt tokens that no cache holds.
         prompt_tokens: All of them.
         output: Tokens of an answer.
+        weight_bytes: Of each weight, as it is read.
     """
-    decode_s = (output - 1) * step_s(shape, device, rows, prompt_tokens + output / 2)
+    behind = prompt_tokens + output / 2
+    decode_s = (output - 1) * step_s(shape, device, rows, behind, weight_bytes)
     return rows * output / (prefill_s(shape, device, rows * new_tokens) + decode_s)

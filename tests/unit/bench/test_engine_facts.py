@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
-from tests.bench.serving import radix, waiting
+from tests.bench.figures import Figure, Machine
+from tests.bench.kernels.step_report import Case, Report, Result, read, write
+from tests.bench.page import page
+from tests.bench.peers.report import PeersReport
+from tests.bench.peers.rounds import Sample, Turn
+from tests.bench.serving import int8, radix, waiting
+from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import measure
-from tests.bench.serving.report import Run
+from tests.bench.serving.report import RESULTS, Run
 from tests.bench.serving.timeline import Piece, Timeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def one(_: str) -> int:
@@ -65,3 +76,58 @@ def test_the_hit_rate_is_held_against_the_one_that_follows_from_the_prompts() ->
     assert facts["times_faster"] == pytest.approx(8.0)
     assert facts["hit_rate"] == facts["hit_rate_computed"] == pytest.approx(31 * 768 / (32 * 800))
     assert facts["hit_rate_without_cache"] == 0.0
+
+
+def turn(number: int, peer: str, tokens_per_s: float, others: float = 0.0) -> Turn:
+    """A client that was answered with 128 tokens at this rate."""
+    timeline = Timeline(due_s=0, sent_s=0, ended_s=128 / tokens_per_s, output_tokens=128)
+    sample = Sample(number, peer, int8.CASE.name, others, measure([timeline], one))
+    return Turn(number, peer, int8.CASE.shape.name, 1.0, (sample,))
+
+
+def pairs(*rates: tuple[float, float], disturbed: float = 0.0) -> PeersReport:
+    turns = [
+        each
+        for number, (bf16, rounded) in enumerate(rates)
+        for each in (turn(number, "antiphon", bf16), turn(number, "antiphon int8", rounded))
+    ]
+    if disturbed:
+        turns.append(turn(9, "antiphon", 1.0))
+        turns.append(turn(9, "antiphon int8", disturbed, others=0.5))
+    where = Machine("c", "cpu", 2, 0.0)
+    return PeersReport(
+        machine=where, devices=(Device(40.0, 500.0),), entrants=(), turns=tuple(turns)
+    )
+
+
+def test_int8_is_held_against_bf16_pair_by_pair() -> None:
+    found = int8.facts(pairs((40.0, 72.0), (50.0, 80.0), (60.0, 90.0), disturbed=999.0))
+    assert found is not None
+    assert (found.pairs, found.bf16, found.int8) == pytest.approx((3, 50.0, 80.0))
+    assert (found.least, found.times_faster, found.most) == pytest.approx((1.5, 1.6, 1.8))
+    assert int8.facts(pairs()) is None
+    weights = int8.QWEN_05B.weights_count
+    assert 0.9 * 40e9 / weights < found.limit < 40e9 / weights, "a byte of each weight a token"
+
+
+def test_the_page_shows_int8_and_what_rounding_changes(tmp_path: Path) -> None:
+    (tmp_path / "int8.json").write_bytes(msgspec.json.encode(pairs((50.0, 80.0))))
+    assert "perplexity of the embedded" not in page(tmp_path)
+    (tmp_path / "perplexity.json").write_bytes((RESULTS / "perplexity.json").read_bytes())
+    text = page(tmp_path)
+    assert "| times faster, pair by pair | **1.60** (1.60-1.60) |" in text
+    assert "change in perplexity of the embedded model" in text
+
+
+def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
+    def took(way: str, ms: float) -> Result:
+        whole, beside = Figure(ms, ms, ms), Figure(0.5, 0.4, 0.6)
+        return Result(case, way, whole, whole, beside, 6.0)
+
+    case = Case(16, 1, 256)
+    results = [took("deterministic", 10.2), took("default", 10.0), took("torch", 30.0)]
+    report = Report(Machine("c", "cpu", 2, 0.0), "avx512", 2, "llama-135m", results)
+    write(report, tmp_path / "steps.json")
+    assert read(tmp_path / "steps.json") == report
+    (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
+    assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line

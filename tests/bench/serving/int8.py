@@ -1,0 +1,153 @@
+"""What int8 weights gain end to end: one client of the 0.5B shape, int8 and bf16 in turn.
+
+One server lives at a time, on the same prompts, and who is first changes each round. Decode reads
+every weight once a token, so int8 can be twice as fast at most, less what reading the cache, the
+services and HTTP take. Expected: 1.6 to 1.8 times.
+
+    python -m tests.bench.serving.int8
+    python -m tests.bench.serving.int8 --rehearse       one pair, on a machine as busy as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from statistics import median
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+from rich.console import Console
+from tests.bench.figures import machine
+from tests.bench.models import CACHE, QWEN_05B, made
+from tests.bench.peers.antiphon import Antiphon
+from tests.bench.peers.cases import CASES
+from tests.bench.peers.limits import output_limit
+from tests.bench.peers.peer import OURS
+from tests.bench.peers.quiet import Busy
+from tests.bench.peers.report import PeersReport, entrant
+from tests.bench.peers.rounds import Referee, Turn, play_rounds
+from tests.bench.serving.device import Device, measure_device
+from tests.bench.serving.report import RESULTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.bench.models import Model
+
+CASE = next(case for case in CASES if case.shape is QWEN_05B and case.clients == 1)
+PAIRS = 5
+FILE = RESULTS / "int8.json"
+
+
+class Int8(Antiphon):
+    """Antiphon that rounds the weights of its linears to 8 bits."""
+
+    name = f"{OURS} int8"
+    arithmetic: ClassVar[str] = "int8 weights, bf16 KV"
+
+    def __init__(self, cache: Path, cores: int) -> None:
+        super().__init__(cache, cores, ("--model-linear", "int8"))
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from the pairs that nobody disturbed, medians; rates in output tok/s.
+
+    Attributes:
+        times_faster: Int8 against bf16, pair by pair; the least and the most beside it.
+        limit: What reading a byte a weight would allow, by the read rate of the same call.
+    """
+
+    pairs: int
+    bf16: float
+    int8: float
+    times_faster: float
+    least: float
+    most: float
+    limit: float
+
+
+def facts(report: PeersReport) -> Facts | None:
+    """Reduce a report; None without an undisturbed pair."""
+    rates: dict[int, dict[str, float]] = {}
+    for turn in report.turns:
+        for sample in turn.samples:
+            if sample.good:
+                rates.setdefault(turn.round, {})[turn.peer] = sample.metrics.output_tokens_per_s
+    pairs = [(one[OURS], one[Int8.name]) for one in rates.values() if len(one) == 2]
+    if not pairs:
+        return None
+    ratios = [int8 / bf16 for bf16, int8 in pairs]
+    return Facts(
+        pairs=len(pairs),
+        bf16=median(bf16 for bf16, _ in pairs),
+        int8=median(int8 for _, int8 in pairs),
+        times_faster=median(ratios),
+        least=min(ratios),
+        most=max(ratios),
+        limit=limit(report.device),
+    )
+
+
+def limit(device: Device) -> float:
+    """Output tok/s of a client where each weight is one byte. Its scales are left out."""
+    return output_limit(
+        QWEN_05B,
+        device,
+        rows=CASE.clients,
+        new_tokens=CASE.dataset.prompt_tokens,
+        prompt_tokens=CASE.dataset.prompt_tokens,
+        output=CASE.dataset.output_tokens,
+        weight_bytes=1,
+    )
+
+
+def read(file: Path) -> PeersReport:
+    """Read what was written."""
+    return msgspec.json.decode(file.read_bytes(), type=PeersReport)
+
+
+def main() -> None:
+    """Measure in pairs, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.serving.int8")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--quiet-in-s", type=float, default=60.0)
+    parser.add_argument("--rehearse", action="store_true")
+    arguments = parser.parse_args()
+    quiet_in_s = None if arguments.rehearse else arguments.quiet_in_s
+    pairs = 1 if arguments.rehearse else arguments.pairs
+    try:
+        report = _measure(made(QWEN_05B), pairs, Referee(quiet_in_s, _tell))
+    except Busy as error:
+        sys.exit(f"not measured: {error}")
+    Console().print(facts(report))
+    if not arguments.rehearse:
+        FILE.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _measure(model: Model, pairs: int, referee: Referee) -> PeersReport:
+    cores, where = os.cpu_count() or 1, machine()
+    servers: Sequence[Antiphon] = (Antiphon(CACHE, cores), Int8(CACHE, cores))
+    turns: list[Turn] = []
+    devices: list[Device] = []
+    for turn in play_rounds(servers, [(model, (CASE,))], pairs, referee):
+        turns.append(turn)
+        if len(devices) <= turn.round:
+            referee.wait()
+            devices.append(measure_device())
+    return PeersReport(
+        machine=where,
+        devices=tuple(devices),
+        entrants=tuple(entrant(server, model) for server in servers),
+        turns=tuple(turns),
+    )
+
+
+def _tell(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
