@@ -9,7 +9,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import CacheDtype, Dtype
-from antiphon.config.model_fields import PADDED, PLACED, UNGATED
+from antiphon.config.model_fields import PADDED, PLACED, REPEATED, UNGATED
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.quantization import Quantization
 from antiphon.config.quantization_file import read_quantization
@@ -123,7 +123,7 @@ def read_card(place: Place) -> ModelCard:
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        kv_heads=_kv_heads(config),
         head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
         mlp_width=config.intermediate_size_mlp or width,
         vocabulary_size=config.vocab_size,
@@ -289,6 +289,14 @@ def _head_size(config: _Config) -> int:
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
     """What the config names; where it names nothing, what the weights are."""
     named = config.dtype or config.torch_dtype
+
+
+def _kv_heads(config: _Config) -> int:
+    """Whose keys and values are kept."""
+    if config.model_type in REPEATED:
+        return config.num_attention_heads
+    return config.num_key_value_heads or config.num_attention_heads
+
     if named is None:
         return weights.dtype or Dtype.FLOAT32
     known = {dtype.value: dtype for dtype in sorted(Dtype) if dtype is not Dtype.AUTO}

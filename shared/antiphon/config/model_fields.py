@@ -31,6 +31,7 @@ NAMES: Mapping[str, str] = {
     "rotary_emb_base": "rope_theta",
     "num_local_experts": "num_experts",
     "n_routed_experts": "num_experts",
+    "kv_channels": "head_dim",
 }
 """What some families call a field, and what most do."""
 
@@ -70,6 +71,8 @@ PLACED = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
 """Families that learn a vector for each position."""
 PADDED = frozenset({"roberta", "xlm-roberta"})
 """Families whose positions begin after that of padding, whose token's id it is."""
+REPEATED = frozenset({"jetmoe"})
+"""Families that hand attention each key once for each expert of a token, and keep it as often."""
 
 
 def completed(config: Fields) -> Fields:

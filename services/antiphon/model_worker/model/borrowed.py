@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Left
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.context import Manner
@@ -82,6 +82,15 @@ class Call:
 
 _ATTEND: ContextVar[Callable[[Call], Tensor]] = ContextVar("attend")
 _PROBED: ContextVar[int] = ContextVar("probed", default=0)
+
+
+@dataclass
+class Left(BaseModelOutputWithPastAndCrossAttentions):
+    """What layers leave, with every field that some head reads of it; most hand it on."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+
+
 """The context of the model that is being looked at; 0 in a pass."""
 
 
