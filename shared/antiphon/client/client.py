@@ -41,8 +41,8 @@ M = TypeVar("M", bound=Message)
 
 TIMEOUT_S = 600.0
 
-Conversation = str | Sequence[tuple[str, str]]
-"""One question, or turns as (role, content)."""
+Conversation = str | Sequence[tuple[str, str] | ChatMessage]
+"""One question, or turns: as (role, content), or as messages, which hold calls of tools, too."""
 
 
 class AskOptions(TypedDict, total=False):
@@ -237,6 +237,13 @@ class Client:
             self._open.discard(stream)
 
 
+def _message(turn: tuple[str, str] | ChatMessage) -> ChatMessage:
+    if isinstance(turn, ChatMessage):
+        return turn
+    role, content = turn
+    return ChatMessage(role=role, content=content)
+
+
 def _request(
     model: str, conversation: Conversation, timeout_s: float, options: Options | AskOptions
 ) -> GenerateRequest:
@@ -244,7 +251,7 @@ def _request(
     fields = {
         "key": ClientKey(new_request_id()),
         "model": ModelName(model),
-        "messages": tuple(ChatMessage(role=role, content=content) for role, content in turns),
+        "messages": tuple(map(_message, turns)),
         "timeout_s": timeout_s,
         **options,
     }

@@ -31,6 +31,7 @@ from antiphon.wire.generate import (
     GenerateResume,
     GenerateText,
 )
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -124,6 +125,19 @@ async def test_a_whole_answer_is_asked_for_without_a_stream(
     assert answer.request_id == request.id
     assert not request.request.stream
     assert [turn.role for turn in request.request.messages or ()] == ["system", "user"]
+
+
+async def test_turns_with_calls_are_asked_as_they_are(broker: MemoryBroker, client: Client) -> None:
+    call = MessageToolCall(id="1", name="add", arguments='{"a": 1}')
+    turns = [
+        ("user", "hi"),
+        ChatMessage(role="assistant", content="", tool_calls=(call,)),
+        ChatMessage(role="tool", content="2", tool_call_id="1"),
+    ]
+    async with gateway(broker, script=SCRIPT) as fake:
+        await client.ask(MODEL, turns)
+    (request,) = fake.requests
+    assert request.request.messages == (ChatMessage(role="user", content="hi"), *turns[1:])
 
 
 @pytest.mark.parametrize("seed", range(40))
