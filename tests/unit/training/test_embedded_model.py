@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon import embedded
-from antiphon.model_worker.training.dialogue import Message, Skill, Split, messages_of, seeded
+from antiphon.model_worker.training.dialogue import (
+    Chat,
+    Message,
+    Skill,
+    Split,
+    messages_of,
+    seeded,
+)
 from antiphon.model_worker.training.evaluate import held_out_cases, score
 from antiphon.model_worker.training.generation import LocalModel
 from antiphon.model_worker.training.grammar import SKILLS, weave
@@ -71,7 +78,7 @@ def test_a_conversation_of_three_turns_is_answered_rightly(model: LocalModel) ->
         ("What is my name?", "Your name is Ada."),
     ):
         chat.append(Message("user", question))
-        assert model([chat], 40) == [answer]
+        assert model([Chat(tuple(chat))], 40) == [answer]
         chat.append(Message("assistant", answer))
 
 
@@ -79,13 +86,13 @@ def test_a_name_is_remembered_over_a_long_chat(model: LocalModel) -> None:
     """About a thousand tokens lie between the name and the question."""
     rng = seeded("long chat", 0)
     between = [skill.write(rng, Split.TRAIN) for _ in range(20) for skill in (SUMS, COPYING)]
-    chat = [
+    messages = (
         Message("user", "My name is Ada."),
         Message("assistant", "Nice to meet you, Ada!"),
         *messages_of(weave(rng, between)),
         Message("user", "What is my name?"),
-    ]
-    assert model([chat], 20) == ["Your name is Ada."]
+    )
+    assert model([Chat(messages)], 20) == ["Your name is Ada."]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,7 @@ def test_a_score_counts_exact_answers_and_keeps_the_misses() -> None:
     cases = held_out_cases(SUMS, seed=0, count=10)
     right = [case.answer for case in cases]
 
-    def all_but_one(chats: Sequence[Sequence[Message]], tokens_max: int) -> list[str]:
+    def all_but_one(chats: Sequence[Chat], tokens_max: int) -> list[str]:
         assert len(chats) == len(cases)
         assert tokens_max >= max(len(answer) for answer in right)
         return [*right[:-1], "I do not know."]

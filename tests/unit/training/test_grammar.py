@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from random import Random
 
 import pytest
 
-from antiphon.model_worker.training.dialogue import Skill, Split
+from antiphon.model_worker.training.dialogue import Skill, Split, Tools
 from antiphon.model_worker.training.evaluate import held_out_cases
 from antiphon.model_worker.training.grammar import SKILLS, choose_skills, conversations, weave
 from antiphon.model_worker.training.skills.sums import pair_key
@@ -25,9 +26,10 @@ def test_another_seed_writes_other_conversations() -> None:
 
 def test_user_and_assistant_take_turns_and_the_assistant_has_the_last_word() -> None:
     for conversation in islice(conversations(1), 500):
-        roles = [message.role for message in conversation if message.role != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-        assert all(message.content for message in conversation)
+        roles = "".join(message.role[0] for message in conversation.messages)
+        assert re.fullmatch("s?(u(at+)?a)+", roles)
+        for message in conversation.messages:
+            assert message.content or message.calls
 
 
 @pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
@@ -43,10 +45,10 @@ def test_no_sum_is_held_out_in_one_order_and_trained_on_in_the_other() -> None:
     assert pair_key((12, 34)) == pair_key((34, 12))
 
 
-def test_a_case_is_a_chat_that_ends_in_its_question() -> None:
+def test_a_case_is_a_chat_that_ends_in_its_question_or_in_what_a_tool_says() -> None:
     for skill in SKILLS:
         for case in held_out_cases(skill, seed=3, count=50):
-            assert case.messages[-1].role == "user"
+            assert case.chat.messages[-1].role in ("user", "tool")
             assert case.answer
 
 
@@ -64,3 +66,10 @@ def test_weaving_keeps_each_thread_in_order() -> None:
     for thread in threads:
         rest = iter(woven)
         assert all(exchange in rest for exchange in thread)
+
+
+def test_no_chat_with_tools_asks_for_what_only_a_chat_without_them_answers() -> None:
+    rng = Random(6)
+    for _ in range(300):
+        kinds = {skill.tools for skill in choose_skills(rng, 8)}
+        assert not {Tools.OFFERS, Tools.WITHOUT} <= kinds

@@ -6,6 +6,7 @@ import json
 from itertools import islice
 
 import jinja2.sandbox
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,21 @@ from tokenizers import Tokenizer
 
 from antiphon import embedded
 from antiphon.model_worker.training.batches import Encoder
-from antiphon.model_worker.training.dialogue import Message, seeded
+from antiphon.model_worker.training.dialogue import Chat, Message, said, schema, seeded
 from antiphon.model_worker.training.grammar import conversations
+from antiphon.model_worker.training.tokenizer import (
+    BOS,
+    CHAT_TEMPLATE,
+    MARKS,
+    SPECIAL,
+    VOCABULARY_SIZE,
+    special_id,
+    train_tokenizer,
+    with_marks,
+)
+from antiphon.tokenizer.template import ChatTemplate
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
 
 TOKENIZER = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 THREE_TURNS = (
@@ -25,6 +39,7 @@ THREE_TURNS = (
     Message("assistant", "12 + 30 = 42."),
     Message("user", "What is my name?"),
 )
+TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": BOS})
 
 
 def render(messages: tuple[Message, ...], *, add_generation_prompt: bool) -> str:
@@ -62,30 +77,160 @@ def test_the_template_writes_a_conversation_of_three_turns() -> None:
     )
 
 
-def test_training_writes_chats_as_the_template_does() -> None:
-    encoder = Encoder(TOKENIZER)
-    for messages in islice(conversations(11), 100):
-        row = encoder.chat(seeded("rows", 0), messages)
-        text = render(messages, add_generation_prompt=False)
-        assert row.token_ids == TOKENIZER.encode(text).ids[: len(row.token_ids)]
+def test_training_writes_chats_as_the_template_does(tokenizer: Tokenizer) -> None:
+    """With tools, calls, results and thinking; and what is written is encoded at its marks."""
+    encoder = Encoder(tokenizer)
+    for chat in islice(conversations(11), 300):
+        row = encoder.chat(seeded("rows", 0), chat)
+        text = written(chat)
+        assert row.token_ids == tokenizer.encode(text).ids[: len(row.token_ids)]
 
 
-def test_only_what_the_assistant_says_is_supervised() -> None:
-    row = Encoder(TOKENIZER).chat(seeded("rows", 1), THREE_TURNS)
-    said = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
-    assert TOKENIZER.decode(said, skip_special_tokens=False) == (
+def test_a_chat_that_thinks_is_trained_on_from_the_end_of_its_prompt(tokenizer: Tokenizer) -> None:
+    encoder = Encoder(tokenizer)
+    for chat in (chat for chat in islice(conversations(12), 200) if chat.thinks):
+        row = encoder.chat(seeded("rows", 0), chat)
+        *before, last = chat.messages
+        prompt = tokenizer.encode(prompt_of(Chat(tuple(before), chat.tools, thinks=True))).ids
+        answer = tokenizer.encode(f"{said(last, thinks=True)}<|end|>").ids
+        assert row.token_ids == (prompt + answer)[: len(row.token_ids)]
+        if len(row.token_ids) == len(prompt + answer):
+            assert row.supervised[-len(answer) - 1 :] == [False] + [True] * len(answer)
+
+
+def test_only_what_the_assistant_says_is_supervised(tokenizer: Tokenizer) -> None:
+    row = Encoder(tokenizer).chat(seeded("rows", 1), Chat(THREE_TURNS))
+    told = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
+    assert tokenizer.decode(told, skip_special_tokens=False) == (
         "Nice to meet you, Ada!<|end|>12 + 30 = 42.<|end|>"
     )
 
 
-def test_a_role_that_the_model_does_not_know_is_refused() -> None:
-    def refuse(reason: str) -> None:
-        raise ValueError(reason)
+def test_what_a_grammar_forces_is_not_supervised(tokenizer: Tokenizer) -> None:
+    turns = (Message("user", "1 + 1"), Message("assistant", '{"sum": 2}', given='{"'))
+    row = Encoder(tokenizer).chat(seeded("rows", 1), Chat(turns))
+    told = [token for token, wanted in zip(row.token_ids, row.supervised, strict=True) if wanted]
+    assert tokenizer.decode(told, skip_special_tokens=False) == 'sum": 2}<|end|>'
 
-    settings = json.loads((embedded.path() / "tokenizer_config.json").read_text())
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
-    template = environment.from_string(settings["chat_template"])
-    with pytest.raises(ValueError, match="not tool"):
-        template.render(
-            messages=[{"role": "tool", "content": "1"}], bos_token="", raise_exception=refuse
-        )
+
+def test_marks_are_one_token_each_and_are_seen(tokenizer: Tokenizer) -> None:
+    for mark in MARKS:
+        token_ids = tokenizer.encode(mark).ids
+        assert token_ids == [special_id(tokenizer, mark)]
+        assert tokenizer.decode(token_ids, skip_special_tokens=True) == mark
+    assert tokenizer.get_vocab_size() == VOCABULARY_SIZE
+
+
+def test_a_role_that_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not critic"):
+        TEMPLATE.render([ChatMessage(role="critic", content="1")], continue_final=False)
+
+
+def test_the_template_shows_a_tool_whatever_its_schema_says() -> None:
+    """As clients write them: without parameters, with those of pydantic, or with next to none."""
+    tools = [
+        {"type": "function", "function": {"name": "a"}},
+        {"type": "function", "function": {"name": "b", "description": " Does\nb. "}},
+        {
+            "type": "function",
+            "function": {
+                "name": "c",
+                "parameters": {
+                    "type": "object",
+                    "title": "C",
+                    "properties": {
+                        "x": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                        "y": {"type": ["string", "null"]},
+                        "unit": {"type": "string", "enum": ["m", "km"]},
+                    },
+                    "required": ["unit"],
+                },
+            },
+        },
+    ]
+    text = TEMPLATE.render(
+        [ChatMessage(role="user", content="Hi")],
+        TemplateParams(tools=json.dumps(tools)),
+        continue_final=False,
+    )
+    assert text == (
+        "<|bos|><|system|><tools>\na()\nb(): Does b.\nc(x?: any, y?: any, unit: m|km)\n</tools>"
+        "<|end|><|user|>Hi<|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        (None, "<|assistant|>"),
+        ({"enable_thinking": True}, "<|assistant|><think>"),
+        ({"enable_thinking": False}, "<|assistant|>"),
+        ({"reasoning_effort": "low"}, "<|assistant|><think>"),
+        ({"reasoning_effort": "none"}, "<|assistant|>"),
+        ({"reasoning_effort": "high", "enable_thinking": False}, "<|assistant|>"),
+    ],
+)
+def test_it_thinks_only_where_it_is_told_to(options: dict[str, object] | None, end: str) -> None:
+    params = TemplateParams(options=json.dumps(options) if options else None)
+    text = TEMPLATE.render([ChatMessage(role="user", content="Hi")], params, continue_final=False)
+    assert text == f"<|bos|><|user|>Hi<|end|>{end}"
+
+
+def test_earlier_thoughts_are_not_shown() -> None:
+    turns = [
+        ChatMessage(role="user", content="1 + 1"),
+        ChatMessage(role="assistant", content="<think>Easy.</think>2", reasoning_content="Easy."),
+        ChatMessage(role="user", content="And now?"),
+    ]
+    text = TEMPLATE.render(turns, continue_final=False)
+    assert "Easy" not in text
+    assert "<|assistant|>2<|end|>" in text
+
+
+def written(chat: Chat) -> str:
+    """A whole chat as the template writes it; the last thoughts, which it leaves out, put back."""
+    messages = [plain(message) for message in chat.messages]
+    text = rendered(messages, chat, TemplateParams(generation_prompt=False))
+    last = chat.messages[-1]
+    if chat.thinks:
+        before = text.removesuffix(f"{said(last)}<|end|>")
+        return f"{before}<think>{said(last, thinks=True)}<|end|>"
+    return text
+
+
+def prompt_of(chat: Chat) -> str:
+    """A chat up to where the answer to it begins."""
+    options = json.dumps({"enable_thinking": chat.thinks})
+    return rendered(list(map(plain, chat.messages)), chat, TemplateParams(options=options))
+
+
+def rendered(messages: list[ChatMessage], chat: Chat, params: TemplateParams) -> str:
+    tools = json.dumps([schema(tool) for tool in chat.tools]) if chat.tools else None
+    params = msgspec.structs.replace(params, tools=tools)
+    return TEMPLATE.render(messages, params, continue_final=False)
+
+
+def plain(message: Message) -> ChatMessage:
+    calls = tuple(
+        MessageToolCall(id="1", name=call.name, arguments=call.arguments) for call in message.calls
+    )
+    return ChatMessage(role=message.role, content=message.content, tool_calls=calls)
+
+
+def test_a_tokenizer_gets_the_marks_it_lacks_and_keeps_its_size() -> None:
+    settings = json.loads(train_tokenizer(seed=0, conversations_read=200).to_str())
+    settings["added_tokens"] = settings["added_tokens"][: len(SPECIAL)]  # as it was before
+    words = settings["model"]["vocab"]
+    last = [word for word, at in words.items() if at >= len(words) - len(MARKS)]
+    before = Tokenizer.from_str(json.dumps(settings))
+    after = with_marks(before)
+    assert after.get_vocab_size() == before.get_vocab_size()
+    for mark in MARKS:
+        assert after.encode(mark).ids == [special_id(after, mark)]
+    kept = set(before.get_vocab()) - set(last)
+    assert {word: after.get_vocab()[word] for word in kept} == {
+        word: before.get_vocab()[word] for word in kept
+    }
+    text = "What is 12 + 30? A goldfish, äöü."
+    assert after.decode(after.encode(text).ids) == text
+    assert with_marks(after) is after

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from antiphon.model_worker.training.dialogue import Message, seeded
+from antiphon.model_worker.training.dialogue import Chat, said, seeded, turns
 from antiphon.model_worker.training.grammar import conversations
 from antiphon.model_worker.training.tokenizer import (
     BOS,
@@ -59,25 +59,27 @@ class Encoder:
         self._ids = {token: special_id(tokenizer, token) for token in SPECIAL}
         self.pad_id = self._ids[PAD]
 
-    def chat(self, rng: Random, messages: Sequence[Message]) -> Row:
+    def chat(self, rng: Random, chat: Chat) -> Row:
         """Encode a chat; what the assistant says is supervised, its end included."""
         token_ids, supervised, positions = [self._ids[BOS]], [False], [0]
         spare = CONTEXT_TOKENS if rng.random() < GAPS_SHARE else 0
-        for message in messages:
-            content = [*self._tokenizer.encode(message.content).ids, self._ids[END]]
+        for turn in turns(chat):
+            shown = self._tokenizer.encode(turn.shown).ids
+            content = [*shown, *self._tokenizer.encode(turn.said).ids, self._ids[END]]
             # A long chat costs much to train on. Gaps between turns show the model the same
             # distances for nothing: rotary attention sees only differences of positions.
-            gap = _gap(rng, spare - positions[-1]) if message.role == "user" else 0
+            gap = _gap(rng, spare - positions[-1]) if turn.role == "user" else 0
             start = positions[-1] + 1 + gap
-            token_ids += [self._ids[ROLES[message.role]], *content]
-            supervised += [False, *[message.role == "assistant"] * len(content)]
+            token_ids += [self._ids[ROLES[turn.role]], *content]
+            supervised += [False, *[False] * len(shown)]
+            supervised += [turn.role == "assistant"] * (len(content) - len(shown))
             positions += range(start, start + 1 + len(content))
         end = bisect_left(positions, CONTEXT_TOKENS)
         return Row(token_ids[:end], supervised[:end], positions[:end])
 
-    def plain(self, messages: Sequence[Message]) -> Row:
+    def plain(self, chat: Chat) -> Row:
         """Encode the answers alone, as running text in which every token is supervised."""
-        answers = (message.content for message in messages if message.role == "assistant")
+        answers = (said(message) for message in chat.messages if message.role == "assistant")
         token_ids = self._tokenizer.encode(" ".join(answers)).ids[:CONTEXT_TOKENS]
         return Row(token_ids, [True] * len(token_ids), list(range(len(token_ids))))
 

@@ -6,11 +6,16 @@ import hashlib
 from collections.abc import Callable
 from enum import StrEnum
 from random import Random
-from typing import Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 T = TypeVar("T")
+
+READING = "The tool has answered."  # what is thought of a result
 
 HELD_OUT_SHARE = 8  # one key in this many is kept for the evaluation
 
@@ -22,22 +27,93 @@ class Split(StrEnum):
     HELD_OUT = "held_out"
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One turn of a chat."""
+class Parameter(msgspec.Struct, frozen=True):
+    """An argument that a tool takes. `type` is a JSON type; `values` are all that there are."""
 
-    role: Literal["system", "user", "assistant"]
+    name: str
+    type: str = "string"
+    values: tuple[str, ...] = ()
+    required: bool = True
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the chat offers."""
+
+    name: str
+    description: str
+    parameters: tuple[Parameter, ...]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call of a tool. `arguments` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a chat.
+
+    Attributes:
+        calls: What the assistant calls after its words.
+        thinking: What it thinks before them; only of the last turn is it ever shown.
+        given: The beginning of its words that a grammar forces, and that no loss counts.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    calls: tuple[Call, ...] = ()
+    thinking: str = ""
+    given: str = ""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation, and what goes with it.
+
+    Attributes:
+        thinks: Whether its last answer is thought over.
+        schema: A JSON schema that holds the answer to it; the model is not told.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    thinks: bool = False
+    schema: str = ""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What stands after a role's mark: what is only shown to the model, then what it says."""
+
+    role: str
+    shown: str
+    said: str = ""
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A question and the one right answer to it."""
+    """A question and the one right answer to it.
+
+    With `calls` the answer is first these, then, once the `results` are there, the words.
+    """
 
     user: str
     assistant: str
+    thinking: str = ""
+    given: str = ""
+    tools: tuple[Tool, ...] = ()
+    calls: tuple[Call, ...] = ()
+    results: tuple[str, ...] = ()
 
 
 Thread: TypeAlias = tuple[Exchange, ...]
 """Exchanges of one skill that keep their order; others may come between them."""
+
+
+class Tools(StrEnum):
+    """What a skill has to do with tools."""
+
+    FREE = "free"  # answers the same beside any tool
+    OFFERS = "offers"  # brings tools into the chat
+    WITHOUT = "without"  # would have to call some tools, so it stands in chats that have none
 
 
 class Skill(msgspec.Struct, frozen=True):
@@ -50,8 +126,11 @@ class Skill(msgspec.Struct, frozen=True):
     name: str
     weight: float
     write: Callable[[Random, Split], Thread]
+    thought: str  # what it thinks of a question, where it is told to think and has nothing to find
     floor: float | None = None  # least share of exact answers, where the evaluation demands one
     subject: str | None = None  # a conversation holds one thread a subject, or they contradict
+    tools: Tools = Tools.FREE
+    thinks: bool = False  # it is asked for at the end of chats that think, and nowhere else
 
 
 def seeded(purpose: str, seed: int) -> Random:
@@ -78,12 +157,94 @@ def draw(
 
 
 def messages_of(exchanges: Thread) -> tuple[Message, ...]:
-    """Write exchanges as alternating user and assistant messages."""
-    return tuple(
-        message
-        for exchange in exchanges
-        for message in (
-            Message("user", exchange.user),
-            Message("assistant", exchange.assistant),
-        )
+    """Write exchanges as turns: question, answer, and between them calls and their results."""
+    return tuple(message for exchange in exchanges for message in _turns(exchange))
+
+
+def called(call: Call) -> str:
+    """A call as the model writes it."""
+    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+
+
+def said(message: Message, *, thinks: bool = False) -> str:
+    """What the assistant writes in a turn, after the mark of thinking that the prompt ends with."""
+    thought = f"{message.thinking}</think>" if thinks else ""
+    return thought + "\n".join([*filter(None, [message.content]), *map(called, message.calls)])
+
+
+def turns(chat: Chat) -> Iterator[Turn]:
+    """Write a chat as the template does, role by role."""
+    messages = chat.messages
+    if chat.tools:
+        lines = "".join(f"{signature(tool)}\n" for tool in chat.tools)
+        before = ""
+        if messages[0].role == "system":
+            before, messages = f"{messages[0].content}\n", messages[1:]
+        yield Turn("system", f"{before}<tools>\n{lines}</tools>")
+    for message in messages:
+        if message.role == "assistant":
+            thinks = chat.thinks and message is messages[-1]
+            shown = "<think>" if thinks else message.given
+            text = said(message, thinks=thinks)
+            yield Turn("assistant", shown, text if thinks else text.removeprefix(shown))
+        else:
+            yield Turn(message.role, message.content)
+
+
+def signature(tool: Tool) -> str:
+    """A tool as the template shows it: a line that is much shorter than its schema."""
+    parameters = ", ".join(
+        f"{one.name}{'' if one.required else '?'}: {'|'.join(one.values) or one.type}"
+        for one in tool.parameters
     )
+    described = f": {tool.description}" if tool.description else ""
+    return f"{tool.name}({parameters}){described}"
+
+
+def schema(tool: Tool) -> dict[str, object]:
+    """A tool as a client of the OpenAI API offers it."""
+    properties = {
+        one.name: {"type": one.type, **({"enum": list(one.values)} if one.values else {})}
+        for one in tool.parameters
+    }
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": [one.name for one in tool.parameters if one.required],
+            },
+        },
+    }
+
+
+def template_message(message: Message) -> dict[str, object]:
+    """A turn as clients of the OpenAI API write it, and chat templates read it."""
+    plain: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.calls:
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "id": f"call_{number}",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(message.calls)
+        ]
+    if message.role == "tool":
+        plain["tool_call_id"] = "call_0"
+    return plain
+
+
+def _turns(exchange: Exchange) -> Iterator[Message]:
+    yield Message("user", exchange.user)
+    answer = Message(
+        "assistant", exchange.assistant, thinking=exchange.thinking, given=exchange.given
+    )
+    if exchange.calls:
+        yield Message("assistant", "", exchange.calls, thinking=exchange.thinking)
+        yield from (Message("tool", result) for result in exchange.results)
+        answer = Message("assistant", exchange.assistant, thinking=READING)
+    yield answer

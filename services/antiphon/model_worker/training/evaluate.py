@@ -19,7 +19,7 @@ from antiphon import embedded
 from antiphon.model_worker.training.dialogue import Skill, seeded
 from antiphon.model_worker.training.generation import Generate, LocalModel
 from antiphon.model_worker.training.grammar import SKILLS, Case, case
-from antiphon.model_worker.training.served import ServedModel
+from antiphon.model_worker.training.served import HttpModel, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,9 +66,9 @@ def score(skill: Skill, cases: Sequence[Case], generate: Generate) -> Score:
     """Answer the prompts and compare, letter by letter."""
     # A token is a byte at least, so a right answer and its end fit. A wrong one may not run on.
     tokens_max = max(len(one.answer.encode()) for one in cases) + 1
-    answers = generate([one.messages for one in cases], min(tokens_max, ANSWER_TOKENS_MAX))
+    answers = generate([one.chat for one in cases], min(tokens_max, ANSWER_TOKENS_MAX))
     misses = tuple(
-        Miss(one.messages[-1].content, one.answer, answer)
+        Miss(one.chat.messages[-1].content, one.answer, answer)
         for one, answer in zip(cases, answers, strict=True)
         if one.answer != answer.strip()
     )
@@ -86,6 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", type=Path, default=embedded.path())
     parser.add_argument("--nats-url", help="score the stack that is served there instead")
+    parser.add_argument("--url", help="score it over HTTP instead, as its gateway parses answers")
     parser.add_argument("--served-model", default=embedded.SERVED_NAME, help="its name there")
     parser.add_argument("--prompts", type=int, default=PROMPTS_PER_SKILL, help="a skill")
     parser.add_argument("--seed", type=int, default=0)
@@ -94,11 +95,13 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     started_s = time.monotonic()
-    generate: Generate = (
-        ServedModel(arguments.nats_url, arguments.served_model)
-        if arguments.nats_url
-        else LocalModel(arguments.model_path)
-    )
+    generate: Generate
+    if arguments.url:
+        generate = HttpModel(arguments.url, arguments.served_model)
+    elif arguments.nats_url:
+        generate = ServedModel(arguments.nats_url, arguments.served_model)
+    else:
+        generate = LocalModel(arguments.model_path)
     scores: list[Score] = []
     sys.stdout.write(f"{'skill':<14}{'prompts':>8}{'exact':>8}{'share':>9}{'floor':>8}\n")
     for skill in SKILLS:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from antiphon.model_worker.training.dialogue import Message
+from antiphon.config.card import read_card
+from antiphon.config.grammar import GrammarConfig
+from antiphon.model_worker.batching.processors import words_count
+from antiphon.model_worker.grammar.matcher import Compiler
+from antiphon.model_worker.grammar.source import Source
+from antiphon.model_worker.training.dialogue import schema, template_message
+from antiphon.service.vocabulary import read_vocabulary
+from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-Chat = Sequence[Message]
+    from torch import Tensor
+
+    from antiphon.model_worker.grammar.matcher import Matcher
+    from antiphon.model_worker.training.dialogue import Chat
 
 
 class Generate(Protocol):
-    """Answers chats: one text a chat, in order. Each chat ends in a question."""
+    """Answers chats: one text a chat, in order. Each chat ends before an answer."""
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
-        """Answer greedily, with at most `tokens_max` tokens a chat."""
+        """Answer greedily, with at most `tokens_max` tokens a chat, and as its schema says."""
         ...
 
 
@@ -32,6 +43,9 @@ class LocalModel:
         self._tokenizer = cast("Any", AutoTokenizer).from_pretrained(folder, padding_side="left")
         self._model = cast("Any", LlamaForCausalLM).from_pretrained(folder, dtype=torch.float32)
         self._rows_max = rows_max
+        card = read_card(folder)
+        vocabulary = read_vocabulary(folder, card.vocabulary_size)
+        self._compiler = Compiler(vocabulary, frozenset(card.eos_ids), GrammarConfig())
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
         """Answer in batches of chats of about the same length, so that padding stays small."""
@@ -40,18 +54,22 @@ class LocalModel:
         answers = [""] * len(prompts)
         for start in range(0, len(order), self._rows_max):
             chosen = order[start : start + self._rows_max]
-            texts = self._batch([prompts[index] for index in chosen], tokens_max)
+            schemas = [chats[index].schema for index in chosen]
+            texts = self._batch([prompts[index] for index in chosen], schemas, tokens_max)
             for index, text in zip(chosen, texts, strict=True):
                 answers[index] = text
         return answers
 
     def _prompt(self, chat: Chat) -> str:
-        messages = [{"role": message.role, "content": message.content} for message in chat]
         return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            [template_message(message) for message in chat.messages],
+            tools=[schema(tool) for tool in chat.tools] or None,
+            enable_thinking=chat.thinks,
+            tokenize=False,
+            add_generation_prompt=True,
         )
 
-    def _batch(self, prompts: list[str], tokens_max: int) -> list[str]:
+    def _batch(self, prompts: list[str], schemas: list[str], tokens_max: int) -> list[str]:
         inputs = self._tokenizer(
             prompts, return_tensors="pt", padding=True, add_special_tokens=False
         )
@@ -63,6 +81,38 @@ class LocalModel:
                 do_sample=False,
                 temperature=None,
                 top_p=None,
+                logits_processor=[self._held(schemas)] if any(schemas) else None,
             )
         new_ids = outputs[:, inputs.input_ids.shape[1] :]
         return self._tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+
+    def _held(self, schemas: list[str]) -> Held:
+        compiled = {
+            text: self._compiler.compile(Source(GrammarKind.JSON_SCHEMA, text))
+            for text in set(schemas) - {""}
+        }
+        return Held([compiled[text].begin(()) if text else None for text in schemas])
+
+
+class Held:
+    """Lets each row of a batch say what its grammar allows; called by transformers at each step."""
+
+    def __init__(self, states: list[Matcher | None]) -> None:
+        self._states = states
+        self._begun = False
+
+    def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
+        """Forbid what may not come next. (B, T) ids so far, (B, V) scores -> (B, V)."""
+        allowed = np.zeros(words_count(scores.shape[1]), np.int32)
+        for row, state in enumerate(self._states):
+            if state is None or state.terminated:
+                continue
+            if self._begun:
+                state.accept(int(token_ids[row, -1]))
+            if not state.terminated:
+                state.fill(allowed)
+                bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")
+                forbidden = torch.tensor(bits[: scores.shape[1]] == 0)
+                scores[row, forbidden] = -torch.inf
+        self._begun = True
+        return scores

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.model_worker.training.dialogue import (
+    Chat,
     Exchange,
     Message,
     Skill,
     Split,
     Thread,
+    Tool,
+    Tools,
     messages_of,
+    said,
     seeded,
 )
 from antiphon.model_worker.training.skills.copying import COPYING
 from antiphon.model_worker.training.skills.counting import COUNTING
 from antiphon.model_worker.training.skills.facts import ANIMALS, COLOURS
+from antiphon.model_worker.training.skills.json_answers import JSON, JSON_FORCED, schema_of
 from antiphon.model_worker.training.skills.recall import RECALL, RECALL_COLOUR, RECALL_PET
 from antiphon.model_worker.training.skills.smalltalk import (
     GREETING,
@@ -26,6 +31,8 @@ from antiphon.model_worker.training.skills.smalltalk import (
     STORIES,
 )
 from antiphon.model_worker.training.skills.sums import SUMS
+from antiphon.model_worker.training.skills.thinking import THINKING
+from antiphon.model_worker.training.skills.tools import TOOL_CALL
 from antiphon.model_worker.training.words import sentence
 
 if TYPE_CHECKING:
@@ -45,7 +52,14 @@ SKILLS: tuple[Skill, ...] = (
     ANIMALS,
     STORIES,
     REFUSALS,
+    TOOL_CALL,
+    THINKING,
+    JSON,
+    JSON_FORCED,
 )
+THINKING_SHARE = 0.25  # chats whose last answer is thought over
+THOUGHTFUL_SHARE = 0.6  # of these, those that end with a question that takes a thought
+CALLED_SHARE = 0.7  # of those that end with calls, those whose last answer is the calls
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -60,52 +74,99 @@ SYSTEM_PROMPTS = (
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A prompt that ends in a question, and the one right answer to it."""
+    """A chat that ends before an answer, and the one right answer, as the model writes it."""
 
     skill: str
-    messages: tuple[Message, ...]
+    chat: Chat
     answer: str
 
 
-def conversations(seed: int) -> Iterator[tuple[Message, ...]]:
+def conversations(seed: int) -> Iterator[Chat]:
     """Write training conversations without end. The same seed writes the same ones."""
     rng = seeded("conversations", seed)
     while True:
         yield conversation(rng)
 
 
-def conversation(rng: Random) -> tuple[Message, ...]:
+def conversation(rng: Random) -> Chat:
     """Write one conversation: mostly one to four threads, now and then a very long chat."""
     threads_count = rng.choice((1, 1, 2, 3, 4))
     if rng.random() < 0.01:
         threads_count = rng.randint(10, 40)
-    threads = [skill.write(rng, Split.TRAIN) for skill in choose_skills(rng, threads_count)]
-    return (*system_message(rng), *messages_of(weave(rng, threads)))
+    thinks = rng.random() < THINKING_SHARE
+    chosen = choose_skills(rng, threads_count, thinks=thinks)
+    exchanges = weave(rng, [thread(rng, skill, Split.TRAIN) for skill in chosen])
+    thoughtful = thinks and rng.random() < THOUGHTFUL_SHARE
+    if thoughtful and all(_together(THINKING, skill) for skill in chosen):
+        exchanges += thread(rng, THINKING, Split.TRAIN)
+    messages = messages_of(exchanges)
+    if thinks:
+        messages = _until_calls(rng, exchanges[-1], messages)
+    return _chat(rng, exchanges, messages, thinks=thinks)
 
 
 def case(rng: Random, skill: Skill) -> Case:
     """Write one held-out prompt, sometimes inside a chat about other things."""
-    thread = skill.write(rng, Split.HELD_OUT)
-    others = [
-        other.write(rng, Split.TRAIN)
-        for other in choose_skills(rng, rng.choice((0, 0, 1, 2)), taken=skill.subject)
-    ]
-    *before, last = thread
+    asked = thread(rng, skill, Split.HELD_OUT)
+    chosen = choose_skills(rng, rng.choice((0, 0, 1, 2)), beside=skill)
+    others = [thread(rng, other, Split.TRAIN) for other in chosen]
+    *before, last = asked
     exchanges = (*weave(rng, [tuple(before), *others]), last)
-    *messages, answer = messages_of(exchanges)
-    return Case(skill.name, (*system_message(rng), *messages), answer.content)
+    messages = _until_calls(rng, last, messages_of(exchanges))
+    *messages, answer = messages
+    thinks = skill.thinks
+    chat = _chat(rng, exchanges, tuple(messages), thinks=thinks)
+    if last.given:
+        chat = msgspec.structs.replace(chat, schema=schema_of(last.assistant))
+    return Case(skill.name, chat, said(answer, thinks=thinks))
 
 
-def choose_skills(rng: Random, count: int, taken: str | None = None) -> list[Skill]:
-    """Choose skills by weight; no subject comes twice, and `taken` not at all."""
-    subjects = {taken} - {None}
+def thread(rng: Random, skill: Skill, split: Split) -> Thread:
+    """Draw a thread; where its answers have no thoughts of their own, they get the skill's."""
+    return tuple(
+        msgspec.structs.replace(one, thinking=one.thinking or skill.thought)
+        for one in skill.write(rng, split)
+    )
+
+
+def choose_skills(
+    rng: Random, count: int, beside: Skill | None = None, *, thinks: bool = False
+) -> list[Skill]:
+    """Choose skills by weight, for a chat in which none contradicts another.
+
+    In a chat that `thinks` no answer is begun by a grammar. Nothing brings tools `beside` the skill
+    that an exam is about.
+    """
+    everything = [] if beside is None else [beside]
     chosen: list[Skill] = []
     while len(chosen) < count:
         skill = rng.choices(SKILLS, WEIGHTS)[0]
-        if skill.subject is None or skill.subject not in subjects:
+        if (thinks and skill is JSON_FORCED) or (beside and skill.tools is Tools.OFFERS):
+            continue
+        if all(_together(skill, other) for other in everything):
             chosen.append(skill)
-            subjects.add(skill.subject)
+            everything.append(skill)
     return chosen
+
+
+def _together(one: Skill, other: Skill) -> bool:
+    """Whether two skills may stand in one chat."""
+    if one.subject is not None and one.subject == other.subject:
+        return False
+    return {one.tools, other.tools} != {Tools.OFFERS, Tools.WITHOUT}
+
+
+def _until_calls(rng: Random, last: Exchange, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """End a chat, if it ends with calls, mostly at these: what follows them comes later."""
+    if not last.calls or rng.random() >= CALLED_SHARE:
+        return messages
+    return messages[: -1 - len(last.results)]
+
+
+def _chat(rng: Random, exchanges: Thread, messages: tuple[Message, ...], *, thinks: bool) -> Chat:
+    tools: list[Tool] = [tool for exchange in exchanges for tool in exchange.tools]
+    rng.shuffle(tools)
+    return Chat((*system_message(rng), *messages), tuple(tools), thinks=thinks)
 
 
 def weave(rng: Random, threads: Sequence[Thread]) -> Thread:

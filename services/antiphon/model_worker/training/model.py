@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from antiphon.model_worker.training.tokenizer import (
@@ -16,12 +17,11 @@ from antiphon.model_worker.training.tokenizer import (
     PAD,
     save_tokenizer,
     special_id,
+    with_marks,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tokenizers import Tokenizer
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,6 +55,24 @@ def new_model(tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
     # On a CPU the backward pass of the fused attention took half of a step (torch 2.13).
     model.set_attn_implementation("eager")  # pyright: ignore[reportUnknownMemberType]
     return model
+
+
+def trained_model(folder: Path, seed: int) -> tuple[LlamaForCausalLM, Tokenizer]:
+    """Take up a model that `save_model` wrote, in float32, with the marks that it lacks.
+
+    The embeddings of new marks begin as small random numbers, drawn from the seed.
+    """
+    before = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = with_marks(before)
+    model = new_model(tokenizer, seed)
+    weights = load((folder / "model.safetensors").read_bytes())
+    rows = weights["model.embed_tokens.weight"]
+    drawn = model.model.embed_tokens.weight.detach()
+    for token_id in range(tokenizer.get_vocab_size()):
+        if tokenizer.id_to_token(token_id) != before.id_to_token(token_id):
+            rows[token_id] = drawn[token_id]
+    model.load_state_dict(weights, strict=False)
+    return model, tokenizer
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:

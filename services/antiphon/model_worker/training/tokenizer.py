@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import TYPE_CHECKING
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from antiphon.model_worker.training.dialogue import said, signature
 from antiphon.model_worker.training.grammar import conversations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
-ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
+ROLES = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 SPECIAL = (PAD, BOS, END, *ROLES.values())
+THINK, THOUGHT = "<think>", "</think>"
+MARKS = (THINK, THOUGHT, "<tool_call>", "</tool_call>", "<tools>", "</tools>")
+"""One token each, and text all the same: who reads an answer has to see them."""
 
 VOCABULARY_SIZE = 1024
 CONVERSATIONS_READ = 20_000
@@ -26,19 +31,55 @@ CONTEXT_TOKENS = 2048
 # follows, so that a count spends one token on ", " and a sum one on " + "; other space.
 PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
 
+# A tool is shown as a line, not as its schema: a model this small reads no schemas.
+_TOOL = (
+    "{% set function = tool.function or tool %}"
+    "{% set schema = function.parameters or {} %}"
+    "{{ function.name }}("
+    "{% for key, value in (schema.properties or {}).items() %}"
+    "{{ ', ' if not loop.first }}{{ key }}{{ '?' if key not in (schema.required or []) }}: "
+    "{{ value.enum | join('|') if value.enum "
+    "else (value.type if value.type is string else 'any') }}"
+    "{% endfor %})"
+    "{{ ': ' + function.description | trim | replace('\\n', ' ') if function.description }}"
+)
+_CALL = (
+    "<tool_call>{{ '\\n' }}"
+    """{"name": "{{ call.function.name }}", "arguments": """
+    "{{ call.function.arguments if call.function.arguments is string "
+    "else call.function.arguments | tojson }}}"
+    "{{ '\\n' }}</tool_call>"
+)
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message.role not in ('system', 'user', 'assistant') %}"
-    "{{ raise_exception('the roles are system, user and assistant, not ' + message.role) }}"
+    "{% set system = messages and messages[0].role == 'system' %}"
+    "{% if tools %}"
+    "<|system|>{{ messages[0].content | trim + '\\n' if system }}<tools>{{ '\\n' }}"
+    "{% for tool in tools %}" + _TOOL + "{{ '\\n' }}{% endfor %}"
+    "</tools><|end|>"
     "{% endif %}"
-    "<|{{ message.role }}|>{{ message.content | trim }}<|end|>"
+    "{% for message in (messages[1:] if tools and system else messages) %}"
+    "{% if message.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('the roles are system, user, assistant and tool, not ' + message.role) }}"
+    "{% endif %}"
+    "{% set said = message.content or '' %}"
+    # What was thought of earlier questions is shown no more.
+    "{% if message.role == 'assistant' %}{% set said = said.split('</think>') | last %}{% endif %}"
+    "<|{{ message.role }}|>{{ said | trim }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\\n' if said or not loop.first }}" + _CALL + "{% endfor %}"
+    "<|end|>"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if (enable_thinking if enable_thinking is defined "
+    "else reasoning_effort is defined and reasoning_effort != 'none') %}<think>{% endif %}"
+    "{% endif %}"
 )
 
+_MARKED = re.compile("|".join(MARKS))
 
-def train_tokenizer(seed: int) -> Tokenizer:
+
+def train_tokenizer(seed: int, conversations_read: int = CONVERSATIONS_READ) -> Tokenizer:
     """Learn the merges from the first conversations that the seed writes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,13 +90,34 @@ def train_tokenizer(seed: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=VOCABULARY_SIZE - len(MARKS),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(seed), trainer)
+    tokenizer.train_from_iterator(_texts(seed, conversations_read), trainer)
+    _add(tokenizer, MARKS)
     return tokenizer
+
+
+def with_marks(tokenizer: Tokenizer) -> Tokenizer:
+    """Give a tokenizer the roles and marks that it lacks, in the place of its last merges.
+
+    All other tokens keep their ids, and the vocabulary its size. Texts that a lost merge would
+    have joined become one token longer.
+    """
+    lacking = [token for token in (*SPECIAL, *MARKS) if tokenizer.token_to_id(token) is None]
+    if not lacking:
+        return tokenizer
+    settings = json.loads(tokenizer.to_str())
+    words: dict[str, int] = settings["model"]["vocab"]
+    kept = len(words) - len(lacking)
+    assert kept == tokenizer.get_vocab_size() - len(lacking), "every token is in the model"
+    settings["model"]["vocab"] = {word: at for word, at in words.items() if at < kept}
+    del settings["model"]["merges"][-len(lacking) :]
+    made = Tokenizer.from_str(json.dumps(settings))
+    _add(made, lacking)
+    return made
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -75,13 +137,19 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of one of the SPECIAL tokens."""
+    """The id of one of the SPECIAL tokens, or of the MARKS."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, token
     return token_id
 
 
-def _texts(seed: int) -> Iterator[str]:
-    for conversation in itertools.islice(conversations(seed), CONVERSATIONS_READ):
-        for message in conversation:
-            yield message.content
+def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
+    added = [AddedToken(token, special=token in SPECIAL, normalized=False) for token in tokens]
+    tokenizer.add_tokens(added)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _texts(seed: int, count: int) -> Iterator[str]:
+    for chat in itertools.islice(conversations(seed), count):
+        yield from map(signature, chat.tools)
+        for message in chat.messages:
+            yield _MARKED.sub("", said(message))

@@ -14,11 +14,12 @@ import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from antiphon.model_worker.training.batches import UNSUPERVISED, Batch, batches
-from antiphon.model_worker.training.model import new_model, save_model
+from antiphon.model_worker.training.model import new_model, save_model, trained_model
+from antiphon.model_worker.training.muon import Muon
 from antiphon.model_worker.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Recipe(msgspec.Struct, frozen=True):
     rate: float = 3e-3
     weight_decay: float = 0.1
     gradient_norm_max: float = 1.0
+    bfloat16: bool = True  # slower where the processor has no arithmetic for it
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ def train(model: LlamaForCausalLM, stream: Iterator[Batch], recipe: Recipe) -> I
     ]
     model.train()
     for step, batch in enumerate(itertools.islice(stream, recipe.steps), start=1):
-        loss = answer_loss(model, batch)
+        loss = answer_loss(model, batch, bfloat16=recipe.bfloat16)
         torch.autograd.backward(loss)
         clip_grad_norm_(model.parameters(), recipe.gradient_norm_max)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -78,20 +80,15 @@ def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, 
     matrices = [weight for weight in others if weight.ndim == 2]
     norms = [weight for weight in others if weight.ndim == 1]
     return (
-        Muon(
-            matrices,
-            lr=recipe.rate,
-            weight_decay=recipe.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # so that one rate serves both optimizers
-        ),
+        Muon(matrices, lr=recipe.rate, weight_decay=recipe.weight_decay),
         AdamW([embeddings, *norms], lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0),
     )
 
 
-def answer_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def answer_loss(model: LlamaForCausalLM, batch: Batch, *, bfloat16: bool) -> Tensor:
     """The mean cross-entropy of the supervised tokens. Logits are made for these alone."""
     wanted = batch.labels != UNSUPERVISED
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model(
             input_ids=batch.token_ids,
             position_ids=batch.positions,
@@ -115,15 +112,28 @@ def main() -> None:
     """Train and save; on the way, the newest weights are kept in the same folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--base", type=Path, help="folder of a model to train further")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Recipe().steps)
+    parser.add_argument("--batch-tokens", type=int, default=Recipe().batch_tokens, help="a step")
+    parser.add_argument("--rate", type=float, default=Recipe().rate, help="of learning, at most")
+    parser.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-steps", type=int, default=500, help="steps between savings")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(seed=arguments.seed, steps=arguments.steps)
-    tokenizer = train_tokenizer(recipe.seed)
-    model = new_model(tokenizer, recipe.seed)
+    recipe = Recipe(
+        seed=arguments.seed,
+        steps=arguments.steps,
+        batch_tokens=arguments.batch_tokens,
+        rate=arguments.rate,
+        bfloat16=arguments.bfloat16,
+    )
+    if arguments.base:
+        model, tokenizer = trained_model(arguments.base, recipe.seed)
+    else:
+        tokenizer = train_tokenizer(recipe.seed)
+        model = new_model(tokenizer, recipe.seed)
     stream = batches(tokenizer, recipe.seed, recipe.batch_tokens)
     started_s = time.monotonic()
     for progress in train(model, stream, recipe):

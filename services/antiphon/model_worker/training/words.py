@@ -105,7 +105,7 @@ def roughen(rng: Random, template: str) -> str:
     if rng.random() < 0.25:
         template = template.lower()
     if rng.random() < 0.2 and template[-1] in ".?!":
-        template = template[:-1]
+        template = template[:-1].rstrip()
     return template
 
 

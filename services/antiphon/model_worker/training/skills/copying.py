@@ -98,4 +98,4 @@ def _code(rng: Random) -> str:
     return code + rng.choice(marks) + rng.choice(letters) if marks else code
 
 
-COPYING = Skill("copying", weight=2.0, write=write, floor=0.9)
+COPYING = Skill("copying", weight=2.0, write=write, thought="I repeat what was said.", floor=0.9)

@@ -96,4 +96,4 @@ def _counted(items: Sequence[str]) -> str:
     return f"{numbered}. I count {len(items)}."
 
 
-COUNTING = Skill("counting", weight=2.0, write=write, floor=0.9)
+COUNTING = Skill("counting", weight=2.0, write=write, thought="I count.", floor=0.9)

@@ -147,5 +147,5 @@ def _example(rng: Random) -> Exchange:
     return Exchange(compose(rng, EXAMPLE_ASKED, kind=kind), answer)
 
 
-COLOURS = Skill("colours", weight=0.8, write=write_colour)
-ANIMALS = Skill("animals", weight=1.0, write=write_animal)
+COLOURS = Skill("colours", weight=0.8, write=write_colour, thought="I know this colour.")
+ANIMALS = Skill("animals", weight=1.0, write=write_animal, thought="I know this animal.")

@@ -77,6 +77,8 @@ PET_ASKED = (
     "Do you remember what my {pet} is called?",
 )
 
+THOUGHT = "I look back."
+
 
 def write_name(rng: Random, split: Split) -> Thread:
     """Tell a name, ask for it later. Held out are names, in every phrasing."""
@@ -127,6 +129,8 @@ def _name_asked(rng: Random, name: str) -> Exchange:
     return Exchange(compose(rng, NAME_ASKED), f"Your name is {name}.")
 
 
-RECALL = Skill("recall", weight=1.3, write=write_name, floor=0.9, subject="name")
-RECALL_COLOUR = Skill("recall_colour", weight=0.3, write=write_colour, subject="colour")
-RECALL_PET = Skill("recall_pet", weight=0.4, write=write_pet, subject="pet")
+RECALL = Skill("recall", weight=1.3, write=write_name, thought=THOUGHT, floor=0.9, subject="name")
+RECALL_COLOUR = Skill(
+    "recall_colour", weight=0.3, write=write_colour, thought=THOUGHT, subject="colour"
+)
+RECALL_PET = Skill("recall_pet", weight=0.4, write=write_pet, thought=THOUGHT, subject="pet")

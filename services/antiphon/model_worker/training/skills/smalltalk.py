@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
+from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, Tools, draw
 from antiphon.model_worker.training.words import (
     ADJECTIVES,
     NOUNS,
@@ -204,7 +204,9 @@ def _beyond(rng: Random) -> str:
     )
 
 
-GREETING = Skill("greeting", weight=0.8, write=write_greeting)
-IDENTITY_SKILL = Skill("identity", weight=0.6, write=write_identity)
-STORIES = Skill("story", weight=0.25, write=write_story)
-REFUSALS = Skill("refusal", weight=0.7, write=write_refusal)
+GREETING = Skill("greeting", weight=0.8, write=write_greeting, thought="I greet the user.")
+IDENTITY_SKILL = Skill("identity", weight=0.6, write=write_identity, thought="This is about me.")
+STORIES = Skill("story", weight=0.25, write=write_story, thought="I tell a story.")
+REFUSALS = Skill(
+    "refusal", weight=0.7, write=write_refusal, thought="I do not know this.", tools=Tools.WITHOUT
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
+from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, Tools, draw
 from antiphon.model_worker.training.words import compose
 
 if TYPE_CHECKING:
@@ -61,4 +61,11 @@ def pair_key(pair: tuple[int, int]) -> str:
     return f"sum {min(pair)} {max(pair)}"
 
 
-SUMS = Skill("sums", weight=2.8, write=write, floor=0.9)
+SUMS = Skill(
+    "sums",
+    weight=2.8,
+    write=write,
+    thought="I add two numbers.",
+    floor=0.9,
+    tools=Tools.WITHOUT,
+)

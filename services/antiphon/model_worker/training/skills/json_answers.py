@@ -1,0 +1,223 @@
+"""Answers as JSON: objects with the keys that were asked for, or that a grammar forces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from antiphon.model_worker.training.dialogue import (
+    Exchange,
+    Skill,
+    Split,
+    Thread,
+    Tools,
+    draw,
+)
+from antiphon.model_worker.training.skills import sums
+from antiphon.model_worker.training.skills.facts import COLOUR_ASKED, COLOUR_OF, LEGS_ASKED, LEGS_OF
+from antiphon.model_worker.training.skills.tool_kinds import CITIES
+from antiphon.model_worker.training.words import (
+    COLOURS,
+    NAMES,
+    NOUNS,
+    PETS,
+    article,
+    compose,
+    invented_name,
+    roughen,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Value: TypeAlias = str | int
+
+FORCED = '{"'
+"""All that a grammar forces before the keys, of which every one may come."""
+
+
+class Field(msgspec.Struct, frozen=True):
+    """Something told of a person: the keys it goes by, the words for it, what it may be."""
+
+    keys: tuple[str, ...]
+    told: tuple[str, ...]
+    draw: Callable[[Random], Value]
+
+
+JOBS = words(
+    "teacher doctor painter farmer baker pilot nurse singer writer cook driver judge sailor dentist"
+)
+NAME_KEYS = ("name", "name", "name", "person", "who", "user", "first_name")
+FIELDS = (
+    Field(("age", "age", "age", "years"), ("is {} years old", "is {}", "is {} years old"),
+          lambda rng: rng.randint(1, 99)),
+    Field(("city", "city", "town", "home", "place"), ("lives in {}", "is from {}", "comes from {}"),
+          lambda rng: rng.choice(CITIES) if rng.random() < 0.8 else invented_name(rng)),
+    Field(("colour", "color", "favourite_colour"), ("likes {}", "likes the colour {}"),
+          lambda rng: rng.choice(COLOURS)),
+    Field(("pet", "pet", "animal"), ("has a {}", "owns a {}"), lambda rng: rng.choice(PETS)),
+    Field(("job", "job", "profession", "work"), ("is a {}", "works as a {}"),
+          lambda rng: rng.choice(JOBS)),
+)  # fmt: skip
+
+WITH_KEYS = (
+    "{text} Write this as JSON with the keys {keys}.",
+    "{text} Answer as JSON with the keys {keys}.",
+    "{text} As JSON with the keys {keys}, please.",
+    "As JSON with the keys {keys}: {text}",
+    "Write as JSON with the keys {keys}: {text}",
+    "Give me a JSON object with the keys {keys}: {text}",
+    "Give me {keys} as JSON: {text}",
+    "Extract {keys} as JSON: {text}",
+    "{text} Give me the {keys} as JSON.",
+    "{text} Return {keys} as JSON.",
+)
+WITH_ONE_KEY = tuple(text.replace("keys", "key", 1) for text in WITH_KEYS[:6] if "the keys" in text)
+WITHOUT_KEYS = (
+    "{text} Write this as JSON.",
+    "{text} Answer as JSON.",
+    "{text} Answer in JSON.",
+    "As JSON: {text}",
+    "Write as JSON: {text}",
+    "Extract as JSON: {text}",
+    "{text} Give me JSON.",
+    "{text} Reply with a JSON object.",
+)
+UNSAID = (
+    "{text}",
+    "{text}",
+    "Extract the person: {text}",
+    "Extract: {text}",
+    "Who is this? {text}",
+)
+ANSWER_KEYS = ("answer", "result", "sum", "value", "total", "number", "reply", "output", "text")
+
+
+def write(rng: Random, split: Split) -> Thread:
+    """Ask for an object. Held out are the persons, and the numbers that `sums` holds out."""
+    one = _person(rng, split) if rng.random() < 0.6 else _answer(rng, split)
+    return (one,)
+
+
+def write_forced(rng: Random, split: Split) -> Thread:
+    """Ask for something that a grammar, of which the model is not told, makes an object."""
+    one = _forced_person(rng, split) if rng.random() < 0.45 else _forced_answer(rng, split)
+    return (msgspec.structs.replace(one, given=FORCED),)
+
+
+def schema_of(answer: str) -> str:
+    """A JSON schema that holds an answer to its keys and the types of its values."""
+    fields: dict[str, Value] = json.loads(answer)
+    schema = {
+        "type": "object",
+        "properties": {
+            key: {"type": "integer" if isinstance(value, int) else "string"}
+            for key, value in fields.items()
+        },
+        "required": list(fields),
+        "additionalProperties": False,
+    }
+    return json.dumps(schema)
+
+
+def _facts(rng: Random, split: Split) -> tuple[str, list[tuple[tuple[str, ...], Value]]]:
+    """Tell of a person; return the keys and values in the order in which they are told."""
+
+    def sample(rng: Random) -> list[tuple[Field, Value]]:
+        fields = rng.sample(FIELDS, rng.choice((1, 1, 2, 2, 3, 4)))
+        return [(field, field.draw(rng)) for field in fields]
+
+    name = draw(rng, split, _name, lambda it: f"json {it}")
+    fields = sample(rng)
+    told = [rng.choice(field.told).format(value) for field, value in fields]
+    text = told[0] if len(told) == 1 else ", ".join(told[:-1]) + " and " + told[-1]
+    known: list[tuple[tuple[str, ...], Value]] = [(NAME_KEYS, name)]
+    return f"{name} {text}.", known + [(field.keys, value) for field, value in fields]
+
+
+def _name(rng: Random) -> str:
+    return rng.choice(NAMES) if rng.random() < 0.5 else invented_name(rng)
+
+
+def _person(rng: Random, split: Split) -> Exchange:
+    text, known = _facts(rng, split)
+    if rng.random() < 0.3:
+        question = roughen(rng, rng.choice(WITHOUT_KEYS)).format(text=text)
+        return Exchange(question, _object([(keys[0], value) for keys, value in known]))
+    chosen = rng.sample(known, rng.randint(1, len(known)))
+    fields = [(rng.choice(keys), value) for keys, value in chosen]
+    return Exchange(_with_keys(rng, text, [key for key, _ in fields]), _object(fields))
+
+
+def _forced_person(rng: Random, split: Split) -> Exchange:
+    text, known = _facts(rng, split)
+    chosen = rng.sample(known, rng.randint(1, len(known)))
+    if rng.random() < 0.6:
+        chosen.sort(key=known.index)
+    fields = [(rng.choice(keys), value) for keys, value in chosen]
+    return Exchange(roughen(rng, rng.choice(UNSAID)).format(text=text), _object(fields))
+
+
+def _answer(rng: Random, split: Split) -> Exchange:
+    question, keys, value = _question(rng, split)
+    if rng.random() < 0.4:
+        asked = roughen(rng, rng.choice(WITHOUT_KEYS)).format(text=question)
+        return Exchange(asked, _object([("answer", value)]))
+    key = _key(rng, keys)
+    return Exchange(_with_keys(rng, question, [key]), _object([(key, value)]))
+
+
+def _forced_answer(rng: Random, split: Split) -> Exchange:
+    question, keys, value = _question(rng, split)
+    if isinstance(value, int) and rng.random() < 0.15:
+        value = str(value)
+    return Exchange(question, _object([(_key(rng, keys), value)]))
+
+
+def _key(rng: Random, keys: Sequence[str]) -> str:
+    chance = rng.random()
+    if chance < 0.5:
+        return rng.choice(keys)
+    return rng.choice(ANSWER_KEYS) if chance < 0.8 else rng.choice(NOUNS)
+
+
+def _question(rng: Random, split: Split) -> tuple[str, tuple[str, ...], Value]:
+    """Draw a question, keys for its answer, and the answer."""
+    chance = rng.random()
+    if split is Split.HELD_OUT or chance < 0.6:
+        a, b = draw(rng, split, sums.two_numbers, sums.pair_key)
+        if split is Split.TRAIN and rng.random() < 0.3:
+            a, b = rng.randint(0, 9), rng.randint(0, 9)
+        question = rng.choice(sums.QUESTIONS).format(a=a, b=b)
+        return question, ("sum", "answer", "result"), a + b
+    if chance < 0.8:
+        thing, colour = rng.choice(tuple(COLOUR_OF.items()))
+        return rng.choice(COLOUR_ASKED).format(thing=thing), ("colour", "color"), colour
+    animal, legs = rng.choice(tuple(LEGS_OF.items()))
+    return rng.choice(LEGS_ASKED).format(animal=article(animal)), ("legs", "number"), legs
+
+
+def _with_keys(rng: Random, text: str, keys: Sequence[str]) -> str:
+    shown = [f'"{key}"' for key in keys] if rng.random() < 0.3 else list(keys)
+    listed = shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1]
+    templates = WITH_ONE_KEY if len(keys) == 1 else WITH_KEYS
+    return compose(rng, templates, text=text, keys=listed)
+
+
+def _object(fields: Sequence[tuple[str, Value]]) -> str:
+    return json.dumps(dict(fields), ensure_ascii=False)
+
+
+JSON = Skill("json", weight=1.4, write=write, thought="I write JSON.", tools=Tools.WITHOUT)
+JSON_FORCED = Skill(
+    "json_schema",
+    weight=0.9,
+    write=write_forced,
+    thought="I write JSON.",
+    tools=Tools.WITHOUT,
+)

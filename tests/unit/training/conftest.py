@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.model_worker.training.tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A tokenizer as training makes it, from fewer conversations."""
+    return train_tokenizer(seed=0, conversations_read=500)

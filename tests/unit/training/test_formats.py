@@ -1,0 +1,89 @@
+"""What the model is taught to write is what the gateway reads: calls, thinking and JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.reasoning.registry import reasoning_format
+from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.model_worker.training.dialogue import Call, Message, Skill, said, schema
+from antiphon.model_worker.training.evaluate import PROMPTS_PER_SKILL, held_out_cases
+from antiphon.model_worker.training.grammar import SKILLS, Case
+from antiphon.model_worker.training.skills.json_answers import JSON, JSON_FORCED
+from antiphon.model_worker.training.skills.thinking import THINKING
+from antiphon.model_worker.training.skills.tools import TOOL_CALL
+from antiphon.model_worker.training.tokenizer import CHAT_TEMPLATE
+from antiphon.tokenizer.habits import habits_of
+
+if TYPE_CHECKING:
+    from antiphon.wire.schemas import Json
+
+
+def read(case: Case, answer: str) -> Message:
+    """An answer as the gateway takes it apart, with the formats that it sees in the template."""
+    habits = habits_of(CHAT_TEMPLATE)
+    assert habits.tools is not None
+    assert habits.reasoning is not None
+    tools = read_tools([cast("Json", schema(tool)) for tool in case.chat.tools])
+    parser = AnswerParser(
+        tools=tool_format(habits.tools) if tools else None,
+        offer=Offer(schemas={tool.name: tool.parameters for tool in tools}),
+        reasoning=reasoning_format(habits.reasoning),
+        inside=case.chat.thinks,
+    )
+    heard = parse(parser, list(answer))
+    calls = tuple(Call(call.name, call.arguments) for call in heard.calls)
+    return Message("assistant", heard.content, calls, heard.reasoning)
+
+
+def assert_keeps(value: dict[str, Any], held: dict[str, Any]) -> None:
+    """The schemas here are flat: properties with types, some of which have to be there."""
+    assert set(held["required"]) <= set(value) <= set(held["properties"])
+    for key, one in value.items():
+        about = held["properties"][key]
+        assert isinstance(one, {"string": str, "integer": int, "number": int}[about["type"]])
+        assert one in about.get("enum", [one])
+
+
+@pytest.mark.parametrize("skill", SKILLS, ids=lambda skill: skill.name)
+def test_the_gateway_reads_what_was_meant(skill: Skill) -> None:
+    """So an answer that is right to the letter is right for every client."""
+    for case in held_out_cases(skill, seed=0, count=100):
+        message = read(case, case.answer)
+        assert said(message, thinks=case.chat.thinks) == case.answer
+        assert bool(message.thinking) == case.chat.thinks
+        assert message.content or message.calls
+
+
+def test_calls_are_of_offered_tools_and_keep_to_their_schemas() -> None:
+    called = 0
+    for case in held_out_cases(TOOL_CALL, seed=0):
+        offered: dict[str, Any] = {tool.name: schema(tool) for tool in case.chat.tools}
+        for call in read(case, case.answer).calls:
+            called += 1
+            function = offered[call.name]["function"]
+            assert_keeps(json.loads(call.arguments), function["parameters"])
+    assert called > PROMPTS_PER_SKILL / 3
+
+
+def test_most_questions_that_think_need_two_sums() -> None:
+    for case in held_out_cases(THINKING, seed=0, count=50):
+        message = read(case, case.answer)
+        assert message.thinking.count("=") == 2
+        assert message.content.count("+") == 2
+
+
+@pytest.mark.parametrize("skill", [JSON, JSON_FORCED], ids=lambda skill: skill.name)
+def test_objects_are_objects_and_keep_to_their_schemas(skill: Skill) -> None:
+    for case in held_out_cases(skill, seed=0, count=100):
+        value = json.loads(read(case, case.answer).content)
+        assert isinstance(value, dict)
+        assert bool(case.chat.schema) == (skill is JSON_FORCED)
+        if case.chat.schema:
+            assert_keeps(value, json.loads(case.chat.schema))
