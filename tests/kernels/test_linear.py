@@ -5,7 +5,7 @@ Every instruction set that this machine runs, by itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -262,8 +262,9 @@ def test_rows_that_no_panel_takes_are_refused() -> None:
         ({"rows": rows.float()}, "as they are"),
         ({"rows": rows.half()}, "no kernel for Half"),
     ):
+        said: dict[str, Any] = {"rows": rows, "panel": 0, "lane": 0, "lanes": 32} | wrong
         with pytest.raises(RuntimeError, match=message):
-            linear.write(**({"rows": rows, "panel": 0, "lane": 0, "lanes": 32} | wrong))
+            linear.write(**said)
 
 
 def test_no_rows_are_no_rows() -> None:

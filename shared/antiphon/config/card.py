@@ -286,17 +286,16 @@ def _head_size(config: _Config) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
-    """What the config names; where it names nothing, what the weights are."""
-    named = config.dtype or config.torch_dtype
-
-
 def _kv_heads(config: _Config) -> int:
     """Whose keys and values are kept."""
     if config.model_type in REPEATED:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
 
+
+def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:
+    """What the config names; where it names nothing, what the weights are."""
+    named = config.dtype or config.torch_dtype
     if named is None:
         return weights.dtype or Dtype.FLOAT32
     known = {dtype.value: dtype for dtype in sorted(Dtype) if dtype is not Dtype.AUTO}

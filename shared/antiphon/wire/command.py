@@ -166,7 +166,8 @@ class ControlDone(Message):
 
     Attributes:
         pages_freed: What a flush, or a new weight version, gave back.
-        requests: Choices that a pause or a new weight version met, or that a flush was not done for.
+        requests: Choices that a pause or a new weight version met, or for which a flush was not
+            done.
         file: What a dump has written, on the worker's machine.
     """
 

@@ -118,7 +118,9 @@ async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
         assert base64.b64decode(told["vectors"][0]) == pack_floats((2.0, 0.5))
 
 
-async def refused(at: House, reply_to: str = "client.default.mine", **said: object) -> ErrorReply:
+async def refused(
+    at: House, reply_to: str = "client.default.mine", /, **said: object
+) -> ErrorReply:
     """Send what is wrong, as JSON; return what comes back."""
     heard: list[bytes] = []
 
@@ -155,7 +157,7 @@ async def test_what_is_wrong_is_refused_by_name(
 
 
 async def test_nobody_is_spoken_to_but_a_client(at: House) -> None:
-    error = await refused(at, reply_to="inbox.gateway.other.1", texts=["a"])
+    error = await refused(at, "inbox.gateway.other.1", texts=["a"])
     assert error.code == "invalid_request"
     assert "inbox" in error.message
 

@@ -181,7 +181,7 @@ class Request:
         self.prefix: tuple[int, Prefix] | None = None
         self.touched: int | None = None
         self.following: Following | None = None
-        self.passed_leaders = (0, 0)
+        self.passed_leaders: tuple[int, int] = (0, 0)
         self.cache_key: tuple[bytes, CacheKey] | None = None
         self.namespace = b""
         self.finish: Finish | None = None
