@@ -38,7 +38,7 @@ arch: setup  ## Who may import whom
 tidy: setup  ## Registries, generated pages, folders
 	$(BIN)/pytest -q tests/tidy
 
-check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests: two minutes
+check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests, two at a time
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not system and not gpu and not long"
 
 test: check  ## Everything that CI runs
