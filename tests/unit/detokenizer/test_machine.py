@@ -188,10 +188,12 @@ def test_a_resume_says_everything_beyond_the_places_and_the_end():
 
 
 def test_a_resume_of_much_text_comes_in_messages_of_bounded_size():
-    m = Detokenizer(HERE, decode, requests_max=8)
-    truth = "€uro " * 30_000  # characters of three bytes at the borders of the pieces
+    said_by_a_token = "€uro " * 10
+    m = Detokenizer(HERE, lambda ids, _: said_by_a_token * len(ids), requests_max=8)
+    tokens = "t" * 3_000
+    truth = said_by_a_token * len(tokens)  # three bytes a character at the borders of the pieces
     for i in range(8):
-        said = row(truth, request_id=RequestId(str(i)), finish=FinishReason.LENGTH)
+        said = row(tokens, request_id=RequestId(str(i)), finish=FinishReason.LENGTH)
         m.on_tokens(batch(i + 1, said), 0.0)
     before = m.sent[GATEWAY.instance]
     _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY))
