@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,16 +128,27 @@ ROWS = {
 }
 
 
+@lru_cache(maxsize=2)  # every backend is asked in turn
+def textbook(shape: KvShape, lengths: tuple[tuple[int, ...], ...], scale: float | None) -> Tensor:
+    """What is right of the case of these lengths, query and prefix, and this scale."""
+    query_len, prefix = lengths
+    case = Case(3, list(query_len), list(prefix), shape)
+    return one_by_one(case.q, case.keys, case.values, case.rows, scale or case.scale)
+
+
 def assert_equals_the_textbook(
-    attention: Row, shape: KvShape, query_len: list[int], prefix: list[int], tolerance: float = 1e-5
+    attention: Row,
+    shape: KvShape,
+    query_len: list[int],
+    prefix: list[int],
+    *,
+    tolerance: float = 1e-5,
+    scale: float | None = None,
 ) -> None:
     case = Case(3, query_len, prefix, shape)
-    torch.testing.assert_close(
-        attention(*case.arguments()),
-        one_by_one(*case.arguments()),
-        atol=tolerance,
-        rtol=tolerance,
-    )
+    found = attention(case.q, case.keys, case.values, case.rows, scale or case.scale)
+    want = textbook(shape, (tuple(query_len), tuple(prefix)), scale)
+    torch.testing.assert_close(found, want, atol=tolerance, rtol=tolerance)
 
 
 @every_backend
@@ -164,7 +176,9 @@ def test_heads_may_be_grouped_or_not(
 def test_heads_may_have_any_even_size(attention: Row, head_size: int, dtype: torch.dtype) -> None:
     shape = a_shape(2, 3, head_size, dtype)
     tolerance = 1e-5 if dtype is torch.float32 else 0.02
-    assert_equals_the_textbook(attention, shape, [1, 12, 1, 4], [40, 3, 100, 9], tolerance)
+    assert_equals_the_textbook(
+        attention, shape, [1, 12, 1, 4], [40, 3, 100, 9], tolerance=tolerance
+    )
 
 
 @every_backend
@@ -177,16 +191,14 @@ def test_attention_in_half_precision_is_close_to_the_textbook(
             assert_equals_the_textbook(attention, a_shape(dtype=dtype), [1], [4])
         return
     shape = a_shape(dtype=dtype)
-    assert_equals_the_textbook(attention, shape, *ROWS["decodes of many lengths"], 0.02)
+    assert_equals_the_textbook(attention, shape, *ROWS["decodes of many lengths"], tolerance=0.02)
 
 
 @every_backend
 def test_scores_far_apart_leave_one_key(attention: Row) -> None:
     """Weights that underflow, and maxima that come late."""
-    case = Case(3, *ROWS["all at once"], a_shape())
-    case.scale = 300.0
-    want = one_by_one(*case.arguments())
-    torch.testing.assert_close(attention(*case.arguments()), want, atol=1e-4, rtol=1e-4)
+    lengths = ROWS["all at once"]
+    assert_equals_the_textbook(attention, a_shape(), *lengths, tolerance=1e-4, scale=300.0)
 
 
 @every_invariant_backend

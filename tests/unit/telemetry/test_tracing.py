@@ -160,8 +160,8 @@ def test_without_a_collector_the_parent_is_passed_on_and_costs_little() -> None:
 
 
 def _time_of_spans(count: int) -> float:
-    since = time.perf_counter()
+    since = time.process_time()
     for _ in range(count):
         with span("gateway.submit", PARENT, tokens=12):
             pass
-    return time.perf_counter() - since
+    return time.process_time() - since
