@@ -151,7 +151,7 @@ async def refused(
 async def test_what_is_wrong_is_refused_by_name(
     at: House, said: dict[str, object], param: str
 ) -> None:
-    error = await refused(at, **said)
+    error = await refused(at, **said)  # pyright: ignore[reportArgumentType]
     assert (error.code, error.param) == ("invalid_request", param)
     assert at.cluster.submits == []
 

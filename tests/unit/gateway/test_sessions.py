@@ -131,7 +131,8 @@ async def test_a_session_that_rests_is_forgotten() -> None:
     with pytest.raises(InvalidRequest, match="no session"):
         await world.other.before(TENANT, Place(name, "a"))
     assert await world.other.open(TENANT, name, 0, None) == name
-    assert await world.shelf.get(TENANT, name, "a") is None
+    with pytest.raises(InvalidRequest, match="not known"):
+        await world.mine.before(TENANT, Place(name, "a"))
     with pytest.raises(InvalidRequest, match=r"at most 100 s \(sessions.keep_s\)"):
         await world.mine.open(TENANT, None, 0, KEEP_S + 1)
 
@@ -162,6 +163,34 @@ async def test_closing_aborts_what_runs_wherever_it_does() -> None:
     assert await world.shelf.get(TENANT, name, "a") is None
     with pytest.raises(InvalidRequest):
         await kept.close(TENANT, name)
+
+
+async def test_a_request_that_is_accepted_while_its_session_closes_is_aborted() -> None:
+    """Wherever the two meet, either sees the other."""
+    for turns in range(8):
+        world = World()
+        name = await world.mine.open(TENANT, None, 0, None)
+        await world.other.begin(TENANT, Place(name), "a", 1)
+
+        async def close(world: World = world, name: str = name, turns: int = turns) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await world.mine.close(TENANT, name)
+
+        await asyncio.gather(close(), world.other.accept(TENANT, Place(name), "a"))
+        assert world.aborted == [("a", OTHER)]
+        assert await world.mine.open(TENANT, name, 0, None) == name
+
+
+async def test_of_two_who_open_the_same_one_does() -> None:
+    world = World()
+    for _ in range(2):
+        opened = await asyncio.gather(
+            *(each.open(TENANT, "s", 0, None) for each in (world.mine, world.other)),
+            return_exceptions=True,
+        )
+        assert sorted(map(str, opened)) == ["s", "session 's' is open"]
+        await world.mine.close(TENANT, "s")
 
 
 async def test_a_request_that_is_refused_replaces_nothing() -> None:

@@ -52,6 +52,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         idle_s: How long it is kept after its last use.
         nodes: Requests that run or have ended, by name.
         entering: Requests that are not accepted yet: they change nothing of the tree.
+        closed: Nothing is in it any more. It stands there so that who was changing it sees that.
     """
 
     characters_max: int
@@ -59,6 +60,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     used_at_unix_ms: int
     nodes: dict[str, Node] = msgspec.field(default_factory=dict[str, Node])
     entering: dict[str, Node] = msgspec.field(default_factory=dict[str, Node])
+    closed: bool = False
 
     @property
     def characters(self) -> int:
@@ -66,9 +68,14 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         held = (*self.nodes.values(), *self.entering.values())
         return sum(node.characters for node in held)
 
-    def expired(self, unix_ms: int) -> bool:
-        """Whether it has rested for too long."""
-        return unix_ms - self.used_at_unix_ms > self.idle_s * 1000
+    def over(self, unix_ms: int) -> bool:
+        """Whether it was closed, or has rested for too long."""
+        return self.closed or unix_ms - self.used_at_unix_ms > self.idle_s * 1000
+
+    def close(self) -> Mapping[str, Node]:
+        """Have no requests any more; return those that were accepted."""
+        held, self.nodes, self.entering, self.closed = self.nodes, {}, {}, True
+        return held
 
     def check_ended(self, rid: str) -> None:
         """Check that a request may be gone on from.

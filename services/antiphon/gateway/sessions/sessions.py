@@ -97,12 +97,11 @@ class Sessions:
             idle_s=idle_s or min(IDLE_S, self._keep_s),
             used_at_unix_ms=self._unix_ms(),
         )
-        there, _ = await self._read(tenant, name)
-        if there is None:
-            await self._shelf.forget(tenant, name)  # what rested for too long
-            value = msgspec.msgpack.encode(session)
-            if await self._shelf.swap(tenant, name, value=value, revision=0):
-                return name
+        there, revision = await self._read(tenant, name)
+        value = msgspec.msgpack.encode(session)
+        # What was said in one of this name before is not found: it is none of its requests.
+        if there is None and await self._shelf.swap(tenant, name, value=value, revision=revision):
+            return name
         raise InvalidRequest(f"session '{name}' is open", param="session_id")
 
     async def close(self, tenant: TenantId, name: str) -> None:
@@ -112,11 +111,11 @@ class Sessions:
             InvalidRequest: There is none.
             Unavailable: It may still be kept.
         """
-        session, _ = await self._read(tenant, name)
-        if session is None:
+        # By a swap, too: a request that is being accepted is in it, or sees that it is closed.
+        held = await self._change(tenant, name, Session.close)
+        if held is None:
             raise _none(name, "session_id")
-        await self._shelf.forget(tenant, name)
-        await self._end_all(tenant, session.nodes)
+        await self._drop(tenant, name, held)
 
     async def before(self, tenant: TenantId, place: Place) -> tuple[int, ...]:
         """Return the ids that a new request goes on from.
@@ -207,13 +206,13 @@ class Sessions:
         await self._drop(tenant, place.session, below)
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
-        """A session that has not rested for too long, and its revision."""
+        """A session that is not over, and the revision of what is there."""
         found = await self._shelf.read(tenant, name)
         if found is None:
             return None, 0
         value, revision = found
         session = msgspec.msgpack.decode(value, type=Session)
-        if session.expired(self._unix_ms()):
+        if session.over(self._unix_ms()):
             return None, revision
         session.prune(self._abandoned)
         return session, revision
