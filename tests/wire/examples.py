@@ -415,7 +415,7 @@ EVERY: tuple[Message, ...] = (
         places=(TokenPlace(request_id=REQUEST, choice=1, offset=6),),
     ),
     DrainWorker(),
-    FlushCache(),
+    FlushCache(unless_busy=True),
     PauseWorker(mode=PauseMode.IN_PLACE),
     ContinueWorker(),
     SetWeightVersion(version="step-7", abort_all=False),
