@@ -119,8 +119,8 @@ class QueueConfig(Config):
     max_overtake_s: Annotated[
         Seconds,
         Help(
-            "How long later requests may go first; then this one is next at its worker, and in the "
-            "scheduler's queue takes turns with those who outrank it."
+            "How long later requests may go first, all its waits together; then it is next at "
+            "its worker, and in the scheduler's queue takes turns with those who outrank it."
         ),
     ] = 10.0
     priority: Annotated[
