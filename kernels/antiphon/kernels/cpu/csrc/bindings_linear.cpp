@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -124,7 +125,8 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
         .scales =
             scales_ ? scales_->mutable_data_ptr<float>() + panel * PANEL + lane : nullptr,
     };
-    const int team = threads();
+    // Others read meanwhile what comes next: a team that waits for their core is slower than none.
+    const int team = std::max(threads() - 1, 1);
     py::gil_scoped_release unlocked;
     kernels().pack(call, team);
 }
