@@ -99,7 +99,6 @@ class BorrowedDecoder:
 
     invariant = False
     """torch multiplies."""
-    operations = frozenset({"attention.heads", "attention.paged", "attention.shaped"})
     rotary: Rotary | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,6 +107,10 @@ class BorrowedDecoder:
         self._head = _headed(model, self._given)
         config = cast("Config", model.config)
         self.spec, self._manners = _look(model, config, self._base, self.logits)
+        shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
+        kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
+        self.operations = frozenset({"attention.heads", *kernels})
+        """Names of the kernels that its layers call."""
 
     def forward(
         self,
