@@ -184,6 +184,8 @@ def measure(folder: Path, rounds: int) -> tuple[float, list[Result]]:
             forget(file)
             loads[linear].append(_in_a_process(folder, linear))
             rates[linear].append(reads[-1] / loads[linear][-1].seconds)
+            told = f"{linear}: read {reads[-1]:.2f} s, loaded {loads[linear][-1].seconds:.2f} s\n"
+            sys.stderr.write(told)
     results = [_result(linear, size, loads[linear], rates[linear]) for linear in LINEARS]
     return size / median(reads) / 1e6, results
 

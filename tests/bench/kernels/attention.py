@@ -41,7 +41,7 @@ FORMATS = {
 }
 TOKENS = 2048
 """Of the pass that stores keys and values."""
-CASE_S = 8.0
+CASE_S = 4.0
 """About how long one case is measured."""
 BLOCK = 1 << 18
 """Random numbers, which are repeated: every cache is whole blocks."""
