@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tests.models.families import LENGTHS, VOCABULARY, Row
-from tests.models.stepper import Line, Stepper
+from tests.models.stepper import Stepper
 from tests.models.test_llama_parity import prompts, spy_on_logits
 from torch import Tensor
 
@@ -125,14 +126,33 @@ def opened(
     return OpenModel(Runner(model, groups), groups, spec)
 
 
-def written(model: OpenModel, chunk: int) -> list[Line]:
-    """Prompts of several lengths in chunks, then decoded side by side."""
-    batch = Stepper(model.runner, model.groups)
-    for ids in texts():
-        batch.add(ids)
-    batch.prefill(chunk)
-    batch.decode(STEPS)
-    return list(batch.lines.values())
+class Heard:
+    """Texts that are computed side by side, and the logits that each step gave."""
+
+    def __init__(self, model: OpenModel) -> None:
+        self.seen = spy_on_logits(model.runner)
+        self.batch = Stepper(model.runner, model.groups)
+
+    def check(self, saved: Saved) -> None:
+        """Hold all logits against the reference's, which sees each text at once."""
+        for slot, by_position in self._by_slot().items():
+            line = self.batch.lines[slot]
+            theirs = saved.logits(line.ids[: line.computed])[list(by_position)]
+            ours = torch.stack(list(by_position.values()))
+            assert len(ours) > STEPS, "the steps were not heard"
+            assert error(ours, theirs) < saved.row.limit
+
+    def _by_slot(self) -> dict[int, dict[int, Tensor]]:
+        """Logits by slot and position."""
+        found: dict[int, dict[int, Tensor]] = {slot: {} for slot in self.batch.lines}
+        plans = [plan for plan in self.batch.plans if len(plan.logit_tokens)]
+        seen = [logits for logits in self.seen if len(logits)]
+        for plan, logits in zip(plans, seen, strict=True):
+            rows = np.searchsorted(plan.query_start, plan.logit_tokens, side="right") - 1
+            places = zip(plan.slot[rows], plan.positions[0][plan.logit_tokens], strict=True)
+            for (slot, position), scores in zip(places, logits, strict=True):
+                found[int(slot)][int(position)] = scores
+        return found
 
 
 def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:
@@ -157,8 +177,19 @@ def check_logits(saved: Saved, linear: str) -> None:
 
 
 def check_text(saved: Saved, linear: str) -> None:
-    """Greedy text of several prompts side by side, each token the reference's or a near tie."""
-    for ids, line in zip(texts(), written(opened(saved, linear), chunk=17), strict=True):
+    """Prompts of several lengths in chunks, then greedy text of all side by side.
+
+    Logits of every step are the reference's of the same tokens, and each token is the one that the
+    reference would say, or a near tie.
+    """
+    model = opened(saved, linear)
+    heard = Heard(model)
+    for ids in texts():
+        heard.batch.add(ids)
+    heard.batch.prefill(17)
+    heard.batch.decode(STEPS)
+    heard.check(saved)
+    for ids, line in zip(texts(), heard.batch.lines.values(), strict=True):
         said = line.ids[len(ids) :]
         assert len(said) >= STEPS
         theirs = saved.logits(line.ids[:-1])[len(ids) - 1 :]
@@ -170,19 +201,22 @@ def check_text(saved: Saved, linear: str) -> None:
 def check_prefix(saved: Saved) -> None:
     """Two texts with one beginning, whose pages the second takes from the first.
 
-    And the state that the first one left at the end of the pages, if it left any.
+    And the state that the first one left at the end of the pages, if it left any. Both go on side
+    by side.
     """
     ids, model = texts()[-1], opened(saved)
-    seen = spy_on_logits(model.runner)
-    batch = Stepper(model.runner, model.groups)
+    heard = Heard(model)
+    batch = heard.batch
     first, second = batch.add(ids[:40]), batch.add(ids)
     batch.step({0: 36})
     batch.step({0: 4})
     for group, own, theirs in zip(model.groups, second.pages, first.pages, strict=True):
         own.extend(theirs[: 1 if group.kind is GroupKind.STATE else 9])
     second.computed = 36
-    batch.step({1: len(ids) - 36}, all_logits=True)
-    assert error(seen[-1], saved.of_prompt[36:]) < saved.row.limit
+    batch.step({1: len(ids) - 37}, all_logits=True)
+    batch.step({1: 1})
+    batch.decode(STEPS)
+    heard.check(saved)
 
 
 def without_tensors(saved: Saved) -> Iterator[tuple[str, OpenModel]]:
