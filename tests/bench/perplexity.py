@@ -106,7 +106,7 @@ def logits(model: Model, row: Row) -> Tensor:
     positions = torch.tensor(row.positions)
     mixer = attention_of(spec.layers[0])
     assert mixer.rotary is not None
-    cos, sin = angles(mixer.rotary.frequencies(), positions, build.dtype)
+    cos, sin = angles(mixer.rotary.frequencies_at(positions), positions, build.dtype)
     ctx = ForwardContext(
         ops=select(Device("cpu", dtype=build.dtype)),
         tp=SingleRank(),

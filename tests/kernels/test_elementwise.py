@@ -13,7 +13,15 @@ from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.heads import HeadNorms, ready_heads
 from antiphon.kernels.kv import kv_store
 from antiphon.kernels.norm import add_rmsnorm, rmsnorm
-from antiphon.kernels.rotary import AngleTable, LinearScaling, Llama3Scaling, Rotary, angles, rotary
+from antiphon.kernels.rotary import (
+    AngleTable,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    angles,
+    rotary,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -250,8 +258,9 @@ def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_angles_that_are_kept_have_the_bits_of_those_computed_alone(dtype: torch.dtype) -> None:
-    frequencies = Rotary(18, 10_000.0).frequencies()
-    kept = AngleTable(frequencies, dtype)
+    way = Rotary(18, 10_000.0)
+    frequencies = way.frequencies()
+    kept = AngleTable(way, dtype)
     for positions in ([0], [5, 1023, 5], [1024], [70_000, 3], [1023]):
         turns = kept.turns(np.array(positions, np.int32))
         expected = angles(frequencies, torch.tensor(positions), dtype)
@@ -261,6 +270,17 @@ def test_angles_that_are_kept_have_the_bits_of_those_computed_alone(dtype: torch
 def test_linear_scaling_slows_every_frequency() -> None:
     plain, scaled = Rotary(8, 100.0), Rotary(8, 100.0, LinearScaling(4.0))
     torch.testing.assert_close(scaled.frequencies(), plain.frequencies() / 4)
+
+
+def test_a_dynamic_rotation_is_a_function_of_the_position_alone() -> None:
+    plain, way = Rotary(16, 100.0), Rotary(16, 100.0, DynamicScaling(3.0, 32))
+    frequencies = way.frequencies_at(torch.arange(64))
+    assert torch.equal(frequencies[:32], plain.frequencies().expand(32, 8))
+    assert (frequencies[33:, 1:] < frequencies[32:-1, 1:]).all()
+    # Of the last token of twice the trained text: a base of 100 * (3 * 2 - 2) ** (16 / 14).
+    expected = Rotary(16, 100.0 * 4.0 ** (16 / 14)).frequencies()
+    torch.testing.assert_close(frequencies[63], expected)
+    assert torch.equal(way.frequencies_at(torch.tensor([40])), frequencies[40:41])
 
 
 @pytest.mark.parametrize("trained", [64, 8192])

@@ -90,7 +90,7 @@ def a_world(
     positions = np.concatenate([np.arange(b - a, b) for a, b in zip(query, kv, strict=True)])
     # Normed heads are rotated in part, the others whole.
     rotary = Rotary(SIZE // 2 if head_norms else SIZE, 50.0)
-    angles = AngleTable(rotary.frequencies(), dtype)
+    angles = AngleTable(rotary, dtype)
     cache = (pages, PAGE_TOKENS, HEADS, SIZE)
     return World(
         dtype=dtype,

@@ -51,6 +51,7 @@ class Row:
         limit: Greatest difference of logits, in their standard deviations.
         types: How many types of tokens the model tells apart; 0: it knows of none.
         idle: Endings of tensors that change nothing.
+        by_token: The reference computes token after token over its own cache, as it writes.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Row:
     limit: float = 2e-5
     types: int = 0
     idle: tuple[str, ...] = ()
+    by_token: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -149,7 +151,9 @@ ROWS = (
         name="llama with dynamic rope",
         architecture=transformers.LlamaForCausalLM,
         config=transformers.LlamaConfig,
-        fields=stretched("dynamic", factor=3.0),
+        fields={**stretched("dynamic", factor=3.0), "max_position_embeddings": 32},
+        mutants={"rope scaling": no.rope_scaling},
+        by_token=True,
     ),
     Row(
         name="llama with yarn rope",

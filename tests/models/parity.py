@@ -13,6 +13,7 @@ from tests.models.families import LENGTHS, VOCABULARY, Row
 from tests.models.stepper import Stepper
 from tests.models.test_llama_parity import prompts, spy_on_logits
 from torch import Tensor
+from transformers import DynamicCache
 
 from antiphon.kernels.cpu.extension import lacking
 from antiphon.layers.methods import METHODS
@@ -49,8 +50,14 @@ class Saved:
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
-        """Of every token, (T, V), without a cache."""
-        return self.model(torch.tensor([ids])).logits[0]
+        """Of every token, (T, V), without a cache but where the row asks for one."""
+        if not self.row.by_token:
+            return self.model(torch.tensor([ids])).logits[0]
+        cache, logits = DynamicCache(), list[Tensor]()
+        for token in ids:
+            step = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            logits.append(step.logits[0])
+        return torch.cat(logits)
 
     @cached_property
     def of_prompt(self) -> Tensor:

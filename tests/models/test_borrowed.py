@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.families import ROWS, Row
+from tests.models.families import ROWS, Row, stretched
 from tests.models.parity import (
     Saved,
     check_prefix,
@@ -95,6 +95,13 @@ BORROWED = (
         architecture=transformers.JetMoeForCausalLM,
         config=transformers.JetMoeConfig,
         fields={"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 24},
+    ),
+    Row(
+        name="helium with dynamic rope",
+        architecture=transformers.HeliumForCausalLM,
+        config=transformers.HeliumConfig,
+        fields={**stretched("dynamic", factor=3.0), "max_position_embeddings": 32, "head_dim": 16},
+        by_token=True,
     ),
 )
 OURS = {row.name: row for row in ROWS}

@@ -72,9 +72,26 @@ class LongScaling:
     amplitude: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """The base grows with the position of a token that is beyond the trained text.
+
+    Each token is rotated as if it were the last of its text, whatever follows it: so a key is the
+    same in all texts that begin alike.
+
+    Attributes:
+        factor: How many times the trained text a text may be long.
+
+    Source: the NTK-aware base of Peng et al. 2023, arXiv:2309.00071, section 3.1 and appendix A.
+    """
+
+    factor: float
+    trained_tokens: int
+
+
 _POSITIONS_MIN = 1024
 
-RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | DynamicScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +114,27 @@ class Rotary:
             case _:
                 return 1.0
 
+    def frequencies_at(self, positions: Tensor) -> Tensor:
+        """Radians a position for each of `positions` (T,).
+
+        Returns:
+            (R / 2,) float32; of a dynamic rotation (T, R / 2).
+        """
+        if not isinstance(self.scaling, DynamicScaling):
+            return self.frequencies().to(positions.device)
+        exponent = torch.arange(0, self.size, 2, device=positions.device).float() / self.size
+        factor, trained = self.scaling.factor, self.scaling.trained_tokens
+        # In float32 and in this order, as transformers computes it.
+        grown = factor * (positions + 1).clamp_min(trained) / trained - (factor - 1)
+        base = self.base * grown ** (self.size / (self.size - 2))
+        return 1.0 / (base[:, None] ** exponent)
+
     def frequencies(self) -> Tensor:
-        """Radians a position, (R / 2,) float32."""
+        """Radians a position, (R / 2,) float32; of a dynamic rotation in the trained text."""
         exponent = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
         frequencies = 1.0 / (self.base**exponent)
         match self.scaling:
-            case None:
+            case None | DynamicScaling():
                 return frequencies
             case LinearScaling(factor):
                 return frequencies / factor
@@ -119,11 +151,11 @@ def angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of each token's position.
 
-    Axes: T tokens, R rotated numbers of a head. frequencies (R / 2,) float32, positions (T,)
-    ->  (T, 1, R) both. The sine of the first half is negative, so that the rotation is one product
-    with the halves swapped.
+    Axes: T tokens, R rotated numbers of a head. frequencies (R / 2,) or (T, R / 2) float32,
+    positions (T,)  ->  (T, 1, R) both. The sine of the first half is negative, so that the rotation
+    is one product with the halves swapped.
     """
-    angle = torch.outer(positions.float(), frequencies)  # (T, R / 2)
+    angle = positions.float()[:, None] * frequencies  # (T, R / 2)
     cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
     return (
         torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
@@ -158,10 +190,12 @@ class AngleTable:
     Computed in every pass they would take longer than the rest of a small pass beside its layers.
     """
 
-    def __init__(self, frequencies: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> None:
-        self._frequencies = frequencies
+    def __init__(
+        self, rotary: Rotary, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        self._rotary = rotary
         self._dtype = dtype
-        self._amplitude = amplitude
+        self._device = device
         self._cos, self._sin = self._computed(_POSITIONS_MIN)
 
     def turns(self, positions: NDArray[np.int32]) -> Turns:
@@ -172,8 +206,9 @@ class AngleTable:
         return Turns(self._cos, self._sin, positions)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
-        every = torch.arange(positions, device=self._frequencies.device)
-        return angles(self._frequencies, every, self._dtype, self._amplitude)
+        every = torch.arange(positions, device=self._device)
+        frequencies = self._rotary.frequencies_at(every)
+        return angles(frequencies, every, self._dtype, self._rotary.amplitude)
 
 
 class Rotations:
@@ -201,9 +236,7 @@ class AngleTables:
     def of(self, rotary: Rotary | None) -> AngleTable:
         """The table of one way, made when it is first asked for; None: of nothing rotated."""
         if rotary not in self._tables:
-            way = rotary or Rotary(0, 1.0)
-            frequencies = way.frequencies().to(self._device)
-            self._tables[rotary] = AngleTable(frequencies, self._dtype, way.amplitude)
+            self._tables[rotary] = AngleTable(rotary or Rotary(0, 1.0), self._dtype, self._device)
         return self._tables[rotary]
 
 

@@ -151,6 +151,15 @@ class _Rope(msgspec.Struct):
     rope_theta: float | None = None
     rope_type: str | None = None
     type: str | None = None
+    factor: float | None = None
+    full_attention: _Rope | None = None
+
+    @property
+    def stretch(self) -> float:
+        """How many times the trained text a text may be long."""
+        rope = self.full_attention or self
+        dynamic = (rope.rope_type or rope.type) == "dynamic"
+        return rope.factor or 1.0 if dynamic else 1.0
 
 
 class _Config(msgspec.Struct):
@@ -266,7 +275,9 @@ def _attention_parameters(config: _Config, sparse: SparseFields) -> int:
 def _context_tokens(config: _Config) -> int:
     """The longest text; of some models, positions are counted from that of padding on."""
     padding = config.pad_token_id if config.model_type in PADDED else None
-    return config.max_position_embeddings - (0 if padding is None else padding + 1)
+    rope = config.rope_parameters or config.rope_scaling or _Rope()
+    longest = int(config.max_position_embeddings * rope.stretch)
+    return longest - (0 if padding is None else padding + 1)
 
 
 def _labels(config: _Config) -> tuple[str, ...]:

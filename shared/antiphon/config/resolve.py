@@ -267,7 +267,8 @@ def _threads(
 def _context(settings: Settings, card: ModelCard) -> Decided[int]:
     said = settings.model.context_tokens
     if said is None:
-        return Decided(card.context_tokens, "max_position_embeddings of the model")
+        stretched = " times its rotation's factor" if card.rope_kind == "dynamic" else ""
+        return Decided(card.context_tokens, f"max_position_embeddings of the model{stretched}")
     if said > card.context_tokens:
         raise ConfigError(
             f"model.context_tokens = {said}: the model was made for {card.context_tokens}"

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -28,6 +29,7 @@ from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Hidden
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.layer import NotPlain
+from antiphon.model_worker.model.lent_rotation import rotate_by_position
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
 
 if TYPE_CHECKING:
@@ -101,12 +103,14 @@ class BorrowedDecoder:
     """torch multiplies."""
     rotary: Rotary | None = None
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
+        rotate_by_position(model)
         self._base = cast("Callable[..., Left]", model.base_model)
         self._given = _Given()
         self._head = _headed(model, self._given)
         config = cast("Config", model.config)
         self.spec, self._manners = _look(model, config, self._base, self.logits)
+        self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
         shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
         kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
         self.operations = frozenset({"attention.heads", *kernels})

@@ -92,6 +92,12 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.id2label or ()) or self.num_labels or 2
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of the longest text: a dynamic rotation goes beyond what was trained."""
+        rope = self.rope_parameters or self.rope_scaling or RopeField()
+        return rope.context_tokens(self.max_position_embeddings)
+
+    @property
     def rope_kind(self) -> str:
         """`default`, or the name of a scaling."""
         return (self.rope_parameters or self.rope_scaling or RopeField()).kind

@@ -59,7 +59,7 @@ def model(
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         layers=layers,
-        context_tokens=config.max_position_embeddings,
+        context_tokens=config.context_tokens,
         norm=norm,
         head=HeadSpec(tied=config.tie_word_embeddings),
     )

@@ -82,7 +82,7 @@ def borrow(
             raise ModelLoadError(f"{files.folder}: transformers' modules {reason}")
     if reason := unlent(config):
         raise ModelLoadError(f"config.json: {reason}")
-    decoder = _opened(files, build)
+    decoder = _opened(files, build, config.context_tokens)
     _hold_against_plan(files, decoder)
     return decoder
 
@@ -102,7 +102,7 @@ def _hold_against_plan(files: ModelFiles, decoder: BorrowedDecoder) -> None:
         )
 
 
-def _opened(files: ModelFiles, build: Build) -> BorrowedDecoder:
+def _opened(files: ModelFiles, build: Build, context_tokens: int) -> BorrowedDecoder:
     import transformers  # noqa: PLC0415
 
     from antiphon.model_worker.model import borrowed  # noqa: PLC0415
@@ -130,7 +130,7 @@ def _opened(files: ModelFiles, build: Build) -> BorrowedDecoder:
                 output_loading_info=True,
             )
             _refuse_drawn(told)
-        return borrowed.BorrowedDecoder(model.eval())
+        return borrowed.BorrowedDecoder(model.eval(), context_tokens)
     except (
         ModelLoadError,
         ValueError,

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from antiphon.kernels.rotary import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -49,6 +50,11 @@ class RopeField(msgspec.Struct, frozen=True):
         """`default`, or the name of a scaling."""
         return self.rope_type or self.type or "default"
 
+    def context_tokens(self, trained: int) -> int:
+        """The longest text of a model with so many `max_position_embeddings`."""
+        field = self.of("full_attention")
+        return int(trained * (field.factor or 1.0)) if field.kind == "dynamic" else trained
+
     def of(self, kind: str) -> RopeField:
         """The field for layers of a type."""
         own = self.sliding_attention if kind == "sliding_attention" else self.full_attention
@@ -69,7 +75,7 @@ class RopeField(msgspec.Struct, frozen=True):
             head_size: Of the heads that are rotated.
             theta: The base where this field has none.
             partial: The part of each head that is rotated, where this field has none.
-            context_tokens: The longest text of the model.
+            context_tokens: `max_position_embeddings`.
             trained_tokens: What it was trained with before it was stretched, where this field has
                 none.
 
@@ -83,9 +89,10 @@ class RopeField(msgspec.Struct, frozen=True):
 
     def _scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
         match self.kind:
-            case "default" | "dynamic":
-                # A dynamic rotation stretches beyond the context, where no request comes.
+            case "default":
                 return None
+            case "dynamic":
+                return self._dynamic(rotated, context_tokens)
             case "linear":
                 return LinearScaling(self.factor or 1.0)
             case "llama3":
@@ -101,6 +108,11 @@ class RopeField(msgspec.Struct, frozen=True):
                     f"config.json: rope scaling {kind!r} is not supported:"
                     f" there are {', '.join(KINDS)}"
                 )
+
+    def _dynamic(self, rotated: int, trained: int) -> DynamicScaling:
+        if rotated <= 2:  # the exponent of the base divides by what is beyond
+            raise ModelLoadError("config.json: a dynamic rotation of heads of one pair has no base")
+        return DynamicScaling(self.factor or 1.0, trained)
 
     def _yarn(self, factor: float, trained: int) -> YarnScaling:
         amplitude = self.attention_factor

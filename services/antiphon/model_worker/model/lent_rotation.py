@@ -1,0 +1,72 @@
+"""Dynamic rotations of transformers' modules, made a function of the position alone.
+
+Such a module changes its frequencies by the longest text it was last called for, and rotates all
+tokens of a call by them. Ours are called for many texts at once and keep keys for others: here each
+token beyond the trained text is rotated by a call of its own, as if it were the last of its text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from antiphon.model_worker.model.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    Forward = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+class _Rotation(Protocol):
+    """What transformers' modules that rotate have; `inv_freq` is what they change."""
+
+    forward: Forward
+    rope_type: object
+    original_max_seq_len: int
+    max_seq_len_cached: int
+    original_inv_freq: Tensor
+    inv_freq: Tensor
+
+
+def rotate_by_position(model: PreTrainedModel) -> None:
+    """Change the dynamic rotations of a model.
+
+    Raises:
+        ModelLoadError: Layers of one type only are rotated so.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict) and "dynamic" in kind.values():
+            raise ModelLoadError("layers of one type are rotated dynamically, and others are not")
+        if kind == "dynamic":
+            rotation = cast("_Rotation", module)
+            rotation.forward = _by_position(rotation, rotation.forward)
+
+
+def _by_position(rotation: _Rotation, forward: Forward) -> Forward:
+    """`forward` for each position beyond the trained text by itself.
+
+    Axes: T tokens. position_ids (1, T)  ->  what `forward` gives, (1, T, ...)
+    """
+    trained = rotation.original_max_seq_len
+
+    def part(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        rotation.max_seq_len_cached = trained
+        rotation.inv_freq = rotation.original_inv_freq
+        given = forward(x, positions[None])
+        return (given,) if isinstance(given, Tensor) else given
+
+    def rotated(x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
+        positions, places = torch.unique(position_ids[0], return_inverse=True)
+        near = int((positions < trained).sum())
+        pieces = (positions[:near], *positions[near:].split(1))
+        parts = [part(x, piece) for piece in pieces if len(piece)]
+        joined = tuple(torch.cat(same, dim=1)[:, places] for same in zip(*parts, strict=True))
+        return joined if len(joined) > 1 else joined[0]
+
+    return rotated
