@@ -93,6 +93,19 @@ ROWS = (
         },
     ),
     Row(
+        name="qwen2-moe without windows",
+        architecture=transformers.Qwen2MoeForCausalLM,
+        config=transformers.Qwen2MoeConfig,
+        fields={
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        mutants={"renormalised routing": no_moe.renormalised},
+    ),
+    Row(
         name="qwen3-moe",
         architecture=transformers.Qwen3MoeForCausalLM,
         config=transformers.Qwen3MoeConfig,

@@ -60,6 +60,7 @@ def test_an_unknown_architecture_names_those_that_are_known(folder: Path) -> Non
         ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'.*default, linear, dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "0 factors for 8 pairs"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0"),
         ({"num_key_value_heads": 3}, "4 attention heads.*3 key-value heads"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"hidden_size": -64}, "hidden_size"),

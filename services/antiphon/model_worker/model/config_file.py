@@ -61,7 +61,8 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeField | None = None
     original_max_position_embeddings: Size | None = None
     use_sliding_window: bool = False
-    sliding_window: Size | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """None after `read_config` where nothing says that there are windows and the size is 0."""
     max_window_layers: int = 28
     layer_types: tuple[str, ...] | None = None
     num_labels: Size | None = None
@@ -133,6 +134,8 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
                 f"config.json: layer_types names {len(self.layer_types)} of"
                 f" {self.num_hidden_layers} layers"
             )
+        if self.sliding_window == 0:
+            raise ModelLoadError("config.json: sliding_window: 0 with use_sliding_window")
         if self.num_attention_heads % self.kv_heads:
             raise ModelLoadError(
                 f"config.json: {self.num_attention_heads} attention heads do not share"
@@ -196,4 +199,7 @@ def read_config(place: Place) -> ConfigFile:
         raise ModelLoadError(str(error)) from error
     except msgspec.DecodeError as error:
         raise ModelLoadError(f"{files.folder / 'config.json'}: {error}") from error
+    if config.sliding_window == 0 and not config.use_sliding_window:
+        # transformers writes so what it read as "no window" of a Qwen2-MoE.
+        config = msgspec.structs.replace(config, sliding_window=None)
     return msgspec.structs.replace(config, raw=raw)
