@@ -112,7 +112,7 @@ def long_rope(trained: int, partial: float = 0.75) -> Mapping[str, object]:
 
 GEMMA_MUTANTS: Mapping[str, Mutant] = {
     "norms of one and a weight": no.one_plus,
-    "tanh gate": no.tanh,
+    "tanh GELU": no.tanh,
     "scaled embedding": no.scaled_embedding,
 }
 SANDWICH_MUTANTS: Mapping[str, Mutant] = {

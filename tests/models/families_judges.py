@@ -65,7 +65,7 @@ MODERN_MUTANTS: Mapping[str, Mutant] = {
     **ENCODER,
     "window": no.windows,
     "local rotation": no.local_rotation,
-    "exact gate": no_judge.gelu,
+    "exact GELU": no_judge.gelu,
     "biases": no.biases,
     "layer norms": no.layer_norms,
 }
@@ -143,6 +143,7 @@ ROWS = (
         transformers.Gemma2Config,
         head_dim=32,
         sliding_window=20,
+        attn_logit_softcapping=2.0,
         final_logit_softcapping=5.0,
     ),
     classifier(
@@ -165,7 +166,13 @@ ROWS = (
         fields={"head_dim": 32},
         mutants={**CLASSIFIER, "dense layer": no_judge.dense_layer},
     ),
-    base(transformers.Gemma2Model, transformers.Gemma2Config, head_dim=32, sliding_window=20),
+    base(
+        transformers.Gemma2Model,
+        transformers.Gemma2Config,
+        head_dim=32,
+        sliding_window=20,
+        attn_logit_softcapping=2.0,
+    ),
     base(
         transformers.Gemma3TextModel,
         transformers.Gemma3TextConfig,
@@ -267,7 +274,7 @@ ROWS = (
             **MODERN_MUTANTS,
             "dense layer": no_judge.dense_layer,
             "norm of the dense layer": no_judge.norm_of_dense,
-            "pooling": no_judge.pooling,
+            "first token": no_judge.pooling,
         },
     ),
     Row(
@@ -275,7 +282,12 @@ ROWS = (
         architecture=transformers.ModernBertForSequenceClassification,
         config=transformers.ModernBertConfig,
         sizes=ENCODER_SIZES,
-        fields={**LABELS, "pad_token_id": 0, "classifier_pooling": "mean"},
-        mutants={"pooling": no_judge.pooling},
+        fields={
+            **LABELS,
+            "pad_token_id": 0,
+            "local_attention": 20,
+            "classifier_pooling": "mean",
+        },
+        mutants={"mean of tokens": no_judge.pooling},
     ),
 )

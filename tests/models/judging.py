@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tests.models.parity import MISSED, Saved, error, opened, texts, without_tensors
+from tests.models.parity import MISSED, Saved, error, mutants, opened, texts, without_tensors
 from tests.models.pooling import PoolingEngine
 from tests.models.stepper import Stepper
 from torch import Tensor
@@ -123,7 +123,7 @@ def check_shared_beginning(saved: Saved) -> None:
 def check_absences(saved: Saved) -> None:
     """Without any one feature, and without the tensors of any one name, something else is said."""
     reference = theirs(saved)
-    for feature, mutant in saved.row.mutants.items():
+    for feature, mutant in mutants(saved).items():
         missed = error(ours(saved, opened(saved, mutant=mutant)), reference)
         assert missed > MISSED * saved.row.limit, f"nobody misses {feature}: {missed:.1e}"
     for kind, model in without_tensors(saved):

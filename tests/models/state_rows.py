@@ -123,7 +123,7 @@ FALCON_MUTANTS: dict[str, Mutant] = {
     "step limits": no_step_limits,
     "scaled inputs": no_input_scales,
     "scaled branches": no_branch_scales,
-    "scaled scores": no_key_scale,
+    "scale of scores": no_key_scale,
     "scaled feed-forward": no_feed_forward_scales,
     "scaled embedding": no_embedding_scale,
     "scaled logits": no_logit_scale,

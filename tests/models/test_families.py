@@ -5,8 +5,13 @@ The rows are in `families`: nothing here knows a family.
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
 import pytest
 from tests.models import families, families_judges, families_moe
+from tests.models.derived import derived, unclassified
 from tests.models.parity import (
     LINEARS,
     Saved,
@@ -20,8 +25,16 @@ from tests.models.parity import (
 from tests.models.planned import check_counted, check_counted_nearly
 
 from antiphon.model_worker.model import registry
+from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.declare import read_spec
+
+if TYPE_CHECKING:
+    from tests.models.families import Row
+
+    from antiphon.model_worker.model.spec import ModelSpec
 
 ROWS = families.ROWS + families_moe.ROWS
+EVERY = ROWS + families_judges.ROWS
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=str)
@@ -59,10 +72,27 @@ def test_a_model_without_weights_is_counted_nearly(saved: Saved) -> None:
     check_counted_nearly(saved)
 
 
+def spec_of(row: Row) -> ModelSpec:
+    """As the row's config is declared; nothing is loaded."""
+    with TemporaryDirectory() as folder:
+        config = row.made()
+        config.architectures = [row.architecture.__name__]
+        config.save_pretrained(folder)
+        read = read_config(Path(folder))
+    return read_spec(registry.find_family(read.architectures), read)
+
+
+@pytest.mark.parametrize("row", EVERY, ids=str)
+def test_every_field_of_a_spec_is_a_size_a_name_or_a_feature(row: Row) -> None:
+    assert not unclassified(spec_of(row))
+
+
 @pytest.mark.parametrize("architecture", registry.FAMILIES)
-def test_every_family_has_a_row_and_every_feature_a_mutant(architecture: str) -> None:
-    every = ROWS + families_judges.ROWS
-    rows = [row for row in every if row.architecture.__name__ == architecture]
-    shown = {feature for row in rows for feature in row.mutants}
+def test_every_family_has_rows_that_show_what_it_says_it_has(architecture: str) -> None:
+    rows = [row for row in EVERY if row.architecture.__name__ == architecture]
     assert rows, "no row"
-    assert set(registry.find_family((architecture,)).features) <= shown
+    family = registry.find_family((architecture,))
+    layers = family.layers_of or family
+    shown = {feature for row in rows for feature in {**derived(spec_of(row)), **row.mutants}}
+    assert set(family.features) <= shown, "said, and not shown"
+    assert shown <= {*family.features, *layers.features}, "shown, and not said"

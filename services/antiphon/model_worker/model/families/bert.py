@@ -29,8 +29,9 @@ NAMES = AttentionNames(
 NORMS = Norms(with_mixer="attention.output.LayerNorm", with_feed_forward="output.LayerNorm")
 FEATURES = (
     *("attention both ways", "biases", "norms of the stream", "norm of the embedding"),
-    *("learned positions", "types of tokens"),
+    *("learned positions", "types of tokens", "layer norms", "exact GELU"),
 )
+HEAD = ("dense layer", "activation of the dense layer", "first token", "biased head")
 
 
 class _Fields(msgspec.Struct, frozen=True):
@@ -109,8 +110,8 @@ def _encoder(
 
 
 BERT = Family(name="bert", declare=declare_bert, features=FEATURES)
-BERT_CLASSIFIER = replace(BERT, features=(*FEATURES, "dense layer", "first token"))
+BERT_CLASSIFIER = replace(BERT, features=(*FEATURES, *HEAD))
 ROBERTA = Family(
     name="roberta", declare=declare_roberta, features=(*FEATURES, "positions after padding")
 )
-ROBERTA_CLASSIFIER = replace(ROBERTA, features=(*ROBERTA.features, "dense layer", "first token"))
+ROBERTA_CLASSIFIER = replace(ROBERTA, features=(*ROBERTA.features, *HEAD))

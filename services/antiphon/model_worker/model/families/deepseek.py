@@ -136,12 +136,13 @@ _LATENT = (
     "scaling",
     "groups",
 )
-DEEPSEEK_V2 = Family(name="deepseek-v2", declare=declare_v2, features=_LATENT)
+DEEPSEEK_V2 = Family(name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "plain shares"))
 DEEPSEEK_V3 = Family(
     name="deepseek-v3",
     declare=declare_v3,
     features=(
         *_LATENT,
+        "biases",
         *("sigmoid scores", "correction", "groups by their two best", "renormalised routing"),
     ),
 )

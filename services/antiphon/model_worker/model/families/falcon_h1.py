@@ -118,7 +118,7 @@ FALCON_H1 = Family(
     declare=declare,
     features=(
         *("state", "biases", "step limits", "gated norm", "gate before the norm"),
-        *("gate behind the norm", "scaled inputs", "scaled branches", "scaled scores"),
+        *("gate behind the norm", "scaled inputs", "scaled branches", "scale of scores"),
         *("scaled feed-forward", "scaled embedding", "scaled logits"),
     ),
 )

@@ -47,5 +47,5 @@ def scaled(spec: ModelSpec) -> ModelSpec:
 GEMMA = Family(
     name="gemma",
     declare=declare,
-    features=("norms of one and a weight", "tanh gate", "scaled embedding"),
+    features=("norms of one and a weight", "tanh GELU", "scaled embedding"),
 )

@@ -67,7 +67,7 @@ GEMMA2 = Family(
     name="gemma2",
     declare=declare,
     features=(
-        *("norms of one and a weight", "tanh gate", "scaled embedding", "sandwich norms"),
+        *("norms of one and a weight", "tanh GELU", "scaled embedding", "sandwich norms"),
         *("capped scores", "capped logits", "scale of scores", "window"),
     ),
 )

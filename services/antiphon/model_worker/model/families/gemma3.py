@@ -87,7 +87,7 @@ GEMMA3 = Family(
     name="gemma3",
     declare=declare,
     features=(
-        *("norms of one and a weight", "tanh gate", "scaled embedding", "sandwich norms"),
-        *("qk-norm", "scale of scores", "window", "local rotation"),
+        *("norms of one and a weight", "tanh GELU", "scaled embedding", "sandwich norms"),
+        *("qk-norm", "scale of scores", "window", "local rotation", "rope scaling"),
     ),
 )

@@ -56,4 +56,8 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-GPT2 = Family(name="gpt2", declare=declare, features=("biases", "layer norms", "learned positions"))
+GPT2 = Family(
+    name="gpt2",
+    declare=declare,
+    features=("biases", "layer norms", "tanh GELU", "learned positions"),
+)

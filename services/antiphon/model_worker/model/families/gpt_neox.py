@@ -55,5 +55,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 GPT_NEOX = Family(
     name="gpt_neox",
     declare=declare,
-    features=("biases", "layer norms", "parallel parts", "partial rotation"),
+    features=("biases", "layer norms", "exact GELU", "parallel parts", "partial rotation"),
 )

@@ -33,7 +33,11 @@ def rewarding(family: Family) -> Family:
         dense = DenseSpec(name="score.0", activation="relu")
         return _headed(family, config, ScoreSpec(labels=1, name="score.2", bias=True, dense=dense))
 
-    return _made(family, declare, "last token", "dense layer")
+    return _made(
+        family,
+        declare,
+        *("last token", "dense layer", "activation of the dense layer", "biased head"),
+    )
 
 
 def embedding(family: Family, *features: str) -> Family:

@@ -24,4 +24,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("llama", config, (layer,) * config.num_hidden_layers, norm)
 
 
-LLAMA = Family(name="llama", declare=declare, features=("biases",))
+LLAMA = Family(name="llama", declare=declare, features=("biases", "rope scaling"))

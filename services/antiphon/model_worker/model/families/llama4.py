@@ -143,5 +143,6 @@ LLAMA4 = Family(
     features=(
         *("unrotated layers", "runs of tokens", "temperature", "qk-norm", "neighbouring pairs"),
         *("biases", "rope scaling", "sigmoid scores", "weighed input", "shared block"),
+        "plain shares",
     ),
 )

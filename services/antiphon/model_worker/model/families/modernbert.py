@@ -115,10 +115,15 @@ def _head(config: ConfigFile, fields: _Fields, norm: NormSpec) -> ScoreSpec:
 
 
 FEATURES = (
-    *("attention both ways", "window", "local rotation", "exact gate", "biases", "layer norms"),
+    *("attention both ways", "window", "local rotation", "exact GELU", "biases", "layer norms"),
     "norm of the embedding",
 )
 MODERNBERT = Family(name="modernbert", declare=declare, features=FEATURES)
 MODERNBERT_CLASSIFIER = replace(
-    MODERNBERT, features=(*FEATURES, "dense layer", "norm of the dense layer", "pooling")
+    MODERNBERT,
+    features=(
+        *FEATURES,
+        *("dense layer", "activation of the dense layer", "norm of the dense layer"),
+        *("first token", "mean of tokens", "biased head"),
+    ),
 )

@@ -59,5 +59,13 @@ def declare(config: ConfigFile) -> ModelSpec:
 PHI = Family(
     name="phi",
     declare=declare,
-    features=("biases", "biased head", "parallel parts", "partial rotation", "qk-norm"),
+    features=(
+        "biases",
+        "biased head",
+        "parallel parts",
+        "partial rotation",
+        "qk-norm",
+        "layer norms",
+        "tanh GELU",
+    ),
 )

@@ -77,5 +77,12 @@ def windows(config: ConfigFile) -> tuple[int | None, ...]:
 QWEN2_MOE = Family(
     name="qwen2-moe",
     declare=declare,
-    features=("biases", "window", "shared block", "shared gate", "plain shares"),
+    features=(
+        "biases",
+        "window",
+        "shared block",
+        "shared gate",
+        "plain shares",
+        "renormalised routing",
+    ),
 )

@@ -41,5 +41,5 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 
 STARCODER2 = Family(
-    name="starcoder2", declare=declare, features=("biases", "layer norms", "window")
+    name="starcoder2", declare=declare, features=("biases", "layer norms", "tanh GELU", "window")
 )

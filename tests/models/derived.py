@@ -1,0 +1,381 @@
+"""What a model has that a plain Llama has not, read from its spec, and the model without it.
+
+Nobody has to name the features of a row: every field of a spec is either a size or a name
+(`NEUTRAL`), or a switch with a rule in `RULES` that says which feature a value is, and what the
+field is without it. A field that is in neither fails the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from antiphon.kernels.routing import Routing
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.experts import Clamp, ExpertsSpec
+from antiphon.layers.gated_delta import GatedDeltaSpec
+from antiphon.layers.mamba2 import Mamba2Spec
+from antiphon.layers.mla import LatentSpec
+from antiphon.layers.mlp import GatedSpec, PlainSpec
+from antiphon.layers.moe import MoeSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.layers.side_by_side import Branch, SideBySideSpec
+from antiphon.model_worker.model.spec import (
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    Norms,
+)
+
+if TYPE_CHECKING:
+    from tests.models.mutants import Mutant
+
+Found = Iterator[tuple[str, object]]
+"""Features, each with what the field is without it."""
+Rule = Callable[[Any], Found]
+"""Of the part that has the field."""
+
+
+def derived(spec: ModelSpec) -> dict[str, Mutant]:
+    """By feature, the model without it."""
+    named = dict.fromkeys(feature for _, _, feature, _ in _found(spec))
+    return {feature: _without(feature) for feature in named}
+
+
+def unclassified(spec: ModelSpec) -> set[str]:
+    """Fields of which nobody has said what they are."""
+    return {
+        f"{type(part).__name__}.{name}"
+        for part in _parts(spec)
+        for name, value in _fields(part).items()
+        if name not in NEUTRAL.get(type(part), ())
+        and name not in RULES.get(type(part), {})
+        and not _is_part(value)
+    }
+
+
+def _without(feature: str) -> Mutant:
+    def mutant(spec: ModelSpec) -> ModelSpec:
+        # By identity: equal parts may lie in different places, but are changed alike.
+        plain: dict[int, dict[str, object]] = {}
+        for part, name, found, value in _found(spec):
+            if found == feature:
+                plain.setdefault(id(part), {})[name] = value
+        return _rebuilt(spec, plain)
+
+    return mutant
+
+
+def _found(spec: ModelSpec) -> Iterator[tuple[object, str, str, object]]:
+    """Each feature of each part: the part, the field, the feature, the field without it."""
+    for part in _parts(spec):
+        for name, rule in RULES.get(type(part), {}).items():
+            for feature, plain in rule(part):
+                yield part, name, feature, plain
+
+
+def _parts(part: object) -> Iterator[object]:
+    """A part and all parts in it."""
+    yield part
+    for name, value in _fields(part).items():
+        if name not in NEUTRAL.get(type(part), ()):
+            for inner in value if isinstance(value, tuple) else (value,):
+                if _is_part(inner):
+                    yield from _parts(inner)
+
+
+def _rebuilt(part: Any, plain: Mapping[int, Mapping[str, object]]) -> Any:
+    changes: dict[str, object] = {}
+    for name, value in _fields(part).items():
+        if name in NEUTRAL.get(type(part), ()):
+            continue
+        if isinstance(value, tuple) and _is_part(value):
+            changes[name] = tuple(_rebuilt(inner, plain) for inner in value)
+        elif _is_part(value):
+            changes[name] = _rebuilt(value, plain)
+    changes.update(plain.get(id(part), {}))
+    if isinstance(part, msgspec.Struct):
+        return msgspec.structs.replace(part, **changes)
+    return dataclasses.replace(part, **changes)
+
+
+def _is_part(value: object) -> bool:
+    """Whether it is a spec, or several."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_part, value))
+    return type(value) in NEUTRAL
+
+
+def _fields(part: Any) -> dict[str, object]:
+    if isinstance(part, msgspec.Struct):
+        return msgspec.structs.asdict(part)
+    return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+
+
+def _off(name: str, feature: str, plain: object) -> Rule:
+    """A field that has one plain value."""
+
+    def rule(part: Any) -> Found:
+        if getattr(part, name) != plain:
+            yield feature, plain
+
+    return rule
+
+
+_ACTIVATIONS = {
+    "gelu": ("exact GELU", "gelu_tanh"),
+    "gelu_tanh": ("tanh GELU", "gelu"),
+    "relu": ("ReLU", "gelu"),
+    "relu_squared": ("squared ReLU", "relu"),
+    "tanh": ("tanh", "relu"),
+}
+
+
+def _activation(part: Any) -> Found:
+    if part.activation in _ACTIVATIONS:
+        yield _ACTIVATIONS[part.activation]
+
+
+def _dense_activation(part: DenseSpec) -> Found:
+    if part.activation in _ACTIVATIONS:
+        yield "activation of the dense layer", _ACTIVATIONS[part.activation][1]
+
+
+def _scale(part: AttentionSpec) -> Found:
+    plain = part.head_size**-0.5
+    if not math.isclose(part.scale, plain):
+        yield "scale of scores", plain
+
+
+def _latent_scale(part: LatentSpec) -> Found:
+    plain = (part.sizes.content + part.sizes.position) ** -0.5
+    if not math.isclose(part.scale, plain):
+        yield "grown scores", plain
+
+
+def _rotary(part: AttentionSpec | LatentSpec) -> Found:
+    if (rotary := part.rotary) is None:
+        return
+    if rotary.scaling is not None:
+        yield "rope scaling", dataclasses.replace(rotary, scaling=None)
+    if isinstance(part, AttentionSpec) and rotary.size < part.head_size:
+        yield "partial rotation", dataclasses.replace(rotary, size=part.head_size)
+
+
+def _window(part: AttentionSpec) -> Found:
+    if part.window is not None and not part.chunked:
+        yield "window", None
+
+
+def _routed(part: Routing) -> Found:
+    if part.chosen > 1:
+        feature = "renormalised routing" if part.renormalised else "plain shares"
+        yield feature, not part.renormalised
+
+
+def _shared_gate(part: MoeSpec) -> Found:
+    if part.shared_gate is not None:
+        yield "shared gate", None
+        yield "shared block", None
+
+
+def _names_of_experts(part: ExpertsSpec) -> Found:
+    if getattr(part.names, "interleaved", False):
+        yield "gates and ups in turn", dataclasses.replace(part.names, interleaved=False)
+
+
+def _gate_first(part: Mamba2Spec) -> Found:
+    if part.norm_eps is not None:
+        feature = "gate before the norm" if part.gate_first else "gate behind the norm"
+        yield feature, not part.gate_first
+
+
+def _kind(part: NormSpec) -> Found:
+    if part.kind == "rms_one_plus":
+        yield "norms of one and a weight", "rms_wide"
+    if part.kind == "layer":
+        yield "layer norms", "rms_wide"
+
+
+def _norms(part: LayerSpec) -> Found:
+    norms = part.norms
+    after, stream = norms.after_mixer, norms.with_mixer
+    if after is not None:
+        feature = "sandwich norms" if norms.before_mixer else "norms after parts only"
+        yield feature, _norms_without(norms, "after")
+    if stream is not None:
+        yield "norms of the stream", _norms_without(norms, "with")
+
+
+def _norms_without(norms: Norms, where: str) -> Norms:
+    absent = {f"{where}_mixer": None, f"{where}_feed_forward": None}
+    return msgspec.structs.replace(norms, **absent)
+
+
+def _layers(part: ModelSpec) -> Found:
+    """What only shows beside other layers."""
+    ways = {getattr(layer.mixer, "rotary", None) for layer in part.layers}
+    mixers = [layer.mixer for layer in part.layers if isinstance(layer.mixer, AttentionSpec)]
+    far = next((mixer.rotary for mixer in mixers if mixer.window is None and mixer.rotary), None)
+    turned = {way for way in ways if way is not None}
+    if len(turned) > 1:
+        yield "local rotation", _all_rotated(part, far)
+    # A recurrent layer has nothing to rotate.
+    if turned and any(mixer.rotary is None for mixer in mixers):
+        yield "unrotated layers", _all_rotated(part, next(iter(turned)))
+
+
+def _all_rotated(spec: ModelSpec, rotary: object) -> tuple[LayerSpec, ...]:
+    return tuple(
+        msgspec.structs.replace(layer, mixer=dataclasses.replace(layer.mixer, rotary=rotary))
+        if isinstance(layer.mixer, AttentionSpec)
+        else layer
+        for layer in spec.layers
+    )
+
+
+def _pooling(part: ModelSpec) -> Found:
+    features = {"last": "last token", "cls": "first token", "mean": "mean of tokens"}
+    if isinstance(part.head, ScoreSpec):
+        yield features[part.pooling], "last" if part.pooling == "cls" else "cls"
+
+
+def _nothing(_: object) -> Found:
+    """Of a part that may be absent, which is no switch."""
+    return iter(())
+
+
+def _biases(*names: str) -> Mapping[str, Rule]:
+    return {name: _off(name, "biases", plain=False) for name in names}
+
+
+RULES: Mapping[type, Mapping[str, Rule]] = {
+    ModelSpec: {"layers": _layers, "pooling": _pooling, "head": _nothing},
+    EmbeddingSpec: {
+        "scale": _off("scale", "scaled embedding", 1.0),
+        "positions": _off("positions", "learned positions", None),
+        "positions_first": _off("positions_first", "positions after padding", 0),
+        "types": _off("types", "types of tokens", None),
+        "norm": _off("norm", "norm of the embedding", None),
+    },
+    HeadSpec: {
+        "bias": _off("bias", "biased head", plain=False),
+        "scale": _off("scale", "scaled logits", 1.0),
+        "softcap": _off("softcap", "capped logits", None),
+    },
+    ScoreSpec: {
+        "bias": _off("bias", "biased head", plain=False),
+        "dense": _off("dense", "dense layer", None),
+    },
+    DenseSpec: {
+        "activation": _dense_activation,
+        "norm": _off("norm", "norm of the dense layer", None),
+        **_biases("bias"),
+    },
+    LayerSpec: {
+        "norms": _norms,
+        "feed_forward": _nothing,
+        "parallel": _off("parallel", "parallel parts", plain=False),
+        "multiplier": _off("multiplier", "scaled parts", 1.0),
+    },
+    NormSpec: {"kind": _kind},
+    AttentionSpec: {
+        "scale": _scale,
+        "rotary": _rotary,
+        "causal": _off("causal", "attention both ways", plain=True),
+        "neighbours": _off("neighbours", "neighbouring pairs", plain=False),
+        "window": _window,
+        "chunked": _off("chunked", "runs of tokens", plain=False),
+        "temperature": _off("temperature", "temperature", None),
+        "qk_norm": _off("qk_norm", "qk-norm", None),
+        "softcap": _off("softcap", "capped scores", None),
+        "sinks": _off("sinks", "sinks", plain=False),
+        "gated": _off("gated", "gated attention", plain=False),
+        **_biases("qkv_bias", "out_bias"),
+    },
+    LatentSpec: {
+        "scale": _latent_scale,
+        "rotary": _rotary,
+        "neighbours": _off("neighbours", "neighbouring pairs", plain=False),
+        **_biases("bias"),
+    },
+    SideBySideSpec: {},
+    Branch: {
+        "scale_in": _off("scale_in", "scaled branches", 1.0),
+        "scale_out": _off("scale_out", "scaled branches", 1.0),
+    },
+    Mamba2Spec: {
+        "norm_eps": _off("norm_eps", "gated norm", None),
+        "gate_first": _gate_first,
+        "step_limits": _off("step_limits", "step limits", (0.0, math.inf)),
+        "scales": _off("scales", "scaled inputs", (1.0,) * 5),
+        **_biases("conv_bias", "input_bias", "out_bias"),
+    },
+    GatedDeltaSpec: {"norm_eps": _off("norm_eps", "gated norm", 1.0)},
+    GatedSpec: {
+        "activation": _activation,
+        "scale_gate": _off("scale_gate", "scaled feed-forward", 1.0),
+        "scale_out": _off("scale_out", "scaled feed-forward", 1.0),
+        **_biases("bias"),
+    },
+    PlainSpec: {"activation": _activation, **_biases("bias")},
+    MoeSpec: {
+        "router_bias": _off("router_bias", "router bias", plain=False),
+        "correction": _off("correction", "correction", None),
+        "shared": _off("shared", "shared block", None),
+        "shared_gate": _shared_gate,
+    },
+    Routing: {
+        "scoring": _off("scoring", "sigmoid scores", "softmax"),
+        "renormalised": _routed,
+        "factor": _off("factor", "scaling", 1.0),
+        "groups": _off("groups", "groups", 1),
+        "groups_kept": _off("groups_kept", "groups", 1),
+        "group_best": _off("group_best", "groups by their two best", 1),
+    },
+    ExpertsSpec: {
+        "names": _names_of_experts,
+        "activation": _activation,
+        "bias": _off("bias", "expert biases", plain=False),
+        "weighs_input": _off("weighs_input", "weighed input", plain=False),
+    },
+    Clamp: {
+        "limit": _off("limit", "clamped gate", 1e9),
+        "sharpness": _off("sharpness", "sharpened gate", 1.0),
+    },
+}
+"""Fields that switch something on."""
+
+NEUTRAL: Mapping[type, frozenset[str]] = {
+    kind: frozenset(fields.split())
+    for kind, fields in {
+        ModelSpec: "family vocabulary hidden context_tokens norm_name layer_name ignored prefix"
+        " old_endings passed_over further_layers",
+        EmbeddingSpec: "name types_count norm_name",
+        HeadSpec: "name tied",
+        ScoreSpec: "labels name",
+        DenseSpec: "name norm_name",
+        LayerSpec: "norms",
+        # What has no weight, or another shape of it, could not be loaded otherwise.
+        NormSpec: "eps affine bias",
+        AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary",
+        LatentSpec: "sizes query_latent names rotary",
+        SideBySideSpec: "",
+        Branch: "",
+        Mamba2Spec: "heads head_size groups state_size taps names",
+        GatedDeltaSpec: "key_heads value_heads key_size value_size taps names",
+        GatedSpec: "width gate up down",
+        PlainSpec: "width up down transposed",
+        MoeSpec: "router",
+        Routing: "chosen",
+        ExpertsSpec: "count width names spread",
+        Clamp: "",
+    }.items()
+}
+"""Fields that are sizes, and names and shapes of a checkpoint's tensors."""
