@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+import transformers
 
 from antiphon.config.markdown import table
 from antiphon.config.quantization_file import METHODS as QUANTIZED
@@ -14,17 +17,27 @@ from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
 from antiphon.model_worker.model.load import CACHE_DTYPES
 from antiphon.model_worker.model.registry import FAMILIES, find_family
 from antiphon.model_worker.model.rope_field import KINDS
+from antiphon.model_worker.model.support import attention, refusal, sample
 
 PAGE = Path("docs/reference/models.md")
-TESTED_AGAINST = "5.23"
-"""The transformers that was the reference when a row was last added."""
+REFERENCE = "transformers"
+"""The package whose models ours are compared with: the one that is installed with the tests."""
+GGUF = frozenset(layout.model for layout in LAYOUTS.values())
 
-HEAD = f"""# The models that are served
+HEAD = """# The models that are served
 
 <!-- Written by `python -m antiphon.model_worker.model.reference`; change the families. -->
 
-By `architectures` of config.json. Each family is compared with transformers (last with
-{TESTED_AGAINST}) in float32, and each feature with its absence: [models.md](../models.md) says how.
+By `architectures` of config.json. Each family is compared with the reference in float32, and each
+feature with its absence: [models.md](../models.md) says how. Grouped-query attention may have one
+key-value head, or as many as it has query heads. Any other causal model of transformers runs
+through transformers' own modules, in plain numbers.
+"""
+STORED_HEAD = """
+## In fewer bits
+
+By `quant_method` of config.json, see [quantization.md](../quantization.md). What cannot be read is
+refused at the start. GGUF files say by themselves how they are stored.
 """
 
 TAIL = f"""
@@ -32,8 +45,6 @@ In every family:
 
 * number formats: float32, bfloat16, float16
 * linears (`model.linear`): {", ".join(METHODS)}
-* quantized checkpoints (`quant_method` of config.json, see
-  [quantization.md](../quantization.md)): {", ".join(QUANTIZED)}
 * keys and values (`cache.dtype`, see [quantization.md](../quantization.md)): as the model
   computes, {", ".join(CACHE_DTYPES)}; the latter not with capped scores or sinks, nor in float16
 * rotations: {", ".join(KINDS)}
@@ -45,12 +56,41 @@ In every family:
 
 def page() -> str:
     """The whole page."""
-    rows = [
-        (f"`{architecture}`", about, ", ".join(features) or "Llama's shape")
-        for architecture, (about, features) in sorted(_families().items())
-    ]
-    head = ("architecture", "models", "what it has beside Llama's shape")
-    return "\n".join([HEAD, *table(head, rows)]) + "\n" + TAIL
+    models: list[tuple[str, ...]] = []
+    stored: list[tuple[str, ...]] = []
+    reasons: dict[str, int] = {}
+    for architecture, (about, features) in sorted(_families().items()):
+        spec = sample(architecture)
+        listed = ", ".join(features) or "Llama's shape"
+        models.append(
+            (f"`{architecture}`", about, attention(spec), listed, _compared(architecture))
+        )
+        cells = [_cell(refusal(spec, method), reasons) for method in QUANTIZED]
+        cells.append("yes" if architecture in GGUF else "no")
+        stored.append((f"`{architecture}`", *cells))
+    head = (
+        "architecture",
+        "models",
+        "attention",
+        "what it has beside Llama's shape",
+        "compared with",
+    )
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    parts = [HEAD, *table(head, models), STORED_HEAD]
+    parts += [*table(("architecture", *QUANTIZED, "GGUF"), stored), "", *notes]
+    return "\n".join(parts) + "\n" + TAIL
+
+
+def _cell(reason: str | None, reasons: dict[str, int]) -> str:
+    """Whether, or the number of the reason why not."""
+    return "yes" if reason is None else f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
+
+
+def _compared(architecture: str) -> str:
+    """The reference, and which of it."""
+    # Listed, not asked for: asking would import every model.
+    own = "" if architecture in dir(transformers) else ", its layers only"
+    return f"{REFERENCE} {'.'.join(version(REFERENCE).split('.')[:2])}{own}"
 
 
 def main() -> None:

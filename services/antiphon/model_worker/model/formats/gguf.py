@@ -61,13 +61,19 @@ class Layout:
     """How llama.cpp's converter rearranges an architecture.
 
     Attributes:
+        model: The architecture's name in config.json.
         interleaved: Queries and keys lie in the order of its rotation, which turns neighbours.
     """
 
+    model: str
     interleaved: bool = False
 
 
-LAYOUTS = {"llama": Layout(interleaved=True), "qwen2": Layout(), "qwen3": Layout()}
+LAYOUTS = {
+    "llama": Layout("LlamaForCausalLM", interleaved=True),
+    "qwen2": Layout("Qwen2ForCausalLM"),
+    "qwen3": Layout("Qwen3ForCausalLM"),
+}
 """By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
 
 
