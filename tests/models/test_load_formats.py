@@ -29,7 +29,10 @@ from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    import numpy as np
 
 Kind = gguf.GGMLQuantizationType
 
@@ -170,9 +173,17 @@ def rotated_as_llama_cpp_does(tensor: Tensor, heads: int) -> Tensor:
 
 
 def write_gguf(
-    folder: Path, file: Path, *, architecture: str = "llama", kind: Kind = Kind.F32
+    folder: Path,
+    file: Path,
+    *,
+    architecture: str = "llama",
+    kind: Kind = Kind.F32,
+    quantize: Callable[[Tensor], np.ndarray] | None = None,
 ) -> None:
-    """Write the safetensors of a folder as llama.cpp's converter would."""
+    """Write the safetensors of a folder as llama.cpp's converter would.
+
+    `quantize` makes the blocks of a `kind` that the package only reads.
+    """
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(file, architecture)
@@ -193,7 +204,10 @@ def write_gguf(
         else:
             data = tensor
         as_is = Kind.F32 if tensor.ndim == 1 else kind
-        writer.add_tensor(own, gguf.quantize(data.float().numpy(), as_is), raw_dtype=as_is)
+        blocks = None if quantize is None or tensor.ndim == 1 else quantize(data.float())
+        if blocks is None:
+            blocks = gguf.quantize(data.float().numpy(), as_is)
+        writer.add_tensor(own, blocks, raw_dtype=as_is)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

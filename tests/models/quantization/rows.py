@@ -64,6 +64,10 @@ class Row:
         said: `--quantization`, where the operator has to say it.
         skipped: The field of the config that names linears to leave alone; empty: none does.
         kept: How the plan keeps it on a CPU.
+        limit: Greatest difference of logits from those of a model in float32 with the weights that
+            the method makes, in their standard deviations.
+        rounded: The standard deviation of that difference where activations are rounded too; 0:
+            they never are.
     """
 
     name: str
@@ -73,6 +77,8 @@ class Row:
     said: str | None = None
     skipped: str = "modules_to_not_convert"
     kept: str = "packed"
+    limit: float = 2e-5
+    rounded: float = 0.0
 
 
 def write(folder: Path, row: Row) -> tuple[Path, Path]:
@@ -167,6 +173,7 @@ def compressed_row(
     mutants: Mapping[str, Mapping[str, Change]],
     activations: Mapping[str, object] | None = None,
     kept: str = "packed",
+    rounded: float = 0.0,
 ) -> Row:
     return Row(
         f"compressed-tensors {name}",
@@ -175,6 +182,7 @@ def compressed_row(
         mutants,
         skipped="ignore",
         kept=kept,
+        rounded=rounded,
     )
 
 
@@ -217,6 +225,7 @@ ROWS: tuple[Row, ...] = (
         {"scales turned": {".weight_scale": first_last}},
         skipped="ignore",
         kept="int8_dynamic",
+        rounded=0.1,
     ),
     Row(
         "w8a8_int8 by flag",
@@ -226,6 +235,7 @@ ROWS: tuple[Row, ...] = (
         said="w8a8_int8",
         skipped="",
         kept="int8_dynamic",
+        rounded=0.1,
     ),
     Row(
         "awq",
@@ -265,6 +275,7 @@ ROWS: tuple[Row, ...] = (
         {"scales turned": {".weight_scale": first_last}},
         TOKENS,
         kept="int8_dynamic",
+        rounded=0.1,
     ),
     compressed_row(
         "W8A8 int8, one scale",
@@ -273,6 +284,7 @@ ROWS: tuple[Row, ...] = (
         {"scale inverted": {".weight_scale": torch.reciprocal}},
         TOKENS,
         kept="int8_dynamic",
+        rounded=0.1,
     ),
     compressed_row(
         "W8 int8 in groups",

@@ -221,10 +221,14 @@ def test_logits_are_those_of_transformers_with_the_same_weights(
     for way in ways:
         plain_ones = "packed" if way == "int8" else way
         ours = logits_of(opened(stored, row, plain_ones, way), ids, 31)
-        assert_close(ours, theirs)
+        assert_close(ours, theirs, row.limit)
 
 
-IN_BYTES = [row for row in ROWS if row.kept == "int8_dynamic"]
+IN_BYTES = [row for row in ROWS if row.rounded]
+
+
+def test_the_plan_rounds_activations_of_these_rows_alone() -> None:
+    assert [row for row in ROWS if row.kept == "int8_dynamic"] == IN_BYTES
 
 
 @pytest.mark.parametrize("row", IN_BYTES, ids=[row.name for row in IN_BYTES])
@@ -234,7 +238,7 @@ def test_activations_in_bytes_stay_near(row: Row, written, reference) -> None:
     ids = prompts()[-1]
     theirs = reference(plain).logits(ids)
     ours = logits_of(opened(stored, row, "packed", "int8_dynamic"), ids, 31)
-    assert 0 < float((ours - theirs).std() / theirs.std()) < 0.1
+    assert 0 < float((ours - theirs).std() / theirs.std()) < row.rounded
 
 
 class Rank:
