@@ -77,7 +77,7 @@ class ModelConfig(Config):
         Quantize | None,
         Help(
             "How the checkpoint's linears are stored, which must be what it says itself; of plain "
-            "numbers, fp8 and torchao-int8wo round at loading. Unset: what the checkpoint says."
+            "numbers, fp8 and torchao's round at loading. Unset: what the checkpoint says."
         ),
     ] = None
     implementation: Annotated[

@@ -31,9 +31,20 @@ class Quantize(StrEnum):
     GGUF = "gguf"
     MXFP4 = "mxfp4"
     TORCHAO_INT8WO = "torchao-int8wo"
+    TORCHAO_INT4WO_32 = "torchao-int4wo-32"
+    TORCHAO_INT4WO_64 = "torchao-int4wo-64"
+    TORCHAO_INT4WO_128 = "torchao-int4wo-128"
 
 
-ONLINE = (Quantize.FP8, Quantize.TORCHAO_INT8WO)
+INT4_GROUPS: Mapping[Quantize, int] = {
+    Quantize.TORCHAO_INT4WO_32: 32,
+    Quantize.TORCHAO_INT4WO_64: 64,
+    Quantize.TORCHAO_INT4WO_128: 128,
+}
+"""Inputs of a group, of the methods that have such."""
+TORCHAO = (Quantize.TORCHAO_INT8WO, *INT4_GROUPS)
+"""Methods by which the torchao package rounds at loading."""
+ONLINE = (Quantize.FP8, *TORCHAO)
 """Methods that also round a checkpoint of plain numbers, as it is loaded."""
 GPU_KERNELS: Mapping[Quantize, Quantize] = {
     Quantize.AWQ_MARLIN: Quantize.AWQ,
@@ -111,6 +122,12 @@ class TorchaoInt8(Scheme, frozen=True, kw_only=True):
     def steps(self) -> bool:
         """Always."""
         return True
+
+
+class TorchaoInt4(Scheme, frozen=True, kw_only=True):
+    """Rounded to four bits at loading, by torchao; `group` is inputs of a group."""
+
+    group: int
 
 
 class Awq(Scheme, frozen=True, kw_only=True):
@@ -264,7 +281,9 @@ ROUTERS = Pattern(r".*\.(gate|router|shared_expert_gate)$", "regex")
 
 def online(method: Quantize) -> Quantization:
     """What rounds the linears of a checkpoint of plain numbers as they are loaded."""
-    scheme = OnlineFp8() if method is Quantize.FP8 else TorchaoInt8()
+    scheme: Scheme = OnlineFp8() if method is Quantize.FP8 else TorchaoInt8()
+    if method in INT4_GROUPS:
+        scheme = TorchaoInt4(group=INT4_GROUPS[method])
     return Quantization(
         method=method,
         rules=(Rule((Pattern("", "all"),), scheme),),
@@ -296,10 +315,9 @@ def chosen(
     if stored is None and said is Quantize.W8A8_INT8:
         return W8A8_INT8
     if stored is None:
-        listed = " and ".join(ONLINE)
         raise ConfigError(
-            f"model.quantization = {said}: the checkpoint holds plain numbers, which only {listed} "
-            "round at loading"
+            f"model.quantization = {said}: the checkpoint holds plain numbers, which only "
+            "fp8 and torchao's methods round at loading"
         )
     if _agrees(stored, said):
         return stored

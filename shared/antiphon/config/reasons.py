@@ -55,7 +55,7 @@ REASONS: Mapping[str, str] = {
     "pipeline": "pipeline parallelism is not built yet",
     "prefill_policy": "no prompt is held back: it starts as soon as it fits",
     "quantization": "weights are quantized by other tools, or at loading by --quantization fp8, "
-    "--torchao-config int8wo and --model-linear int8",
+    "--torchao-config and --model-linear int8",
     "recv_interval": "commands reach the worker before every step",
     "remote_sampling": "code that comes with a request is never run",
     "replicas": "serve starts one process of each service; start more with python -m",

@@ -10,7 +10,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
-from antiphon.config.quantization import Quantize
+from antiphon.config.quantization import TORCHAO, Quantize
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -87,14 +87,16 @@ def _quantization(text: str) -> Written:
 
 def _torchao(text: str) -> Written:
     """SGLang's shorthands for configurations of torchao."""
-    if text.startswith("int4wo"):
+    known = {method.removeprefix("torchao-"): method for method in TORCHAO}
+    if text == "int4wo-256":
         raise ConfigError(
-            f"--torchao-config {text}: refused: torchao multiplies int4 on GPUs only (0.18 makes "
-            "no int4 tensor for a CPU)"
+            f"--torchao-config {text}: refused: torchao's int4 on a CPU has groups of 32, 64 or 128"
         )
-    if text and text != "int8wo":
-        raise ConfigError(f"--torchao-config {text}: refused: it is not built yet, only int8wo is")
-    return Written(Quantize.TORCHAO_INT8WO if text else None)
+    if text and text not in known:
+        raise ConfigError(
+            f"--torchao-config {text}: refused: it is not built yet: there are {', '.join(known)}"
+        )
+    return Written(known.get(text))
 
 
 def _reasoning_parser(text: str) -> Written:

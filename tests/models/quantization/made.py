@@ -107,6 +107,24 @@ def torchao_int8(weight: Tensor) -> Made:
     return Made({".weight": weight}, linear.weight.dequantize())
 
 
+def torchao_int4(group: int) -> Callable[[Tensor], Made]:
+    """What its own tensor multiplies by, found by multiplying with one input after the other."""
+
+    def make(weight: Tensor) -> Made:
+        int4 = pytest.importorskip("torchao.prototype.quantization.int4")
+        quantize_ = pytest.importorskip("torchao.quantization").quantize_
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        config = int4.PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
+        quantize_(linear, config)
+        whole = linear(torch.eye(weight.shape[1])).t()
+        if weight.shape[1] % group:
+            assert torch.equal(whole, weight), "it is left alone"
+        return Made({".weight": weight}, whole.contiguous())
+
+    return make
+
+
 # compressed-tensors
 
 

@@ -26,6 +26,7 @@ from tests.models.quantization.made import (
     llm_int8,
     mxfp4,
     packed_in_order_of_size,
+    torchao_int4,
     torchao_int8,
     w8a8,
 )
@@ -389,5 +390,16 @@ ROWS: tuple[Row, ...] = (
         said="torchao-int8wo",
         skipped="",
         kept="int8",
+    ),
+    *(
+        Row(
+            f"torchao int4wo in groups of {group}",
+            None,
+            torchao_int4(group),
+            {"inputs for outputs": {".weight": lambda weight: weight.roll(1, 1)}},
+            said=f"torchao-int4wo-{group}",
+            skipped="",
+        )
+        for group in (32, 64, 128)
     ),
 )

@@ -171,7 +171,7 @@ def test_what_is_said_agrees_with_the_checkpoint(
         (AWQ, Quantize.GPTQ_MARLIN, False, "the checkpoint's is awq"),
         (AWQ, Quantize.FP8, False, "the checkpoint's is awq"),
         (AWQ, Quantize.W8A8_INT8, False, "the checkpoint's is awq"),
-        (None, Quantize.AWQ, False, "plain numbers, which only fp8 and torchao-int8wo round"),
+        (None, Quantize.AWQ, False, "plain numbers, which only fp8 and torchao's methods round"),
         (None, Quantize.GGUF, False, "the checkpoint is none"),
         (None, Quantize.FP8, True, "the checkpoint is a GGUF file"),
     ],
@@ -195,12 +195,14 @@ def test_plain_checkpoints_are_rounded_at_loading_where_that_was_asked_for() -> 
 def test_methods_of_sglang_that_are_not_built_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--quantization modelopt_fp4: refused: .* there are"):
         serve("--quantization modelopt_fp4")
-    with pytest.raises(ConfigError, match=r"--torchao-config int4wo-128: refused: .* on GPUs only"):
-        serve("--torchao-config int4wo-128")
+    with pytest.raises(ConfigError, match=r"int4wo-256: refused: .* 32, 64 or 128"):
+        serve("--torchao-config int4wo-256")
     with pytest.raises(ConfigError, match=r"--torchao-config fp8wo: refused"):
         serve("--torchao-config fp8wo")
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp4_e2m1: refused: .* only fp8_e4m3"):
         serve("--kv-cache-dtype fp4_e2m1")
+    found = serve("--torchao-config int4wo-64").settings.model.quantization
+    assert found == "torchao-int4wo-64"
     assert serve("--torchao-config int8wo").settings.model.quantization == "torchao-int8wo"
     assert serve("--quantization awq_marlin").settings.model.quantization == "awq_marlin"
 

@@ -1,4 +1,4 @@
-"""Four bits that stand for numbers of a table: bitsandbytes' NF4 and FP4, and MXFP4.
+"""Four bits: bitsandbytes' NF4 and FP4, and MXFP4, by a table; torchao's int4, by steps.
 
 Source: Dettmers et al. 2023, arXiv:2305.14314 (NF4, nested scales); the OCP Microscaling Formats
 specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks).
@@ -7,14 +7,14 @@ specification 1.0 (MXFP4); gpt-oss's checkpoints (the layout of its blocks).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import torch
 
 from antiphon.layers.quantization.storage import Axis, Field, divided
 from antiphon.layers.quantization.words import FP4, halves, looked_up
-from antiphon.layers.weights import ANY
+from antiphon.layers.weights import ANY, FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,3 +115,42 @@ class Mxfp4Storage:
         table = torch.tensor(FP4, device=codes.device)
         exponents = stored["_scales"].int() - MX_BIAS
         return torch.ldexp(looked_up(codes, table), exponents[..., None]).view(outputs, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchaoInt4Storage:
+    """A weight in the model's own numbers that the torchao package rounds as it is read.
+
+    As `PrototypeInt4WeightOnlyConfig` does for a CPU: sixteen steps between the least and the
+    greatest weight of a group of inputs. It leaves a weight alone whose inputs are no whole groups.
+    """
+
+    group: int
+
+    def fields(self, outputs: int, inputs: int) -> Fields:
+        """The weight, of which a group is rounded as a whole, whoever keeps it."""
+        del outputs
+        together = self.group if inputs % self.group == 0 else inputs
+        return (Field(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),)
+
+    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """What torchao's steps say, in float32."""
+        weight = stored[".weight"]
+        if inputs % self.group:
+            return weight.float()
+        # Only where it was asked for: it takes seconds, and need not be installed.
+        from torchao.quantization import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+            MappingType,
+            quant_primitives,
+        )
+
+        # What its tensor for a CPU is made by; the tensor itself only multiplies.
+        ao = cast("Any", quant_primitives)
+        block, steps = [1, self.group], (torch.int32, 0, 15)
+        scales, zeros = ao._choose_qparams_affine_tinygemm(  # noqa: SLF001
+            weight, MappingType.ASYMMETRIC, block, *steps, 1e-6, None, weight.dtype
+        )
+        rounded = ao._quantize_affine_tinygemm(weight, block, scales, zeros, *steps)  # noqa: SLF001
+        groups = rounded.view(outputs, -1, self.group) - 8
+        wide = groups.float() * scales.view(outputs, -1, 1).float()
+        return (wide + zeros.view(outputs, -1, 1).float()).view(outputs, inputs)

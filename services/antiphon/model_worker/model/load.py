@@ -13,7 +13,7 @@ import torch
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import files_at
-from antiphon.config.quantization import Quantization, Quantize, chosen
+from antiphon.config.quantization import TORCHAO, Quantization, Quantize, chosen
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.weights import read_weights
 from antiphon.kernels.kv import KvSpec
@@ -179,8 +179,8 @@ def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
             "dummy weights are plain numbers, and config.json says quantization_config: override "
             'it with {"quantization_config": null}'
         )
-    if method is Quantize.TORCHAO_INT8WO and importlib.util.find_spec("torchao") is None:
-        raise ConfigError("model.quantization = torchao-int8wo: the torchao package is missing")
+    if method in TORCHAO and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"model.quantization = {method}: the torchao package is missing")
     return quantization
 
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from antiphon.config import quantization as schemes
 from antiphon.layers.quantization.awq import AwqStorage
-from antiphon.layers.quantization.four_bit import BitsAndBytesStorage, Mxfp4Storage
+from antiphon.layers.quantization.four_bit import (
+    BitsAndBytesStorage,
+    Mxfp4Storage,
+    TorchaoInt4Storage,
+)
 from antiphon.layers.quantization.fp8 import Fp8Storage, OnlineFp8Storage
 from antiphon.layers.quantization.gptq import GptqStorage
 from antiphon.layers.quantization.int8 import Int8Storage, LlmInt8Storage, TorchaoInt8Storage
@@ -55,6 +59,8 @@ def storage_of(scheme: schemes.Scheme) -> Storage:
             return LlmInt8Storage()
         case schemes.TorchaoInt8():
             return TorchaoInt8Storage()
+        case schemes.TorchaoInt4(group=group):
+            return TorchaoInt4Storage(group)
         case schemes.Awq(group=group):
             return AwqStorage(group)
         case schemes.Gptq(bits=bits, group=group, ordered=ordered, zero_added=added):
