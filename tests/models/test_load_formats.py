@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -430,7 +431,7 @@ def test_what_the_disk_was_asked_for_is_read_all_the_same(llama: Path, mapped: b
 
 def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    progress = Progress(1000, clock=lambda: now[0])
+    progress = Progress(1000, clock=lambda: now[0], stream=io.StringIO())
     with caplog.at_level(logging.INFO):
         for _ in range(10):
             now[0] += 0.5
@@ -447,3 +448,27 @@ def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixtu
     assert caplog.records[-1].message == "weights loaded"
     last = vars(caplog.records[-1])
     assert (last["bytes"], last["seconds"]) == (1000, 5.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_it_is_a_bar_that_goes_away(caplog: pytest.LogCaptureFixture) -> None:
+    now, terminal = [0.0], Terminal()
+    progress = Progress(4_000_000_000, clock=lambda: now[0], stream=terminal)
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            now[0] += 2.0
+            progress.add(1_000_000_000)
+        progress.end()
+    pictures = terminal.getvalue().split("\r\033[K")[1:]
+    assert pictures == [
+        "loading weights [#######.......................] 1.00 of 4.00 GB, 6 s left",
+        "loading weights [###############...............] 2.00 of 4.00 GB, 4 s left",
+        "loading weights [######################........] 3.00 of 4.00 GB, 2 s left",
+        "loading weights [##############################] 4.00 of 4.00 GB, 0 s left",
+        "",
+    ]
+    assert caplog.messages == ["weights loaded"]

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from rich.console import Console
+    from rich.progress import Task
+
+_LOADING = re.compile(r"(done_bytes|total_bytes|seconds_left)\W+([\d.]+)")
+
+
+def loading(log: str) -> str:
+    """How far the weights are, by the end of a worker's log; empty when nothing is loading."""
+    told = [line for line in log.splitlines() if "weights" in line]
+    if not told or "loading weights" not in told[-1]:
+        return ""
+    said = {name: float(number) for name, number in _LOADING.findall(told[-1])}
+    if len(said) < 3:
+        return ""
+    done, total = said["done_bytes"] / 1e9, said["total_bytes"] / 1e9
+    return f"weights {done:.2f} of {total:.2f} GB, {said['seconds_left']:.0f} s left"
+
+
+class _Loading(ProgressColumn):
+    """What `tell` says, asked for twice a second."""
+
+    max_refresh = 0.5
+
+    def __init__(self, tell: Callable[[], str]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def render(self, task: Task) -> Text:
+        del task
+        return Text(self._tell())
 
 
 class StartProgress:
-    """A bar in a terminal; a line a service elsewhere."""
+    """A bar in a terminal, with what is loaded; a line a service elsewhere.
 
-    def __init__(self, console: Console, names: Sequence[str]) -> None:
+    Args:
+        console: Where it is shown.
+        names: Of the services.
+        worker_log: The end of the worker's log, which says how far its weights are.
+    """
+
+    def __init__(
+        self, console: Console, names: Sequence[str], worker_log: Callable[[], str]
+    ) -> None:
         self._console = console
         self._waiting = list(names)
         self._bar = Progress(
@@ -25,6 +71,7 @@ class StartProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
+            _Loading(lambda: loading(worker_log())),
             console=console,
             transient=True,
             disable=not console.is_terminal,

@@ -183,7 +183,8 @@ class Stack:
     async def _wait_ready(self, url: str, stop: asyncio.Event) -> Readiness:
         """Follow the heartbeats until all are ready, one has died, or it takes too long."""
         names = [child.instance for child in self._children]
-        with StartProgress(self._console, names) as progress:
+        worker = next(child for child in self._children if child.role is Role.WORKER)
+        with StartProgress(self._console, names, worker.log_tail) as progress:
             readiness = Readiness(names, lambda beat: progress.ready(beat.process.instance))
             async with self._listening(url, readiness):
                 await self._settle(readiness, stop)

@@ -3,46 +3,73 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TextIO
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
 """Between two lines of the log."""
+FRAME_S = 0.1
+"""Between two pictures of the bar."""
+WIDTH = 30
+"""Characters of the bar."""
+ERASED = "\r\033[K"
 
 
 class Progress:
-    """Counts bytes; logs a line a second while it lasts, and one at the end."""
+    """Counts bytes: a bar in a terminal, elsewhere a line a second in the log; a line at the end.
 
-    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        total_bytes: To come.
+        clock: Seconds.
+        stream: Where the bar is drawn if it is a terminal; stderr, where the log goes too.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        stream: TextIO | None = None,
+    ) -> None:
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._clock = clock
         self._began_s = self._told_s = clock()
+        stream = stream or sys.stderr
+        self._terminal = stream if stream.isatty() else None
 
     def add(self, size_bytes: int) -> None:
         """Count what is in place."""
         self._done_bytes += size_bytes
         now_s = self._clock()
-        if now_s - self._told_s < PAUSE_S:
+        if now_s - self._told_s < (FRAME_S if self._terminal else PAUSE_S):
             return
         self._told_s = now_s
         left = (self._total_bytes - self._done_bytes) / self._done_bytes
+        seconds_left = left * (now_s - self._began_s)
+        if self._terminal is not None:
+            self._draw(self._terminal, seconds_left)
+            return
         log.info(
             "loading weights",
             extra={
                 "done_bytes": self._done_bytes,
                 "total_bytes": self._total_bytes,
-                "seconds_left": round(left * (now_s - self._began_s), 1),
+                "seconds_left": round(seconds_left, 1),
             },
         )
 
     def end(self) -> None:
         """Say how fast it was."""
+        if self._terminal is not None:
+            self._terminal.write(ERASED)
+            self._terminal.flush()
         seconds = self._clock() - self._began_s
         rate = self._done_bytes / seconds if seconds else 0.0
         log.info(
@@ -53,3 +80,12 @@ class Progress:
                 "megabytes_per_s": round(rate / 1e6),
             },
         )
+
+    def _draw(self, terminal: TextIO, seconds_left: float) -> None:
+        full = WIDTH * self._done_bytes // self._total_bytes
+        terminal.write(
+            f"{ERASED}loading weights [{'#' * full}{'.' * (WIDTH - full)}]"
+            f" {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB,"
+            f" {seconds_left:.0f} s left"
+        )
+        terminal.flush()
