@@ -82,13 +82,13 @@ class Row:
     rounded: float = 0.0
 
 
-def write(folder: Path, row: Row) -> tuple[Path, Path]:
+def write(folder: Path, row: Row, shape: Mapping[str, object] = SHAPE) -> tuple[Path, Path]:
     """Write a checkpoint of the method, and one of plain numbers that says the same.
 
     Returns:
         The folders of both.
     """
-    plain, stored = write_llama(folder / "plain", SHAPE), folder / "stored"
+    plain, stored = write_llama(folder / "plain", shape), folder / "stored"
     tensors = {n: t for f in plain.glob("*.safetensors") for n, t in load_file(f).items()}
     for file in (*plain.glob("*.safetensors*"),):
         file.unlink()

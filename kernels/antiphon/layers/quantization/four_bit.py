@@ -45,6 +45,8 @@ class _State(msgspec.Struct):
 class BitsAndBytesStorage:
     """Two weights to a byte, the high bits first, row after row; a magnitude for each 64.
 
+    Blocks go on from row to row: one may begin in the middle of an output.
+
     Attributes:
         kind: Of the table, which comes with the weight.
         nested: The magnitudes are themselves bytes that stand for numbers, less their mean.
@@ -56,26 +58,28 @@ class BitsAndBytesStorage:
     def fields(self, outputs: int, inputs: int) -> Fields:
         """The table, what is said in words, the magnitudes, and the weight."""
         del outputs
-        divided(inputs, BLOCK, "inputs")
-        blocks = Axis("outputs", 1, inputs // BLOCK)
+        blocks = Axis("outputs", BLOCK, inputs)
         fields = [
             Field(".weight.quant_map", (16,), F32),
             Field(f".weight.quant_state.bitsandbytes__{self.kind}", (ANY,), BYTES),
             Field(".weight.absmax", (blocks,), BYTES if self.nested else F32),
         ]
         if self.nested:
-            scales = Axis("outputs", NESTED_BLOCK, inputs // BLOCK)
+            scales = Axis("outputs", NESTED_BLOCK * BLOCK, inputs)
             fields.insert(0, Field(".weight.nested_absmax", (scales,), F32))
             fields.insert(0, Field(".weight.nested_quant_map", (256,), F32))
         # One after another, so that an output is made whole with all its inputs.
         row = Axis("inputs", inputs)
-        return (*fields, Field(".weight", (Axis("outputs", 1, inputs // 2), row), BYTES))
+        return (*fields, Field(".weight", (Axis("outputs", 2, inputs), row), BYTES))
 
     def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What the table says times the magnitude of its block, in float32."""
-        codes = halves(stored[".weight"].flatten(), high_first=True)
-        wide = looked_up(codes, stored[".weight.quant_map"]).view(-1, BLOCK)
-        return wide.mul_(self._magnitudes(stored)[:, None]).view(outputs, inputs)
+        codes = halves(stored[".weight"].flatten(), high_first=True)[: outputs * inputs]
+        wide, magnitudes = looked_up(codes, stored[".weight.quant_map"]), self._magnitudes(stored)
+        full = len(wide) // BLOCK
+        wide[: full * BLOCK].view(full, BLOCK).mul_(magnitudes[:full, None])
+        wide[full * BLOCK :].mul_(magnitudes[full:])
+        return wide.view(outputs, inputs)
 
     def _magnitudes(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Of each block, (blocks,) float32.
