@@ -7,16 +7,19 @@ schema. Each rule here was found by trying; a compiler that learns more may lose
 from __future__ import annotations
 
 import re
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.model_worker.grammar.formats import SPELLED
+from antiphon.model_worker.grammar.kinds import Kinds, type_of, types_named
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+    from antiphon.wire.schemas import Json
 
 DEPTH_MAX = 100
 """Deepest nesting of schemas."""
@@ -44,10 +47,22 @@ def hold(schema: Json) -> None:
     Raises:
         InvalidRequest: It is no schema, or one of its words would not be held; says which.
     """
-    for path, part in list(_parts(schema, "#")):
-        for word, reason in _refusals(part):
-            raise InvalidRequest(f"grammar: {path}: {word} {reason}", param="grammar")
-        _spell_lengths(part)
+    kinds = Kinds(schema)
+    seen: set[int] = set()
+    waiting: list[tuple[str, Json]] = [("#", schema)]
+    while waiting:
+        place, whole = waiting.pop()
+        if id(whole) in seen:
+            continue
+        for path, part in list(_parts(whole, place)):
+            seen.add(id(part))
+            for word, reason in _refusals(part, kinds):
+                raise InvalidRequest(f"grammar: {path}: {word} {reason}", param="grammar")
+            _spell(part)
+            reference = part.get("$ref")
+            if isinstance(reference, str):
+                # It may stand under a word that is none of JSON Schema's.
+                waiting.append((reference, kinds.at(reference)))
 
 
 def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Json]]]:
@@ -75,11 +90,15 @@ def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[
             yield from _parts(part, place, depth + 1)
 
 
-def _refusals(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
+def _refusals(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
     for word, value in schema.items():
         if word in _NEVER or (word == "uniqueItems" and value is True):
             yield word, "is not supported"
+    if "$id" in schema and not kinds.is_root(schema):
+        yield "$id", "is supported at the top only"
     yield from _alone(schema)
+    yield from _typed(schema, kinds)
+    yield from _one_of(schema, kinds)
     yield from _untyped(schema)
     yield from _numbers(schema)
     yield from _strings(schema)
@@ -91,7 +110,9 @@ def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
     deciding = [word for word in _DECIDING if word in schema]
     if not deciding:
         return
-    beside = [word for word in schema if word in _OF_TYPE and word != deciding[0]]
+    beside = [word for word in schema if word in _OF_TYPE]
+    if _format(schema) and deciding[0] not in ("const", "enum"):
+        beside.append("format")  # of values that are listed it is a remark
     for word in deciding[1:] + beside:
         yield word, f"beside {deciding[0]} is not supported"
     for word in deciding:
@@ -104,10 +125,46 @@ def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
         yield "allOf", "of several schemas is not supported"
 
 
+def _typed(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
+    """Of a type beside a word that decides alone, nothing is heard: it must say nothing new."""
+    if "type" not in schema:
+        return
+    types, values = types_named(schema["type"]), schema.get("enum")
+    if not types:
+        yield "type", "names none"
+    if isinstance(values, list) and types:
+        schema["enum"] = values = [value for value in values if type_of(value) in types]
+        if not values:
+            yield "enum", "has no value of the type"
+    elif any(word in schema for word in _DECIDING) and not kinds.types(schema) <= types:
+        yield "type", "does not hold of all that stands beside it"
+
+
+def _one_of(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
+    """What is written is of any part: no two of them may hold at once.
+
+    A tag that tells two parts apart is made one that each of them has.
+    """
+    parts = schema.get("oneOf")
+    if not isinstance(parts, list):
+        return
+    for one, other in combinations(parts, 2):
+        if kinds.apart(one, other):
+            continue
+        name = kinds.tag(one, other)
+        if name is None:
+            yield "oneOf", "is supported where no two parts can hold at once; anyOf may fit"
+            return
+        kinds.require(one, name)
+        kinds.require(other, name)
+
+
 def _untyped(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
     """Without a type most words are passed over."""
     if "type" in schema or any(word in schema for word in _DECIDING):
         return
+    if _format(schema):
+        yield "format", 'needs "type": "string"'
     for word, type_ in _OF_TYPE.items():
         if word in schema and not any(inferring in schema for inferring in _INFERRING[type_]):
             yield word, f'needs "type": "{type_}"'
@@ -124,13 +181,12 @@ def _numbers(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
 
 
 def _strings(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
-    format_ = schema.get("format")
-    held = isinstance(format_, str) and format_ in _FORMATS
-    shaping = ["pattern"] * ("pattern" in schema) + ["format"] * held
+    format_ = _format(schema)
+    shaping = ["pattern"] * ("pattern" in schema) + ["format"] * (format_ is not None)
     lengths = [word for word in ("minLength", "maxLength") if word in schema]
     for word in (shaping[:1] and lengths) + shaping[1:]:
         yield word, f"beside {shaping[0]} is not supported"
-    if held and format_ in _UNQUOTED_FORMATS:
+    if format_ in _UNQUOTED_FORMATS:
         yield f'"format": "{format_}"', "is not supported"
     patterns = schema.get("patternProperties")
     for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
@@ -141,11 +197,25 @@ def _strings(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
             yield "pattern", "may not name quotes, backslashes and control characters"
 
 
-def _spell_lengths(schema: dict[str, Json]) -> None:
-    """Say the length of strings by a pattern.
+def _format(schema: dict[str, Json]) -> str | None:
+    """The format that a schema asks for, if it is one that is held."""
+    format_ = schema.get("format")
+    return format_ if isinstance(format_, str) and format_ in _FORMATS else None
+
+
+def _spell(schema: dict[str, Json]) -> None:
+    """Say the length of strings, and some of their formats, by a pattern.
 
     By its own words the compiler lets control characters into them, which no JSON string has.
+    Nor does it know its own `true` among the first items.
     """
+    first = schema.get("prefixItems")
+    if isinstance(first, list):
+        schema["prefixItems"] = [{} if part is True else part for part in first]
+    format_ = _format(schema)
+    if format_ in SPELLED and "type" in schema:
+        del schema["format"]
+        schema["pattern"] = SPELLED[format_]
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if isinstance(least, int) and (isinstance(most, int) or most == "") and (least or most != ""):
         schema.pop("minLength", None)
@@ -159,10 +229,27 @@ def _objects(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
         for name in required:
             if not isinstance(name, str) or name not in properties:
                 yield f"required {name!r}", "must be among the properties"
+    patterns = schema.get("patternProperties")
     if properties:
         for word in ("patternProperties", "propertyNames"):
             if word in schema:
                 yield word, "beside properties is not supported"
+    if isinstance(patterns, dict) and len(patterns) > 1:
+        # A name may match more than one of them, and is held to one.
+        yield "patternProperties", "of several patterns is not supported"
+    if _names_repeat(schema):
+        # A name that comes twice counts twice, and is one to whoever reads the answer.
+        yield "minProperties", "is not supported where names are free"
+
+
+def _names_repeat(schema: dict[str, Json]) -> bool:
+    """Whether names that are not listed have to make up for more than one property."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    free = not schema.get("properties") or bool(
+        schema.get("additionalProperties") or schema.get("unevaluatedProperties")
+    )
+    listed = len(required) if isinstance(required, list) else 0
+    return free and isinstance(least, int) and least > listed + 1
 
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})

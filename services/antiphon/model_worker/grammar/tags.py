@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from antiphon.model_worker.grammar.schema import (
-    DEPTH_MAX,
-    PATTERN_MAX,
-    Json,
-    hold,
-    read_json,
-)
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.grammar.schema import DEPTH_MAX, PATTERN_MAX, hold, read_json
 from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.wire.schemas import Json
 
 RULES_MAX = 32_768
 """Longest text of rules, for the reason of `PATTERN_MAX`."""

@@ -51,21 +51,25 @@ def speak(
     tokens_max: int = 400,
     hurry: float = 0.02,
     closers: bytes = b'"]}',
+    often: bytes = b"",
 ) -> Said:
     """Draw allowed tokens, each as likely as any other, until an end.
 
     `hurry` is how much likelier with each token the end is, or else one of `closers`: by chance
-    alone an array of arrays seldom ends.
+    alone an array of arrays seldom ends. Every other token is one of `often`, where it may.
     """
     random = np.random.default_rng(seed)
     ends = {id_ for id_, token in enumerate(vocabulary.tokens) if not token}
     closing = {vocabulary.tokens.index(bytes([byte])) for byte in closers}
+    short = {vocabulary.tokens.index(bytes([byte])) for byte in often}
     said = Said(b"")
     for number in range(tokens_max):
         said.masks.append(None if guide.mask is None else guide.mask.tolist())
         ids = allowed(guide.mask, len(vocabulary.tokens))
         hurried = ends.intersection(ids) or closing.intersection(ids)
         hurries = hurried and random.random() < hurry * number
+        if short.intersection(ids) and not hurries and random.random() < 0.5:
+            ids = sorted(short.intersection(ids))
         token = int(random.choice(sorted(hurried) if hurries else ids))
         said.finish = guide.follow(token)
         if said.finish is not None:

@@ -112,6 +112,29 @@ def test_what_is_absurd_is_refused_with_a_reason(
         ({**OBJECT, "required": ["b"]}, "required 'b' must be among the properties"),
         ({**OBJECT, "patternProperties": {"x": {}}}, "patternProperties beside properties"),
         ({"type": "array", "items": [STRING]}, "#/items: not a schema"),
+        ({"type": "integer", "anyOf": [STRING]}, "type does not hold of all that stands beside it"),
+        ({"type": "string", "const": 3}, "type does not hold"),
+        ({"type": "string", "enum": [3]}, "enum has no value of the type"),
+        ({"type": [], "enum": [3]}, "type names none"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "#: oneOf is supported where no two",
+        ),
+        ({"oneOf": [OBJECT, {"type": "object"}]}, "oneOf is supported where no two"),
+        ({"oneOf": [STRING, {"$ref": "#/$defs/x"}], "$defs": {"x": {}}}, "oneOf is supported"),
+        ({"$ref": "#/x/y", "x": {"y": {"not": {}}}}, "#/x/y: not is not supported"),
+        ({"items": {"$id": "https://other", "type": "string"}}, r"\$id is supported at the top"),
+        ({"format": "date"}, 'format needs "type": "string"'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": STRING}, "format": "date"}, "format beside .ref"),
+        ({"type": "object", "minProperties": 2}, "minProperties is not supported where names are"),
+        (
+            {**OBJECT, "additionalProperties": STRING, "minProperties": 2},
+            "minProperties is not supported where names are free",
+        ),
+        (
+            {"type": "object", "patternProperties": {"^a": {}, "b$": {}}},
+            "patternProperties of several patterns",
+        ),
     ],
 )
 def test_a_schema_that_an_answer_could_break_is_refused(schema: object, message: str) -> None:
@@ -129,7 +152,22 @@ def test_a_schema_that_an_answer_could_break_is_refused(schema: object, message:
         {"enum": [{"not": 1, "minLength": 2}, "uniqueItems"]},
         {"type": "string", "enum": ["a", "b"], "default": "a"},
         {"$ref": "#/$defs/a", "$defs": {"a": STRING}, "description": "d"},
-        {"type": "object", "oneOf": [OBJECT, {"type": "object", "properties": {"b": STRING}}]},
+        {"oneOf": [STRING, {"type": ["integer", "null"]}]},
+        {"oneOf": [{"const": "a"}, {"enum": ["b", 3]}]},
+        {
+            "type": "object",
+            "oneOf": [
+                {**OBJECT, "required": ["a"]},
+                {"type": "object", "properties": {"b": STRING}, "required": ["b"]},
+            ],
+        },
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"anyOf": [{"type": "null"}, {"type": "integer"}]}],
+            "$defs": {"a": STRING},
+        },
+        {"type": ["string", "null"], "anyOf": [STRING, {"type": "null"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, STRING]}}},
+        {**OBJECT, "required": ["a"], "additionalProperties": STRING, "minProperties": 2},
         {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": STRING}},
         {"type": "integer", "multipleOf": 5},
         {**STRING, "pattern": r'^[^"\\\n]+$'},
@@ -155,6 +193,34 @@ def test_the_length_of_a_string_is_said_by_a_pattern(lengths: dict[str, int], co
     assert schema_of({**STRING, **lengths}) == {**STRING, "pattern": pattern}
 
 
+def test_of_an_enum_beside_a_type_the_values_of_the_type_are_left() -> None:
+    schema = {"type": ["string", "integer"], "enum": ["a", 1, 2.0, 2.5, None, True, ["a"]]}
+    assert schema_of(schema) == {**schema, "enum": ["a", 1, 2.0]}
+
+
+def test_a_tag_that_tells_the_parts_of_a_union_apart_is_always_written() -> None:
+    def part(kind: str) -> dict[str, object]:
+        return {"type": "object", "properties": {"a": STRING, "kind": {"const": kind}}}
+
+    whole = {"oneOf": [{"$ref": "#/$defs/x"}, part("y")], "$defs": {"x": part("x")}}
+    assert schema_of(whole) == {
+        "oneOf": [{"$ref": "#/$defs/x"}, {**part("y"), "required": ["kind"]}],
+        "$defs": {"x": {**part("x"), "required": ["kind"]}},
+    }
+
+
+def test_unions_of_unions_are_read_in_no_time() -> None:
+    """Each level asks the one below twice, which would be two to the power of the levels."""
+
+    def level(number: int) -> dict[str, object]:
+        return {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2}
+
+    levels = {str(number): level(number) for number in range(200)} | {"200": STRING}
+    union = {"oneOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/1"}], "$defs": levels}
+    with pytest.raises(InvalidRequest, match="oneOf is supported"):
+        schema_of(union)
+
+
 def test_white_space_has_a_bound_in_tags_that_do_not_say() -> None:
     def content(**more: object) -> dict[str, object]:
         return {"type": "json_schema", "json_schema": OBJECT, **more}
@@ -173,6 +239,7 @@ WORDS = [
     *("type", "format", "pattern", "minLength", "maxLength", "minimum", "multipleOf", "items"),
     *("prefixItems", "properties", "required", "additionalProperties", "patternProperties"),
     *("propertyNames", "enum", "const", "anyOf", "allOf", "$ref", "$defs", "json_schema"),
+    *("oneOf", "$id", "minProperties", "#/$defs/a", "#/items", "x"),
     *("structures", "triggers", "elements", "content", "begin", "end", "style", "grammar", "tags"),
 ]
 NONSENSE = st.recursive(

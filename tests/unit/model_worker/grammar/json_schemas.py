@@ -1,0 +1,254 @@
+"""Random JSON schemas of every word that JSON Schema has, well-formed and otherwise by chance.
+
+Words that nobody can hold come too, and words in company in which they mean something else: what
+is compiled must be held, and the rest refused.
+
+Source of the words: JSON Schema, draft 2020-12, core and validation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.unit.model_worker.grammar.schemas import random_pattern
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Sequence
+
+Schema = dict[str, object] | bool
+
+NAMES = ("a", "b", "c", "name", "größe", "x y", 'q"', "世")
+"""Short ones, so that names which are made up meet them."""
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+PATTERNS = ("^[a-c]{1,3}$", r"^\d{2}-\d{2}$", "^(ja|nein|世界)$", "^[^a-m]{1,4}$", "ab", "^a|b$")
+FORMATS = ("date", "time", "date-time", "email", "ipv4", "uuid", "uri", "a note of mine")
+WORDS = ("red", 'with "quotes"', "ünï", "👋🏽", "", "\n", 0, 3, -7, 2.5, None, True, {"a": [1]}, [])
+REMARKS = {"title": "T", "description": 'Says { and " and ünï.', "default": None, "examples": [3]}
+DEFINED_MAX = 3
+
+
+def random_json_schema(dice: random.Random, depth: int = 3) -> Schema:
+    """A schema with whatever it refers to. Each can be satisfied at every point of recursion."""
+    return _Schemas(dice).whole(depth)
+
+
+class _Schemas:
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._defined: dict[str, object] = {}
+
+    def whole(self, depth: int) -> Schema:
+        for number in range(self._dice.randint(0, DEFINED_MAX)):
+            self._defined[f"d{number}"] = self._recursive(f"d{number}", depth - 1)
+        schema = self._schema(depth)
+        whole = {} if isinstance(schema, bool) else schema  # some doors take objects only
+        return {**whole, "$defs": self._defined} if self._defined else whole
+
+    def _recursive(self, name: str, depth: int) -> Schema:
+        """A schema that others refer to, and that may refer to itself where it need not."""
+        if self._chance(0.6):
+            return self._schema(depth)
+        itself: Schema = {"$ref": f"#/$defs/{name}"}
+        ways: list[Schema] = [
+            {
+                "type": "object",
+                "properties": {"a": self._schema(0), "b": itself},
+                "required": ["a"],
+            },
+            {"type": "array", "items": itself, "maxItems": 2},
+            {"anyOf": [self._schema(0), {"type": "array", "items": itself, "maxItems": 2}]},
+        ]
+        return self._dice.choice(ways)
+
+    def _schema(self, depth: int) -> Schema:
+        kinds: list[Callable[[int], Schema]] = [
+            *(self._string, self._integer, self._number, self._simple, self._words, self._several)
+        ]
+        if self._defined:
+            kinds.append(self._reference)
+        if depth > 0:
+            kinds += [self._object] * 4 + [self._array] * 3 + [self._map, self._combined]
+        schema = self._dice.choice(kinds)(depth - 1)
+        return self._seasoned(schema, depth - 1)
+
+    def _seasoned(self, schema: Schema, depth: int) -> Schema:
+        """Add remarks often, and a word of any kind now and then."""
+        if isinstance(schema, bool):
+            return schema
+        if self._chance(0.1):
+            schema = {**schema, **dict(self._dice.sample(sorted(REMARKS.items()), 2))}
+        if self._chance(0.04):
+            word, make = self._dice.choice(sorted(self._strangers(depth).items()))
+            schema = {word: make(), **schema}
+        return schema
+
+    def _strangers(self, depth: int) -> dict[str, Callable[[], object]]:
+        """Words for any schema, whatever it is."""
+        dice = self._dice
+
+        def inner() -> object:
+            return self._schema(min(depth, 0))
+
+        return {
+            "type": lambda: dice.choice(TYPES),
+            "enum": lambda: dice.sample(WORDS, 3),
+            "const": lambda: dice.choice(WORDS),
+            "multipleOf": lambda: dice.choice([2, 5, 0.5]),
+            "minimum": lambda: dice.randint(-9, 9),
+            "exclusiveMaximum": lambda: dice.randint(-9, 9),
+            "minLength": lambda: dice.randint(0, 4),
+            "pattern": lambda: dice.choice(PATTERNS),
+            "format": lambda: dice.choice(FORMATS),
+            "required": lambda: [dice.choice(NAMES)],
+            "properties": lambda: {dice.choice(NAMES): inner()},
+            "additionalProperties": inner,
+            "patternProperties": lambda: {"^a": inner()},
+            "propertyNames": lambda: {"maxLength": 2},
+            "minProperties": lambda: dice.randint(0, 3),
+            "maxProperties": lambda: dice.randint(0, 3),
+            "dependentRequired": lambda: {"a": ["b"]},
+            "dependentSchemas": lambda: {"a": {"required": ["b"]}},
+            "unevaluatedProperties": inner,
+            "items": inner,
+            "prefixItems": lambda: [inner()],
+            "minItems": lambda: dice.randint(0, 3),
+            "maxItems": lambda: dice.randint(0, 3),
+            "uniqueItems": lambda: dice.choice([True, False]),
+            "contains": inner,
+            "minContains": lambda: 1,
+            "unevaluatedItems": inner,
+            "not": inner,
+            "if": inner,
+            "then": inner,
+            "else": inner,
+            "anyOf": lambda: [inner(), inner()],
+            "oneOf": lambda: [inner(), inner()],
+            "allOf": lambda: [inner(), inner()],
+            "$anchor": lambda: f"anchor{dice.randint(0, 10**9)}",
+            "contentEncoding": lambda: "base64",
+            "x-note": lambda: 3,
+        }
+
+    def _string(self, _: int) -> Schema:
+        dice, schema = self._dice, dict[str, object]({"type": "string"})
+        match dice.choice(["plain", "length", "length", "pattern", "pattern", "format"]):
+            case "length":
+                least = dice.randint(0, 3)
+                lengths = {"minLength": least, "maxLength": least + dice.randint(0, 6)}
+                schema |= dict(dice.sample(sorted(lengths.items()), dice.randint(1, 2)))
+            case "pattern":
+                random_one = f"^({random_pattern(dice, 2)})$"
+                schema["pattern"] = dice.choice([*PATTERNS, random_one])
+            case "format":
+                schema["format"] = dice.choice(FORMATS)
+            case _:
+                pass
+        return schema
+
+    def _integer(self, _: int) -> Schema:
+        if self._chance(0.15):
+            return {"type": "integer", "multipleOf": self._dice.choice([2, 5, 10])}
+        return {"type": "integer", **self._bounds(lambda: self._dice.randint(-300, 300))}
+
+    def _number(self, _: int) -> Schema:
+        return {"type": "number", **self._bounds(lambda: self._dice.randint(-900, 900) / 8)}
+
+    def _bounds(self, draw: Callable[[], float]) -> dict[str, object]:
+        low, high = sorted((draw(), draw()))
+        lower = {self._dice.choice(["minimum", "exclusiveMinimum"]): low}
+        upper = {self._dice.choice(["maximum", "exclusiveMaximum"]): high + 2}
+        return {**(lower if self._chance(0.6) else {}), **(upper if self._chance(0.6) else {})}
+
+    def _simple(self, _: int) -> Schema:
+        return self._dice.choice([{"type": "boolean"}, {"type": "null"}, {"const": "c"}, True, {}])
+
+    def _words(self, _: int) -> Schema:
+        if self._chance(0.3):
+            return {"const": self._dice.choice(WORDS)}
+        return {"enum": self._dice.sample(WORDS, self._dice.randint(1, 4))}
+
+    def _several(self, depth: int) -> Schema:
+        """One of two types, most often null: the words of one may stand beside the other."""
+        dice = self._dice
+        first = dice.choice([self._string, self._integer, self._number])(depth)
+        assert isinstance(first, dict)
+        second = "null" if self._chance(0.6) else dice.choice(TYPES)
+        return first if first["type"] == second else {**first, "type": [first["type"], second]}
+
+    def _reference(self, _: int) -> Schema:
+        return {"$ref": f"#/$defs/{self._dice.choice(sorted(self._defined))}"}
+
+    def _object(self, depth: int) -> Schema:
+        dice = self._dice
+        names = dice.sample(NAMES, dice.randint(1, 4))
+        schema: dict[str, object] = {
+            "type": "object",
+            "properties": {name: self._schema(depth) for name in names},
+        }
+        if self._chance(0.8):
+            schema["required"] = [name for name in names if self._chance(0.6)]
+        if self._chance(0.7):
+            schema["additionalProperties"] = self._chance(0.15) or self._schema_or_false(depth)
+        if self._chance(0.1):
+            schema[dice.choice(["minProperties", "maxProperties"])] = dice.randint(0, 4)
+        return schema
+
+    def _schema_or_false(self, depth: int) -> Schema:
+        return self._schema(depth) if self._chance(0.2) else False
+
+    def _map(self, depth: int) -> Schema:
+        dice = self._dice
+        shapes: Sequence[dict[str, object]] = (
+            {"additionalProperties": self._schema(depth)},
+            {"patternProperties": {dice.choice(PATTERNS): self._schema(depth)}},
+            {"propertyNames": {"enum": dice.sample(NAMES, 3)}},
+            {"propertyNames": {"pattern": "^[a-c]$"}, "additionalProperties": self._schema(depth)},
+            {},
+        )
+        schema = {"type": "object", **dice.choice(shapes)}
+        for word, least in (("minProperties", 0), ("maxProperties", 2)):
+            if self._chance(0.2):
+                schema[word] = least + dice.randint(0, 2)
+        return schema
+
+    def _array(self, depth: int) -> Schema:
+        dice, schema = self._dice, dict[str, object]({"type": "array"})
+        if self._chance(0.2):
+            schema["prefixItems"] = [self._schema(depth) for _ in range(dice.randint(1, 3))]
+            if self._chance(0.5):
+                schema["items"] = self._schema_or_false(depth)
+        elif self._chance(0.9):
+            schema["items"] = self._schema(depth)
+        least = dice.randint(0, 3)
+        if self._chance(0.4):
+            schema["minItems"] = least
+        if self._chance(0.7):
+            schema["maxItems"] = least + dice.randint(0, 2)
+        if self._chance(0.03):
+            schema["uniqueItems"] = True
+        return schema
+
+    def _combined(self, depth: int) -> Schema:
+        dice = self._dice
+        parts = [self._schema(depth) for _ in range(dice.randint(1, 3))]
+        match dice.choice(["anyOf", "anyOf", "anyOf", "nullable", "oneOf", "tagged", "allOf"]):
+            case "nullable":
+                return {"anyOf": [parts[0], {"type": "null"}]}
+            case "tagged":
+                return {"oneOf": [self._tagged(tag, depth) for tag in ("x", "y")]}
+            case "allOf":
+                return {"allOf": parts[: dice.choice([1, 1, 1, 2])]}
+            case word:
+                return {word: parts}
+
+    def _tagged(self, tag: str, depth: int) -> Schema:
+        """What tools write for a union whose members say which they are."""
+        return {
+            "type": "object",
+            "properties": {"kind": {"const": tag}, "a": self._schema(depth)},
+            "required": ["kind", "a"],
+        }
+
+    def _chance(self, share: float) -> bool:
+        return self._dice.random() < share

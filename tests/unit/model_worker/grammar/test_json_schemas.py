@@ -1,0 +1,76 @@
+"""What ends under a random JSON schema validates, by a validator that knows nothing of grammars."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.unit.model_worker.grammar.json_schemas import random_json_schema
+from tests.unit.model_worker.grammar.speaker import guide_of, speak
+from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
+
+from antiphon.model_worker.grammar.matcher import CompiledGrammar
+from antiphon.model_worker.grammar.source import source_of
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.service.vocabulary import Vocabulary
+
+VOICES = 3
+SHORT = b'abc"0123456789-.:,{}[]\\ xT'
+"""What the values and names of the schemas are made of, so that they are met by chance."""
+
+
+Compile = Callable[[object], CompiledGrammar]
+
+
+@pytest.fixture(scope="module")
+def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+    compiler = compiler_of()
+    return lambda schema: compiler.compile(source_of(form_of(schema), 20))
+
+
+def compiled_or_refused(compiled: Compile, schema: object) -> CompiledGrammar | str:
+    """The grammar of a schema, or the reason why there is none."""
+    try:
+        return compiled(schema)
+    except InvalidRequest as error:
+        return error.message
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_ends_under_a_random_schema_validates(
+    seed: int, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    schema = random_json_schema(random.Random(seed))
+    grammar = compiled_or_refused(compiled, schema)
+    if isinstance(grammar, str):
+        assert REFUSALS.search(grammar), grammar
+        return
+    for voice in range(VOICES):
+        guide = guide_of(grammar, vocabulary)
+        said = speak(guide, vocabulary, seed=voice, tokens_max=1200, often=SHORT)
+        assert said.finish is not None, "it does not come to an end"
+        assert said.finish.reason is FinishReason.STOP
+        check(schema, said.text.decode())
+
+
+@pytest.mark.parametrize("format_", ["date", "time", "date-time", "ipv4", "uuid", "email"])
+def test_formats_are_read_by_whoever_reads_them(
+    format_: str, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    schema = {"type": "string", "format": format_}
+    grammar = compiled(schema)
+    for voice in range(40):
+        said = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice)
+        check(schema, said.text.decode())
+        if format_ == "date-time":
+            datetime.fromisoformat(json.loads(said.text))
+        if format_ == "time":
+            datetime.fromisoformat(f"2000-01-01T{json.loads(said.text)}")
