@@ -6,7 +6,6 @@ The only module that imports it: torch and transformers come along, and take a s
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.plan import Ints
@@ -123,16 +122,20 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         """See `GrammarState`."""
-        with _blaming_the_grammar():
+        try:
             accepted = self._matcher.accept_token(token)
+        except _RAISED as error:
+            raise _blame(error) from error
         if accepted:
             self._utf8_states.append(self._utf8.after(self._utf8_states[-1], token))
         return accepted
 
     def fill(self, words: Ints) -> bool:
         """See `GrammarState`."""
-        with _blaming_the_grammar():
+        try:
             self._matcher.fill_next_token_bitmask(words[np.newaxis])
+        except _RAISED as error:
+            raise _blame(error) from error
         words &= self._utf8.masks[self._utf8_states[-1]]
         if not words.any():
             raise InvalidRequest("grammar: no token may come next", param="grammar")
@@ -151,14 +154,11 @@ def _readable(message: str) -> str:
     return plain if len(plain) <= _MESSAGE_MAX else f"{plain[:_MESSAGE_MAX]}…"
 
 
-@contextmanager
-def _blaming_the_grammar() -> Generator[None]:
+def _blame(error: Exception) -> InvalidRequest:
     """Let whatever the matcher raises over one request's text end that request, and no other."""
-    try:
-        yield
-    except (RuntimeError, ValueError, MemoryError) as error:
-        raise InvalidRequest(f"grammar: {error}", param="grammar") from error
+    return InvalidRequest(f"grammar: {error}", param="grammar")
 
 
+_RAISED = (RuntimeError, ValueError, MemoryError)
 _PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 _MESSAGE_MAX = 300

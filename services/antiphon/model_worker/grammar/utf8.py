@@ -32,9 +32,7 @@ class Utf8:
     """The bytes of each token, and which tokens may follow in each state. Never changes."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        self._tokens = tokens
-        self._next = _table()
-        ends = _ends(tokens, self._next)
+        self._ends = ends = _ends(tokens, _table())
         silent = np.array([not token for token in tokens])
         allowed = ends != _BROKEN
         allowed[1:, silent] = False  # nothing ends within a character
@@ -42,9 +40,7 @@ class Utf8:
 
     def after(self, state: int, token: int) -> int:
         """The state after a token."""
-        for byte in self._tokens[token]:
-            state = int(self._next[state, byte])
-        return state
+        return int(self._ends[state, token])
 
 
 def _table() -> NDArray[np.uint8]:
