@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
 
 
+Heard = Said | Finished
+"""What a client hears of a stream."""
+
+
 class Spoken(msgspec.Struct):
     """A choice of an answer that is told in one piece, as it grows."""
 
@@ -71,10 +75,16 @@ class Answer:
 
 
 class Chorus:
-    """Reads the streams of a client's prompts, which are numbered in their order."""
+    """Reads the streams of a client's prompts, which are numbered in their order.
+
+    Attributes:
+        error: What one of them has ended with, once that was taken: it ends them all.
+    """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.streams = streams
+        self.error: EngineError | None = None
+        self._unended = len(streams)
         self._bell = Bell()
         for stream in streams:
             stream.bell = self._bell
@@ -82,25 +92,26 @@ class Chorus:
     @property
     def ended(self) -> bool:
         """Whether every request has its terminal, and all before it was taken."""
-        return all(stream.ended is not None and not stream.waiting for stream in self.streams)
+        return not self._unended
 
-    @property
-    def error(self) -> EngineError | None:
-        """What one of them has ended with: it ends them all."""
-        ends = (stream.ended for stream in self.streams if not stream.waiting)
-        return next((end.error for end in ends if end is not None and end.error is not None), None)
+    async def take(self) -> list[tuple[int, list[Heard]]]:
+        """Wait for what a client hears; return all there is, by prompt.
 
-    async def take(self) -> list[tuple[int, list[StreamEvent]]]:
-        """Wait for events that a client hears of; return all there are, by prompt."""
+        Nothing only if there was none before all have ended, or one of them with an error.
+        """
         while True:
-            taken = [(prompt, _heard(stream)) for prompt, stream in enumerate(self.streams)]
-            taken = [(prompt, events) for prompt, events in taken if events]
-            if taken or self.ended:
+            taken = [
+                (prompt, events)
+                for prompt, stream in enumerate(self.streams)
+                if stream.waiting and (events := self._heard(stream))
+            ]
+            if taken or self.ended or self.error is not None:
                 return taken
             await self._bell.wait()
 
-
-def _heard(stream: Stream) -> list[StreamEvent]:
-    if not stream.waiting:
-        return []
-    return [event for event in stream.rest() if isinstance(event, Said | Finished | Ended)]
+    def _heard(self, stream: Stream) -> list[Heard]:
+        events = stream.rest()
+        if isinstance(last := events[-1], Ended):
+            self._unended -= 1
+            self.error = self.error or last.error
+        return [event for event in events if isinstance(event, Said | Finished)]

@@ -20,7 +20,7 @@ from antiphon.gateway.http import fields
 from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
 from antiphon.gateway.http.sse import CONTENT_TYPE
-from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.owner.actions import Said
 from antiphon.gateway.together import together
 from antiphon.wire.errors import EngineError
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 
     from antiphon.gateway.ask import Ask
+    from antiphon.gateway.chorus import Heard
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.entrance import Entrance
     from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.fields import Refused
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.metrics import GatewayMetrics
-    from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.stream import Stream
 
-    Taken = list[tuple[int, list[StreamEvent]]]
+    Taken = list[tuple[int, list[Heard]]]
     VoiceOf = Callable[[Sequence[Stream]], Awaitable[Voice]]
     Write = Callable[[bytes], Awaitable[None]]
 
@@ -254,7 +254,7 @@ class Answering:
     async def _tell(self, request: web.Request, chorus: Chorus, voice: Voice) -> web.StreamResponse:
         """Write events as they come. What fails before the first one has a status of its own."""
         taken = await chorus.take()
-        if chorus.error is not None and not _heard(taken):
+        if chorus.error is not None and not taken:
             raise chorus.error
         headers = {"Content-Type": voice.CONTENT_TYPE} | _STREAM | _named(chorus)
         response = web.StreamResponse(headers=headers)
@@ -280,22 +280,15 @@ class Answering:
         for prompt, events in taken:
             self._count(chorus.streams[prompt], events)
 
-    def _count(self, stream: Stream, events: Sequence[StreamEvent]) -> None:
+    def _count(self, stream: Stream, events: Sequence[Heard]) -> None:
         for event in events:
             if isinstance(event, Said):
                 self._driver.read(stream, event)
 
 
-def _heard(taken: Taken) -> bool:
-    return any(isinstance(event, Said | Finished) for _, events in taken for event in events)
-
-
 async def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
     """Put all that waits into one piece: one write, however many steps have passed."""
-    told = b"".join(
-        voice.chunks(prompt, [event for event in events if isinstance(event, Said | Finished)])
-        for prompt, events in taken
-    )
+    told = b"".join([voice.chunks(prompt, events) for prompt, events in taken])
     if chorus.error is None and not chorus.ended:
         return told
     return told + await _last_words(chorus, voice)

@@ -188,12 +188,12 @@ class Request:
             return
         if not choice.joins(row):
             return
+        offset = choice.bytes_shown  # where what is new begins, whatever was said again before it
         text = choice.place(row.text_offset, row.text)
         details = choice.place_details(row.details)
         if row.usage is not None:
             self.usage = row.usage
         if text or details:
-            offset = choice.bytes_shown - len(text.encode())
             yield Said(row.choice, offset, text, row.usage, details)
         if row.finish_reason is not None:
             choice.finished = True

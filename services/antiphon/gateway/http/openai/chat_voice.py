@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream import Stream
 
+_NUL = "\0"
+"""Stands where the text will; no name of a model or an answer is this."""
+
 
 class ChatVoice(OpenAiVoice):
     """POST /v1/chat/completions."""
@@ -56,6 +59,8 @@ class ChatVoice(OpenAiVoice):
         super().__init__(header, streams, telling, cached=cached)
         inside = streams[0].inside
         self._speeches = [Speech(telling.hearing, inside=inside) for _ in range(telling.choices)]
+        self._bare = not (telling.logprobs or telling.usage_always or telling.hidden or telling.ids)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object with all choices."""
@@ -108,7 +113,10 @@ class ChatVoice(OpenAiVoice):
     def _chunk(self, said: Said | Finished) -> bytes:
         speech = self._speeches[said.choice]
         if isinstance(said, Said):
-            deltas = list(map(_delta, speech.feed(said.text)))
+            events = speech.feed(said.text)
+            if self._bare and len(events) == 1 and isinstance(events[0], Content):
+                return self._content(said.choice, events[0].text)
+            deltas = list(map(_delta, events))
             return self._said(said, [delta for delta in deltas if delta is not None])
         rest = (_delta(event) for event in speech.end())
         told = [
@@ -123,6 +131,19 @@ class ChatVoice(OpenAiVoice):
             matched_stop=said.matched_stop,
         )
         return b"".join([*told, self._event(end)])
+
+    def _content(self, index: int, text: str) -> bytes:
+        """A chunk of content and nothing else, which nearly all are.
+
+        From one to the next only the text differs: the rest is written once a choice.
+        """
+        if index not in self._frames:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=_NUL))
+            before, gap, after = self._event(choice).partition(msgspec.json.encode(_NUL))
+            assert gap, "a chunk without its text"
+            self._frames[index] = (before, after)
+        before, after = self._frames[index]
+        return before + msgspec.json.encode(text) + after
 
     def _said(self, said: Said, deltas: list[Delta]) -> bytes:
         """A chunk for each delta: the first tells of the tokens, the last of the usage."""
