@@ -59,8 +59,9 @@ eval: setup  ## Score the embedded model, skill by skill
 train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
 	$(BIN)/python -m antiphon.model_worker.training.train $(ARGS)
 
-bench: setup  ## What the services add: latency hop by hop, and processor time
+bench: setup  ## What the services add: latency hop by hop, processor time, 128 streams at once
 	$(BIN)/python -m tests.bench $(ARGS)
+	$(BIN)/python -m tests.bench.crowd
 
 bench-micro: setup  ## What planning, the prefix tree and the worker's messages cost a step
 	$(BIN)/pytest -q tests/bench/micro $(ARGS)
@@ -80,10 +81,11 @@ bench-steps: setup  ## One step: deterministic and not, what is beside the layer
 	$(BIN)/python -m tests.bench.kernels.steps --json tests/bench/results/steps.json $(ARGS)
 	$(BIN)/python -m tests.bench.peers --page-only
 
-bench-engine: setup  ## Shared prefixes with the cache and without; decode beside 2,000 that wait; int8
+bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that wait; int8; grammars
 	$(BIN)/python -m tests.bench.serving.radix
 	$(BIN)/python -m tests.bench.serving.waiting
 	$(BIN)/python -m tests.bench.serving.int8
+	$(BIN)/python -m tests.bench.serving.grammar
 	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'

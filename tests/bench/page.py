@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 from tests.bench import loading
+from tests.bench.crowd.report import Crowd, CrowdReport
 from tests.bench.kernels import attention, step_report
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.report import PeersReport, Result, Row, rows
@@ -66,6 +68,25 @@ WAITING_HEAD = """
 
 Decode of 64 requests, alone and with 2,000 waiting in the worker: medians of {pairs} pairs.
 """
+GRAMMAR_HEAD = """
+## Grammars
+
+Decode of 16 at a time, 128 tokens each drawn by chance, with a JSON schema that does not end and
+without one: medians of {pairs} pairs, whose order alternates. On a CPU a step waits for its masks,
+and all that they take is seen: [tests/bench/serving/grammar.py](../tests/bench/serving/grammar.py).
+"""
+CROWD_HEAD = """
+## Many streams
+
+{streams} chats streamed at a time over HTTP through one gateway, with a worker that says their
+tokens at a pace: every 20 ms one each, and as fast as the services take them. A gap is between two
+events of a stream, seen by the client; medians of {rounds} windows of 6 s. Broker, services and
+clients share the cores: [tests/bench/crowd](../tests/bench/crowd/__main__.py).
+"""
+CROWD_PROFILE = """
+Where the gateway's processor time goes, in percent of it:
+
+"""
 
 INT8_HEAD = """
 ## Int8 weights
@@ -107,6 +128,10 @@ def page(results: Path) -> str:
         parts += _loading(msgspec.json.decode(file.read_bytes(), type=loading.Report))
     if (file := results / "attention-fp8.json").exists():
         parts += _kept(msgspec.json.decode(file.read_bytes(), type=attention.Report))
+    if (file := results / "grammar.json").exists():
+        parts += _grammar(read(file))
+    if (file := results / "crowd.json").exists():
+        parts += _crowd(msgspec.json.decode(file.read_bytes(), type=CrowdReport))
     return "".join(parts)
 
 
@@ -304,6 +329,59 @@ def _kept(report: attention.Report) -> Iterable[str]:
 
 def _who(machine: Machine) -> str:
     return f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}"
+
+
+def _grammar(report: Report) -> Iterable[str]:
+    facts = report.facts
+    yield GRAMMAR_HEAD.format(pairs=len(report.runs) // 2) + "\n"
+    yield _where(report.machine, report.device) + "\n"
+    cost, least, most = (100 * facts[name] for name in ("cost", "cost_least", "cost_most"))
+    yield _markdown(
+        ("", ""),
+        (
+            ("without, tok/s", f"{facts['tokens_per_s_plain']:.1f}"),
+            ("with a schema, tok/s", f"{facts['tokens_per_s_schema']:.1f}"),
+            ("cost, pair by pair", f"**{cost:.1f} %** ({least:.1f} to {most:.1f})"),
+            ("following 16 tokens, of a step", f"{facts['walks_us']:.0f} us"),
+            ("of these, in the grammar", f"{facts['of_walks_accept_us']:.0f} us"),
+            ("of these, masks", f"{facts['of_walks_fill_us']:.0f} us"),
+            ("masks into the plan", f"{facts['into_the_plan_us']:.0f} us"),
+            ("masks into the logits", f"{facts['into_the_logits_us']:.0f} us"),
+        ),
+    )
+
+
+def _crowd(report: CrowdReport) -> Iterable[str]:
+    rounds = min(map(len, report.windows.values()))
+    yield CROWD_HEAD.format(streams=report.streams, rounds=rounds) + "\n"
+    machine = report.machine
+    yield f"{machine.cpu}, {machine.cores} cores, commit {machine.commit}.\n\n"
+    processes = list(next(iter(report.windows.values()))[0].percents)
+    yield _markdown(
+        ("worker", "events/s", "gap p50, ms", "gap p99, ms", "gateway, us an event", "% of a core"),
+        (_crowd_row(name, windows, processes) for name, windows in report.windows.items()),
+    )
+    yield CROWD_PROFILE
+    parts = sorted({part for profile in report.profiles.values() for part in profile.parts})
+    yield _markdown(
+        ("part", *report.profiles),
+        (
+            (part, *(f"{profile.parts.get(part, 0.0):.1f}" for profile in report.profiles.values()))
+            for part in parts
+        ),
+    )
+
+
+def _crowd_row(name: str, windows: Sequence[Crowd], processes: Sequence[str]) -> Sequence[str]:
+    shares = {each: median(window.percents[each] for window in windows) for each in processes}
+    return (
+        name,
+        f"{median(window.events_per_s for window in windows):.0f}",
+        f"{median(window.gaps_ms[0] for window in windows):.1f}",
+        f"{median(window.gaps_ms[2] for window in windows):.1f}",
+        f"{median(window.us_an_event for window in windows):.1f}",
+        ", ".join(f"{each} {share:.0f}" for each, share in shares.items()),
+    )
 
 
 def _where(machine: Machine, device: Device) -> str:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ECHO_WORKER = "antiphon.testing.echo_worker"
+GATEWAY = "antiphon.gateway"
 MODULES = {
     "scheduler-0": "antiphon.scheduler",
     "tokenizer-0": "antiphon.tokenizer",
     "detokenizer-0": "antiphon.detokenizer",
-    "gateway-0": "antiphon.gateway",
 }
 STOP_TIMEOUT_S = 30.0
 
@@ -42,8 +42,16 @@ class EchoStack:
 
 
 @contextmanager
-def echo_stack(nats_url: str, worker: str = ECHO_WORKER) -> Iterator[EchoStack]:
-    """Run five services on a broker until left; logs are JSON, for the breakdown."""
+def echo_stack(
+    nats_url: str, worker: str = ECHO_WORKER, gateway: str = GATEWAY
+) -> Iterator[EchoStack]:
+    """Run five services on a broker until left; logs are JSON, for the breakdown.
+
+    Args:
+        nats_url: The broker.
+        worker: The module that is run in the worker's place.
+        gateway: The module that is run as the gateway.
+    """
     port = free_port("127.0.0.1")
     settings = msgspec.convert(
         {
@@ -60,7 +68,7 @@ def echo_stack(nats_url: str, worker: str = ECHO_WORKER) -> Iterator[EchoStack]:
         environment = child_environment(settings)
         pids = {
             instance: stack.enter_context(_process(module, instance, config, logs, environment))
-            for instance, module in {"worker-0": worker, **MODULES}.items()
+            for instance, module in {"worker-0": worker, **MODULES, "gateway-0": gateway}.items()
         }
         url = f"http://127.0.0.1:{port}"
         probe = Stack(None, url, "", nats_url, logs, 0.0)  # pyright: ignore[reportArgumentType]

@@ -47,14 +47,19 @@ def measure(stack: EchoStack) -> ServicesCpu:
     return asyncio.run(_measure(stack))
 
 
+def used_s(pids: Mapping[str, int]) -> dict[str, float]:
+    """Processor time of each process since its start, user and system."""
+    return {name: _stat_s(Path(f"/proc/{pid}/stat").read_text()) for name, pid in pids.items()}
+
+
 async def _measure(stack: EchoStack) -> ServicesCpu:
     heard = [0]
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         clients = [group.create_task(_listen(session, stack.url, heard)) for _ in range(RUNNING)]
         await asyncio.sleep(SETTLE_S)
-        before, heard[0], began = _used_s(stack.pids), 0, time.perf_counter()
+        before, heard[0], began = used_s(stack.pids), 0, time.perf_counter()
         await asyncio.sleep(WINDOW_S)
-        after, events, took_s = _used_s(stack.pids), heard[0], time.perf_counter() - began
+        after, events, took_s = used_s(stack.pids), heard[0], time.perf_counter() - began
         for client in clients:
             client.cancel()
     shares = {
@@ -80,11 +85,6 @@ async def _listen(session: aiohttp.ClientSession, url: str, heard: list[int]) ->
             assert answer.status == 200, await answer.text()
             async for line in answer.content:
                 heard[0] += line.startswith(b"data: {")
-
-
-def _used_s(pids: Mapping[str, int]) -> dict[str, float]:
-    """Processor time of each process since its start, user and system."""
-    return {name: _stat_s(Path(f"/proc/{pid}/stat").read_text()) for name, pid in pids.items()}
 
 
 def _stat_s(line: str) -> float:

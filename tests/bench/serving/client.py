@@ -14,7 +14,7 @@ import msgspec
 from tests.bench.serving.timeline import Piece, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TIMEOUT_S = 900.0
 _DATA = b"data:"
@@ -80,15 +80,23 @@ class HttpTarget:
         chat: Ask `/v1/chat/completions`, through the model's template, instead of
             `/v1/completions`, which takes the text as it is. Needed for more than one turn.
         ignore_eos: Say so in the request; a server that refuses the field may end early.
+        more: Further fields of each request, or others in the place of ours.
     """
 
     def __init__(
-        self, url: str, model: str, *, chat: bool = False, ignore_eos: bool = True
+        self,
+        url: str,
+        model: str,
+        *,
+        chat: bool = False,
+        ignore_eos: bool = True,
+        more: Mapping[str, object] | None = None,
     ) -> None:
         self._url = f"{url}/v1/{'chat/completions' if chat else 'completions'}"
         self._model = model
         self._chat = chat
         self._ignore_eos = ignore_eos
+        self._more = dict(more or {})
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -131,6 +139,7 @@ class HttpTarget:
             **({"ignore_eos": True} if self._ignore_eos else {}),
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._more,
         }
 
 

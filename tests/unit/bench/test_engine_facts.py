@@ -11,7 +11,7 @@ from tests.bench.kernels.step_report import Case, Report, Result, read, write
 from tests.bench.page import page
 from tests.bench.peers.report import PeersReport
 from tests.bench.peers.rounds import Sample, Turn
-from tests.bench.serving import int8, radix, waiting
+from tests.bench.serving import grammar, int8, radix, waiting
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import RESULTS, Run
@@ -131,3 +131,19 @@ def test_the_page_shows_what_determinism_costs_a_step(tmp_path: Path) -> None:
     assert read(tmp_path / "steps.json") == report
     (line,) = (line for line in page(tmp_path).splitlines() if line.startswith("| 16 x 1"))
     assert "| +2.0% | 0.50 (5.0%) | 30.00 | 6.00 |" in line
+
+
+def test_what_a_grammar_costs_is_told_pair_by_pair() -> None:
+    rates = {"plain": (1000.0, 900.0, 1100.0), "schema": (980.0, 891.0, 1089.0)}
+    runs = [
+        msgspec.structs.replace(
+            run(f"{name} {pair}", 2.0, 0),
+            metrics=msgspec.structs.replace(measure([], one), output_tokens_per_s=rate),
+        )
+        for name, each in rates.items()
+        for pair, rate in enumerate(each)
+    ]
+    facts = grammar.facts(sorted(runs, key=lambda each: each.name.split()[1]))
+    assert facts["cost"] == pytest.approx(0.01)
+    assert facts["cost_most"] == pytest.approx(0.02)
+    assert facts["tokens_per_s_schema"] == 980.0

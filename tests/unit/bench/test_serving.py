@@ -91,12 +91,13 @@ async def test_a_refusal_is_a_failed_request_with_its_reason(
 ) -> None:
     fake, url = openai
     fake.refuses = True
-    async with HttpTarget(url, "m", ignore_eos=False) as target:
+    async with HttpTarget(url, "m", ignore_eos=False, more={"temperature": 1.0}) as target:
         (seen,) = await play(RandomLengths(5, 4).scripts(words, 1, 2), ClosedLoop(1), target)
     assert seen.error is not None
     assert "503" in seen.error
     assert "full" in seen.error
     assert "ignore_eos" not in fake.asked[0]
+    assert fake.asked[0]["temperature"] == 1.0
 
 
 async def test_nobody_at_the_door_is_a_failed_request(words: Vocabulary) -> None:

@@ -1,0 +1,150 @@
+"""Many clients in one process, which do nothing with an event but take its time.
+
+Sockets and no HTTP library: one that parses would take more of the two cores than the gateway.
+
+    python -m tests.bench.crowd.listeners PORT STREAMS
+
+It says `ready` when every stream has begun, measures from one line on its input to the next, and
+prints what it heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from typing import cast
+
+import msgspec
+import numpy as np
+import uvloop
+
+ANSWER_TOKENS = 800
+QUESTION = "What is there to say of a sky that is blue in the morning and red at night? " * 45
+"""Longer than the answer, which says its tokens again."""
+BODY = {
+    "model": "antiphon-small",
+    "stream": True,
+    "max_tokens": ANSWER_TOKENS,
+    "ignore_eos": True,
+    "messages": [{"role": "user", "content": QUESTION}],
+}
+_EVENT = b"data: {"
+_LAST = b"0\r\n\r\n"
+"""The end of a body in chunks; no chunk of events ends like this."""
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """What came between the two lines.
+
+    Attributes:
+        gaps_ms: Between two events of a stream, at the percentiles 50, 90, 99 and 100. Events that
+            came at once, as they do behind a hold-up, have none between them.
+        cpu_s: What listening took.
+    """
+
+    seconds: float
+    events: int
+    reads: int
+    gaps_ms: tuple[float, float, float, float]
+    cpu_s: float
+
+
+class Tally:
+    """What all listeners have heard since it was last emptied."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.refused = b""
+        self.events = 0
+        self.gaps: list[float] = []
+        self.since = time.perf_counter()
+
+    def empty(self) -> None:
+        """Begin anew."""
+        self.events, self.gaps, self.since = 0, [], time.perf_counter()
+
+
+class Listener(asyncio.Protocol):
+    """One client: asks, hears all of the answer, and asks again."""
+
+    def __init__(self, request: bytes, tally: Tally) -> None:
+        self._request = request
+        self._tally = tally
+        self._last_s = 0.0
+        self._begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        self._transport = cast("asyncio.Transport", transport)  # as which uvloop's does not count
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count."""
+        now = time.perf_counter()
+        tally = self._tally
+        if not self._begun:
+            self._begun = True
+            tally.begun += 1
+            if not data.startswith(b"HTTP/1.1 200"):
+                tally.refused = data
+        if count := data.count(_EVENT):
+            tally.events += count
+            if self._last_s:
+                # Of its first event only: those behind it in the same read came with it.
+                tally.gaps.append(now - self._last_s)
+            self._last_s = now
+        if data.endswith(_LAST):
+            self._last_s = 0.0
+            self._transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The gateway ends no connection by itself, and we close none before the end."""
+
+
+async def listen(port: int, streams: int) -> Heard:
+    """Open all streams and measure as the lines of standard input say."""
+    loop, tally = asyncio.get_running_loop(), Tally()
+    asked = request(port)
+    for _ in range(streams):
+        await loop.create_connection(lambda: Listener(asked, tally), "127.0.0.1", port)
+    while tally.begun < streams:  # noqa: ASYNC110  # events of raw sockets, no future to wait for
+        await asyncio.sleep(0.05)
+    assert not tally.refused, tally.refused
+    print("ready", flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    tally.empty()
+    began_s = _cpu_s()
+    await loop.run_in_executor(None, sys.stdin.readline)
+    seconds, used_s = time.perf_counter() - tally.since, _cpu_s() - began_s
+    gaps = np.array([*tally.gaps, *[0.0] * (tally.events - len(tally.gaps))]) * 1000
+    p50, p90, p99, most = (float(each) for each in np.percentile(gaps, (50, 90, 99, 100)))
+    return Heard(seconds, tally.events, len(tally.gaps), (p50, p90, p99, most), used_s)
+
+
+def request(port: int) -> bytes:
+    """What every client asks."""
+    body = json.dumps(BODY).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Listen, and print what was heard."""
+    port, streams = map(int, sys.argv[1:3])
+    heard = uvloop.run(listen(port, streams))
+    print(msgspec.json.encode(heard).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
