@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 from tests.simulation.hash_runner import HashRunner, next_token
@@ -20,7 +21,7 @@ from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
-from antiphon.wire.codec import pack_ids, unpack_ids
+from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -436,6 +437,31 @@ def test_a_prompt_that_other_weights_have_begun_is_begun_again(overlap: bool) ->
         stage.verify()
         assert told.cached_tokens == 0
         assert stage.runner.tokens - before >= len(prompt) - 20  # one chunk went with the order
+
+
+@both
+@pytest.mark.parametrize("interval", [1, 7])
+def test_each_token_is_told_with_the_weights_that_drew_it(overlap: bool, interval: int) -> None:
+    with staged(overlap=overlap) as stage:
+        stage.batching.limits = msgspec.structs.replace(
+            stage.batching.limits, stream_interval=interval, weight_version="first"
+        )
+        prompt = harmless(9, 1)
+        long = (seed for seed in range(100) if len(stage.expected(Told(prompt, 40, seed))[0]) > 20)
+        told = stage.run(prompt, tokens_max=40, seed=next(long))
+        for _ in range(10):
+            stage.turn()
+        assert told.finish is None
+        (running,) = stage.batching.running.values()
+        before = running.outputs + running.ahead  # what is under way is still theirs
+        stage.order(SetWeightVersion(version="second", abort_all=False))
+        stage.drain()
+        stage.verify()
+        counts = {"first": 0, "second": 0}
+        for report in stage.reports:
+            for progress in report.progress:
+                counts[progress.weights] += id_count(progress.token_ids)
+        assert counts == {"first": before, "second": len(told.ids) - before}
 
 
 def test_a_new_version_ends_everybody_unless_told_otherwise() -> None:

@@ -260,3 +260,35 @@ async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_
         ]
     assert [answer.usage.cached_tokens > 100 for answer in told] == [True, False]
     assert told[1].usage.cached_tokens == 0
+
+
+async def test_orders_are_seen_by_whoever_asks_next(http: aiohttp.ClientSession) -> None:
+    short = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    for name in ("one", "two", "default"):
+        body = {"new_version": name, "abort_all_requests": False}
+        await post(http, "/update_weight_version", **body)
+        async with http.get("/model_info") as info:
+            assert (await info.json())["weight_version"] == name
+        assert (await post(http, "/generate", **short))["meta_info"]["weight_version"] == name
+        async with http.post("/flush_cache") as flushed:
+            assert flushed.status == 200, "an answer that has ended is in nobody's way"
+
+
+async def test_a_running_answer_keeps_the_cache_and_names_all_its_weights(
+    http: aiohttp.ClientSession,
+) -> None:
+    sampling = {"max_new_tokens": 1500, "ignore_eos": True}
+    body = {"text": "Count", "sampling_params": sampling, "stream": True}
+    async with http.post("/generate", json=body) as reply:
+        await reply.content.readuntil(b"\n\n")
+        async with http.post("/flush_cache") as flushed:
+            assert flushed.status == 400
+        renamed = {"new_version": "later", "abort_all_requests": False}
+        await post(http, "/update_weight_version", **renamed)
+        events = [event for event in (await reply.text()).split("\n\n") if event]
+    meta = json.loads(events[-2].removeprefix("data: "))["meta_info"]
+    first, second = meta["weight_versions"]
+    assert (first["version"], second["version"]) == ("default", "later")
+    assert (first["start"], second["end"]) == (0, 1500)
+    assert first["end"] == second["start"] > 0
+    await post(http, "/update_weight_version", new_version="default")

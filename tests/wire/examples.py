@@ -88,7 +88,7 @@ from antiphon.wire.submit import (
     SubmitAccepted,
     SubmitRequest,
 )
-from antiphon.wire.text import ChoicePlace, ResumeText, TextBatch, TextResumed, TextRow
+from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextBatch, TextResumed, TextRow
 from antiphon.wire.thinking import ThinkingMarks
 from antiphon.wire.tokenize import (
     ChatMessage,
@@ -455,6 +455,8 @@ EVERY: tuple[Message, ...] = (
                     deadline_unix_ms=DEADLINE,
                     traceparent=TRACE,
                 ),
+                weights="step-7",
+                retractions=1,
                 finish_reason=FinishReason.ERROR,
                 matched_stop=2,
                 error=ERROR,
@@ -477,6 +479,7 @@ EVERY: tuple[Message, ...] = (
                 finish_reason=FinishReason.STOP,
                 matched_stop=2,
                 usage=USAGE,
+                origins=(Origin(start=3, worker=WORKER.instance, weights="step-7", retractions=1),),
                 error=ERROR,
             ),
         ),

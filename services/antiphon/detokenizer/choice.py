@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
 from antiphon.detokenizer.stop import Match, StopScanner
 from antiphon.detokenizer.thinking import ThinkingCounter
 from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import id_count
 from antiphon.wire.details import DetailStore
+from antiphon.wire.text import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.wire.details import TokenDetails
     from antiphon.wire.errors import ErrorReply
+    from antiphon.wire.ids import InstanceId
     from antiphon.wire.sampling import StopStrings
+    from antiphon.wire.tokens import TokenRow
 
 PIECE_BYTES: Final = 64 * 1024
 """Longest piece of text in one row, and of details: a whole answer may be larger than a message."""
@@ -39,12 +45,14 @@ class Choice:
         offset: The next offset that is accepted.
         tokens: Tokens of the answer that count.
         settled: The offset up to which the text of every token is out.
+        origins: Where its tokens come from, in their order.
         end: Set once; no token is accepted after it.
     """
 
     def __init__(self, decode: Decode, stop: StopStrings, first: int = 0) -> None:
         self.first = self.offset = self.settled = first
         self.tokens = 0
+        self.origins: tuple[Origin, ...] = ()
         self.end: End | None = None
         self._details = DetailStore(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
@@ -78,6 +86,25 @@ class Choice:
                 self._details.truncate(self.offset)
             self.offset = self._details.end
         self._settle()
+
+    def come_from(self, worker: InstanceId, row: TokenRow) -> None:
+        """Note where the tokens of a row come from, before they are accepted.
+
+        A row that says nothing of it goes on where the one before it ended; one that has no new
+        token says it of others.
+        """
+        if row.weights is None or (
+            self.origins and row.offset + id_count(row.token_ids) <= self.tokens
+        ):
+            return
+        origin = Origin(
+            start=self.tokens, worker=worker, weights=row.weights, retractions=row.retractions
+        )
+        before = tuple(each for each in self.origins if each.start < self.tokens)
+        if not before:  # who drew those before it, if any, is not known any more
+            self.origins = (msgspec.structs.replace(origin, start=0),)
+        elif before[-1] != msgspec.structs.replace(origin, start=before[-1].start):
+            self.origins = (*before, origin)
 
     def push(self, token_id: int) -> None:
         """Accept the id at `offset`. It may complete a stop string and end the choice."""

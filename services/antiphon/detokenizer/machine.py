@@ -161,6 +161,7 @@ class Detokenizer:
                 told = choice.first if told is None else told
                 # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
                 if choice.begins_at(start, told):
+                    request.origins_said.pop(index, None)
                     reaction.say(resume.gateway, request.rows(index, start, told))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
@@ -237,6 +238,7 @@ class Detokenizer:
             reaction.missing = True
             return
         shown, told = choice.text_bytes, choice.settled
+        choice.come_from(request.worker.instance, row)
         choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
         if choice.end is not None:
             reaction.actions += self._stop(request, row.choice, now)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from antiphon.detokenizer.texts import TokenTexts
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
+    from antiphon.wire.text import Origin
     from antiphon.wire.tokens import TokenStream
 
 
@@ -27,6 +28,7 @@ class Request:
         tokens: Single tokens, for whoever wants to be told of them.
         listed_at: When the owner's open list last named it, or when it began.
         stopped_at: When the worker was last told to stop, a choice.
+        origins_said: Of how many origins of a choice its owner was told.
         error: What all of it ended with, if it met a bug here.
     """
 
@@ -38,6 +40,7 @@ class Request:
     tokens: TokenTexts
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
+    origins_said: dict[int, int] = field(default_factory=dict[int, int])
     error: ErrorReply | None = None
 
     @property
@@ -96,8 +99,17 @@ class Request:
                 finish_reason=end.finish_reason if end else None,
                 matched_stop=end.matched_stop if end else None,
                 usage=self.usage,
+                origins=self._origins(index, choice),
                 error=end.error if end else None,
             )
+
+    def _origins(self, index: int, choice: Choice) -> tuple[Origin, ...]:
+        """The origins, if there is one more than was said, or nothing more will be."""
+        origins = choice.origins
+        if self.origins_said.get(index) == len(origins) and choice.end is None:
+            return ()
+        self.origins_said[index] = len(origins)
+        return origins
 
     def _detail_pieces(self, choice: Choice, token_start: int) -> list[DetailPiece]:
         if self.stream.details_from is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Usage
     from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.text import Origin
 
 
 Heard = Said | Finished
@@ -39,6 +40,13 @@ class Spoken(msgspec.Struct):
     def details(self) -> DetailPiece | None:
         """All that is told of its tokens."""
         return join_pieces(said.details for said in self.said)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where its tokens come from."""
+        if self.finished is not None:
+            return self.finished.origins
+        return self.said[-1].origins if self.said else ()
 
     @property
     def end(self) -> Finished:
@@ -65,6 +73,12 @@ class Answer:
         """Its tokens, once it has ended."""
         assert self.stream.ended is not None
         return self.stream.ended.usage
+
+    @property
+    def weights(self) -> str | None:
+        """What the weights are called that drew its last tokens, if a worker has said so."""
+        names = [choice.origins[-1].weights for choice in self.choices if choice.origins]
+        return names[-1] if names else None
 
     def hear(self, event: StreamEvent) -> None:
         """Keep what an event says."""

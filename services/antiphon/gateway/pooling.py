@@ -23,11 +23,12 @@ Prompt = str | tuple[int, ...]
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
-    """What a text became: float32, little-endian."""
+    """What a text became: float32, little-endian; `weights` names those that computed it."""
 
     id: str
     vector: bytes
     usage: Usage
+    weights: str | None
 
     @property
     def numbers(self) -> list[float]:
@@ -61,7 +62,8 @@ def read_vector(answer: Answer) -> Pooled:
     Raises:
         Cancelled: The request was aborted.
     """
-    return Pooled(id=answer.name, vector=spoken(answer).pooled, usage=answer.usage)
+    vector = spoken(answer).pooled
+    return Pooled(id=answer.name, vector=vector, usage=answer.usage, weights=answer.weights)
 
 
 def spoken(answer: Answer) -> TokenDetails:

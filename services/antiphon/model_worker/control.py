@@ -18,7 +18,7 @@ from antiphon.wire.command import (
 from antiphon.wire.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from antiphon.model_worker.batching.mailbox import Mailbox, Order
     from antiphon.model_worker.dumps import Dumps
@@ -37,6 +37,7 @@ class Control:
         dumps: Dumps,
         drain: Callable[[], None],
         live_count: Callable[[], int],
+        tell: Callable[[], Awaitable[None]],
     ) -> None:
         """Take orders.
 
@@ -45,11 +46,13 @@ class Control:
             dumps: Writes plans.
             drain: Begins to leave.
             live_count: Choices that go on, as those know it who read what they say.
+            tell: Sends a heartbeat now.
         """
         self._mailbox = mailbox
         self._dumps = dumps
         self._drain = drain
         self._live_count = live_count
+        self._tell = tell
         self._waiting: deque[asyncio.Future[ControlDone]] = deque()
 
     async def answer(self, message: Message) -> ControlDone:
@@ -69,8 +72,13 @@ class Control:
                 return ControlDone(file=str(file))
             case FlushCache(unless_busy=True) if live := self._live_count():
                 return ControlDone(requests=live)
-            case _:
+            case FlushCache():
                 return await self._order(message)
+            case _:
+                done = await self._order(message)
+                # Whoever asks after the reply finds it in the heartbeat, at every gateway.
+                await self._tell()
+                return done
 
     def done(self, replies: Iterable[ControlDone]) -> None:
         """The loop has obeyed its next orders, with these results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.wire.details import DetailStore
@@ -20,6 +21,26 @@ ROW_DETAILS_BYTES_MAX = 64 * 1024
 """The same for a row's details."""
 
 _ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """From one output on, which weights have drawn them, after so many retractions."""
+
+    start: int
+    weights: str
+    retractions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one row says of a choice; `mark` if that is news."""
+
+    offset: int
+    ids: bytes
+    details: TokenDetails | None
+    mark: Mark | None
+    finish: Finish | None
 
 
 class HeldChoice:
@@ -41,6 +62,8 @@ class HeldChoice:
         self._sent = self._first
         self._end_sent = False
         self._stopped = False
+        self._marks: list[Mark] = []
+        self._marks_sent = 0
 
     @property
     def length(self) -> int:
@@ -55,6 +78,8 @@ class HeldChoice:
     def append(self, progress: Progress) -> None:
         """Take in what a step did to it."""
         assert self.live, "a choice went on after its end"
+        if progress.token_ids or not self._marks:
+            self._mark(progress)
         self._ids += progress.token_ids
         if self._details is not None:
             self._details.append(progress.details)
@@ -75,6 +100,7 @@ class HeldChoice:
         """Send again from `offset` on, its end included."""
         self._sent = min(max(self._first, offset), self._end)
         self._end_sent = False
+        self._marks_sent = 0
 
     def take_plain(self) -> tuple[int, bytes] | None:
         """Take what was not sent yet as (offset, ids), if it is one row and nothing but ids.
@@ -84,24 +110,50 @@ class HeldChoice:
         sent, length = self._sent, self.length
         if self._details is not None or self.finish is not None or self._stopped:
             return None
-        if not sent < length <= sent + ROW_IDS_MAX:
+        if not sent < length <= sent + ROW_IDS_MAX or self._marks_sent < len(self._marks):
             return None
         self._sent = length
         return sent, bytes(self._ids[sent * _ID_BYTES :])
 
-    def unsent(self) -> Iterator[tuple[int, bytes, TokenDetails | None, Finish | None]]:
-        """Take what was not sent yet, as (offset, ids, details, end) in pieces of bounded size."""
+    def unsent(self) -> Iterator[Piece]:
+        """Take what was not sent yet, in pieces of bounded size, each of one origin."""
         if self._stopped:
             return
         while self._sent < self._end or (self.finish is not None and not self._end_sent):
             offset = self._sent
             # A row holds tokens of the prompt or of the answer: only these have ids.
             border = 0 if offset < 0 <= self._end else self._end
+            # The first mark divides nothing: what was sealed before it is known, or nobody's.
+            border = min([border, *(mark.start for mark in self._marks[1:] if mark.start > offset)])
             self._sent = min(border, offset + self._row_tokens_max())
             self._end_sent = self.finish is not None and self._sent == self._end
             ids = bytes(self._ids[max(0, offset) * _ID_BYTES : max(0, self._sent) * _ID_BYTES])
             details = None if self._details is None else self._details.take(offset, self._sent)
-            yield offset, ids, details, self.finish if self._end_sent else None
+            finish = self.finish if self._end_sent else None
+            yield Piece(offset, ids, details, self._news(offset, self._sent), finish)
+
+    def _mark(self, progress: Progress) -> None:
+        """Note from where the next outputs come, if they come from elsewhere than the last."""
+        mark = Mark(self.length, progress.weights, progress.retractions)
+        if self._marks:
+            last = self._marks[-1]
+            if (last.weights, last.retractions) == (mark.weights, mark.retractions):
+                return
+            if last.start == mark.start:
+                self._marks.pop()
+                self._marks_sent = min(self._marks_sent, len(self._marks))
+        self._marks.append(mark)
+
+    def _news(self, offset: int, end: int) -> Mark | None:
+        """The mark of the outputs up to `end`, if a receiver is yet to be told of it.
+
+        What is told of the prompt has the first one.
+        """
+        reached = sum(mark.start <= max(0, offset) or mark.start < end for mark in self._marks)
+        if reached <= self._marks_sent:
+            return None
+        self._marks_sent = reached
+        return self._marks[reached - 1]
 
     @property
     def _end(self) -> int:
@@ -189,15 +241,18 @@ class HeldRequest:
         return rows
 
     def _rows(self, choice: HeldChoice) -> Iterator[TokenRow]:
-        for offset, ids, details, finish in choice.unsent():
+        for piece in choice.unsent():
+            mark, finish = piece.mark, piece.finish
             yield TokenRow(
                 request_id=self.request_id,
                 choice=choice.index,
                 attempt=self.attempt,
-                offset=offset,
-                token_ids=ids,
-                details=details,
+                offset=piece.offset,
+                token_ids=piece.ids,
+                details=piece.details,
                 stream=None if self._introduced else self._stream(),
+                weights=mark.weights if mark else None,
+                retractions=mark.retractions if mark else 0,
                 finish_reason=finish.reason if finish else None,
                 matched_stop=finish.matched_stop if finish else None,
                 error=finish.error if finish else None,

@@ -229,7 +229,11 @@ class ModelWorker:
             refuse=self._refuse,
         )
         self._control = Control(
-            self._mailbox, self._dumps, self._begin_drain, lambda: self._output.live_count
+            self._mailbox,
+            self._dumps,
+            self._begin_drain,
+            lambda: self._output.live_count,
+            self._runtime.health.tell,
         )
         self._figures = Figures(engine.resolved)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)

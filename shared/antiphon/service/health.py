@@ -13,6 +13,7 @@ class Health:
     def __init__(self) -> None:
         self._state = State.STARTING
         self._changed = asyncio.Event()
+        self._untold: list[asyncio.Future[None]] = []
 
     @property
     def state(self) -> State:
@@ -31,6 +32,18 @@ class Health:
     def changed(self) -> None:
         """Send a heartbeat at once: something that it says is news, such as who leads."""
         self._changed.set()
+
+    async def tell(self) -> None:
+        """Send a heartbeat at once, and return when it is out, or could not be sent."""
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._untold.append(told)
+        self.changed()
+        await told
+
+    def take_untold(self) -> list[asyncio.Future[None]]:
+        """Who waits for the heartbeat that is sent next. For the heartbeat only."""
+        untold, self._untold = self._untold, []
+        return untold
 
     async def change(self) -> None:
         """Wait for the next change. One waiter only: the heartbeat."""

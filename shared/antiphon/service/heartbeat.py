@@ -48,7 +48,11 @@ class Pulse:
         """Send a heartbeat each `heartbeat_s` and at each change, until cancelled."""
         pause_s = self._runtime.settings.service.heartbeat_s
         while True:
+            untold = self._runtime.health.take_untold()
             await self.send()
+            for waits in untold:
+                if not waits.done():
+                    waits.set_result(None)
             try:
                 async with asyncio.timeout(pause_s):
                     await self._runtime.health.change()

@@ -5,7 +5,23 @@ from __future__ import annotations
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Usage, Value
 from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import InstanceId, RequestId
+
+
+class Origin(Value):
+    """Where the tokens of a choice come from, from one on.
+
+    Attributes:
+        start: Index of the first of them in the choice's output.
+        worker: Which has drawn them.
+        weights: What its weights were called then.
+        retractions: How often the choice had lost its pages there before.
+    """
+
+    start: int = 0
+    worker: InstanceId
+    weights: str
+    retractions: int = 0
 
 
 class TextRow(Value):
@@ -18,6 +34,8 @@ class TextRow(Value):
         details: Of more of its tokens, about those whose text this is, if the request wanted any.
         finish_reason: The detokenizer's proposal to end the choice; the owner writes the terminal.
         usage: The request's tokens as far as this detokenizer has seen.
+        origins: Of all tokens of the choice so far, where they come from: on its first row, on the
+            first one that is sent again, on one before which that has changed, and with the end.
     """
 
     request_id: RequestId
@@ -30,6 +48,7 @@ class TextRow(Value):
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     usage: Usage | None = None
+    origins: tuple[Origin, ...] = ()
     error: ErrorReply | None = None
 
 

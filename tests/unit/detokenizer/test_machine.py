@@ -15,7 +15,7 @@ from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.text import ChoicePlace, ResumeText, TextRow
+from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextRow
 from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def row(
     finish: FinishReason | None = None,
     continues: Attempt | None = None,
     request_id: RequestId = REQUEST,
+    weights: str | None = None,
 ) -> TokenRow:
     stream = TokenStream(
         owner=GATEWAY,
@@ -69,6 +70,7 @@ def row(
         offset=offset,
         token_ids=pack_ids(list(text.encode())),
         stream=stream if begins else None,
+        weights=weights,
         finish_reason=finish,
     )
 
@@ -369,3 +371,47 @@ def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
     assert m.requests == {}
     m.on_open_list(open_list(1, REQUEST), 2.0)  # it was only frozen
     assert [r.text for r in texts(m.on_tokens(batch(3, row("abcde")), 2.0))] == ["abcde"]
+
+
+def origins(*marks: tuple[int, str]) -> tuple[Origin, ...]:
+    worker = WORKER.instance
+    return tuple(Origin(start=start, worker=worker, weights=weights) for start, weights in marks)
+
+
+def test_an_owner_is_told_where_tokens_come_from_when_that_is_news():
+    m = machine()
+    (first,) = texts(m.on_tokens(batch(1, row("ab", weights="v1")), 0.0))
+    assert first.origins == origins((0, "v1"))
+    (same,) = texts(m.on_tokens(batch(2, row("c", 2)), 0.0))
+    assert same.origins == ()
+    (renamed,) = texts(m.on_tokens(batch(3, row("d", 3, weights="v2")), 0.0))
+    assert renamed.origins == origins((0, "v1"), (3, "v2"))
+    # What is sent again says nothing new.
+    m.on_tokens(batch(4, row("ab", weights="v1", first=False)), 0.0)
+    m.on_tokens(batch(5, row("cd", 2, weights="v1")), 0.0)
+    place = ChoicePlace(request_id=REQUEST, choice=0, text_offset=2)
+    _, actions = m.on_resume(ResumeText(detokenizer=HERE, gateway=GATEWAY, places=(place,)))
+    (again,) = texts(actions)
+    assert (again.text, again.origins) == ("cd", renamed.origins)
+    (end,) = texts(m.on_tokens(batch(6, row("", 4, finish=FinishReason.LENGTH)), 0.0))
+    assert end.origins == renamed.origins
+
+
+def test_an_attempt_that_goes_on_elsewhere_adds_its_origin():
+    m = machine()
+    m.on_tokens(batch(1, row("ab", weights="v1")), 0.0)
+    # Its new worker sends what was sealed first, and says nothing of it.
+    sealed = row("ab", n=2, continues=attempt(1))
+    elsewhere = process("worker-1")
+    rows = (sealed, row("cd", 2, n=2, weights="v1"))
+    actions = m.on_tokens(TokenBatch(worker=elsewhere, seq=1, step=1, rows=rows), 0.0)
+    last = texts(actions)[-1]
+    there = Origin(start=2, worker=elsewhere.instance, weights="v1")
+    assert last.origins == (*origins((0, "v1")), there)
+
+
+def test_what_a_dead_detokenizer_knew_counts_for_those_who_went_on():
+    m = machine()
+    m.on_tokens(batch(1, row("ab", n=2), row("c", 2, n=2, weights="v2")), 0.0)
+    (end,) = texts(m.on_tokens(batch(2, row("", 3, n=2, finish=FinishReason.LENGTH)), 0.0))
+    assert end.origins == origins((0, "v2"))

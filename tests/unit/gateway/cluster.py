@@ -38,7 +38,7 @@ from antiphon.wire.routes import (
     WORKER_CONTROL,
 )
 from antiphon.wire.submit import CancelAccepted, SubmitAccepted, SubmitRequest
-from antiphon.wire.text import TextBatch, TextResumed, TextRow
+from antiphon.wire.text import Origin, TextBatch, TextResumed, TextRow
 from antiphon.wire.tokenize import DecodeReply, EncodeReply, PoolingCard, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Cluster:
         vector: Of a prompt's bytes.
         reranks: Whether its template asks for yes or no.
         words: Texts that are one token.
+        origins: Of what choices say.
+        weights: What heartbeats say that the weights are called.
     """
 
     def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
@@ -93,6 +95,8 @@ class Cluster:
         self.pooling: PoolingCard | None = None
         self.reranks = False
         self.words: dict[str, int] = {}
+        self.origins: tuple[Origin, ...] = ()
+        self.weights = "7"
         self.vector: Callable[[bytes], list[float]] = lambda prompt: [float(len(prompt)), 0.5]
         self.tokenizers = [tokenizer(0)]
         self.encoding = asyncio.Event()
@@ -202,6 +206,7 @@ class Cluster:
                 cached_tokens=1,
                 reasoning_tokens=min(step + 1, self.thought) * request.choices,
             ),
+            origins=self.origins,
             error=encode_error(self.row_error) if failed and self.row_error else None,
         )
 
@@ -299,7 +304,7 @@ class Cluster:
             page_tokens=16,
             running_max=8,
             waiting=self.waiting,
-            weight_version="7",
+            weight_version=self.weights,
             step=0,
             step_age_s=0.0,
             context_tokens=CONTEXT_TOKENS,

@@ -26,8 +26,10 @@ from antiphon.wire.command import (
 )
 from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.heartbeat import WorkerFigures
+from antiphon.wire.ids import InstanceId
 from antiphon.wire.routes import ABORT
 from antiphon.wire.sampling import DetailParams
+from antiphon.wire.text import Origin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -353,6 +355,30 @@ async def test_orders_reach_the_workers(at: House) -> None:
         SetWeightVersion(version="8", abort_all=False),
     ]
     assert (await post(at, "/pause_generation", {"mode": "soon"}))[0] == 400
+
+
+async def test_an_answer_names_the_weights_that_drew_it(at: House) -> None:
+    """Not those of the last heartbeat: an answer comes in no time, and may be of several."""
+
+    def from_(*marks: tuple[int, str]) -> tuple[Origin, ...]:
+        worker = InstanceId("worker-0")
+        return tuple(Origin(start=start, worker=worker, weights=name) for start, name in marks)
+
+    at.cluster.origins = from_((0, "8"))
+    meta = (await generate(at))["meta_info"]
+    assert meta["weight_version"] == "8"
+    assert "weight_versions" not in meta
+    _, chat, _ = await post(
+        at, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}
+    )
+    assert chat["metadata"] == {"weight_version": "8"}
+    at.cluster.origins = from_((0, "8"), (2, "8"), (3, "9"), (4, "10"))
+    meta = (await generate(at))["meta_info"]
+    assert meta["weight_version"] == "10"
+    assert meta["weight_versions"] == [
+        {"version": "8", "start": 0, "end": 3},
+        {"version": "9", "start": 3, "end": 4},
+    ], "of four tokens none is of the last ones"
 
 
 async def test_a_cache_in_use_is_not_flushed(at: House) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,8 @@ def details(first: int, stop: int, floats: int = 1) -> TokenDetails:
     )
 
 
-def held(start: int, output: ChoiceOutput | None = None) -> HeldRequest:
+def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
+    details = None if start is None else DetailParams(logprobs=True, prompt_start=start)
     return HeldRequest(
         Admit(
             request_id=RequestId("r"),
@@ -46,9 +48,7 @@ def held(start: int, output: ChoiceOutput | None = None) -> HeldRequest:
             detokenizer=InstanceId("d"),
             prompt_ids=pack_ids(range(PROMPT_TOKENS)),
             choices=(output or ChoiceOutput(choice=0),),
-            sampling=SamplingParams(
-                max_new_tokens=8, details=DetailParams(logprobs=True, prompt_start=start)
-            ),
+            sampling=SamplingParams(max_new_tokens=8, details=details),
             deadline_unix_ms=1000,
         ),
         [KEY],
@@ -108,6 +108,47 @@ def test_details_are_sent_again_from_any_offset(steps: list[int], offset: int, d
     check_rows(sent(request), min(offset, at), at)
     request.rewind({})
     check_rows(sent(request), -4, at)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab"), st.integers(0, 1)), min_size=1),
+    st.integers(-4, 30),
+    st.booleans(),
+    st.data(),
+)
+def test_a_row_is_of_one_origin_and_says_so_where_that_is_news(
+    steps: list[tuple[int, str, int]], offset: int, with_details: bool, data
+) -> None:
+    request = held(start=2 if with_details else None)
+    drawn: list[tuple[str, int]] = []
+    rows: list[TokenRow] = []
+    for number, (count, weights, retractions) in enumerate(steps):
+        at = len(drawn)
+        plain = Progress(key=KEY, token_ids=pack_ids(range(100 + at, 100 + at + count)))
+        told_from = None if number else -4
+        step = progress(at, at + count, told_from=told_from) if with_details else plain
+        request.choices[0].append(
+            msgspec.structs.replace(step, weights=weights, retractions=retractions)
+        )
+        drawn += [(weights, retractions)] * count
+        if data.draw(st.booleans()):
+            rows += sent(request)
+    rows += sent(request)
+    check_origins(rows, drawn)
+    request.rewind({0: offset})
+    again = sent(request)
+    check_origins(again, drawn)
+    assert not again or again[0].weights is not None, "a new reader is not told"
+
+
+def check_origins(rows: list[TokenRow], drawn: list[tuple[str, int]]) -> None:
+    """What each row says of its tokens, or the last one before it that says something."""
+    said: tuple[str, int] | None = None
+    for row in rows:
+        if row.weights is not None:
+            said = (row.weights, row.retractions)
+        count = len(unpack_ids(row.token_ids))
+        assert all(each == said for each in drawn[max(0, row.offset) :][:count])
 
 
 def test_a_row_holds_no_more_details_than_fit_into_a_message() -> None:

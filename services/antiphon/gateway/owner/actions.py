@@ -9,7 +9,7 @@ from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import CancelRequest, OpenList, SubmitRequest
-from antiphon.wire.text import ResumeText
+from antiphon.wire.text import Origin, ResumeText
 
 
 class Accepted(msgspec.Struct, frozen=True):
@@ -20,6 +20,7 @@ class Said(msgspec.Struct, frozen=True):
     """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes.
 
     `details` are of its next tokens, where the request wanted any; then the text may be empty.
+    `origins` are of all its tokens so far.
     """
 
     choice: int
@@ -27,6 +28,7 @@ class Said(msgspec.Struct, frozen=True):
     text: str
     usage: Usage | None = None
     details: DetailPiece | None = None
+    origins: tuple[Origin, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -42,6 +44,7 @@ class Finished(msgspec.Struct, frozen=True):
     reason: FinishReason
     matched_stop: str | int | None
     text_bytes: int
+    origins: tuple[Origin, ...] = ()
 
 
 class Ended(msgspec.Struct, frozen=True):

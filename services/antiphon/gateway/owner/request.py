@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from antiphon.wire.details import DetailPiece
     from antiphon.wire.ids import RequestId
     from antiphon.wire.submit import SubmitRequest
-    from antiphon.wire.text import TextRow
+    from antiphon.wire.text import Origin, TextRow
 
 
 class Choice:
@@ -31,6 +31,7 @@ class Choice:
         self.bytes_shown = 0
         self.tokens_shown = first_token
         self.finished = False
+        self.origins: tuple[Origin, ...] = ()
         self._first_token = first_token
         self._bytes_known = 0
         self._tokens_known = first_token
@@ -193,18 +194,26 @@ class Request:
         details = choice.place_details(row.details)
         if row.usage is not None:
             self.usage = row.usage
+        choice.origins = row.origins or choice.origins
         if text or details:
-            yield Said(row.choice, offset, text, row.usage, details)
+            yield Said(row.choice, offset, text, row.usage, details, choice.origins)
         if row.finish_reason is not None:
             choice.finished = True
-            yield Finished(row.choice, row.finish_reason, row.matched_stop, choice.bytes_shown)
+            yield Finished(
+                row.choice,
+                row.finish_reason,
+                row.matched_stop,
+                choice.bytes_shown,
+                choice.origins,
+            )
 
     def abort(self) -> Iterator[Finished]:
         """Finish each choice that goes on."""
         for index, choice in enumerate(self._choices):
             if not choice.finished:
                 choice.finished = True
-                yield Finished(index, FinishReason.ABORT, None, choice.bytes_shown)
+                reason = FinishReason.ABORT
+                yield Finished(index, reason, None, choice.bytes_shown, choice.origins)
 
 
 def failed(row: TextRow) -> bool:

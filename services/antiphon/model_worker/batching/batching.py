@@ -129,8 +129,7 @@ class Batching:
         except EngineError as error:
             self._progress.append(Progress(key=key, finish=Finish.failed(error)))
             return
-        if (progress := request.progress()) is not None:
-            self._progress.append(progress)
+        self._tell(request)
         if request.finish is None:
             self._requests[key] = request
             self.waiting.put(request)
@@ -257,6 +256,7 @@ class Batching:
         for request in self._requests.values():
             request.following = None
             request.untell()
+            self._tell(request)
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return self._holdings.renew(weight_version)
 
@@ -376,15 +376,19 @@ class Batching:
             self._holdings.share(request)
         elif self.pools.windows:
             self.slots.update(request)
-        if (progress := request.progress(self.limits.stream_interval)) is not None:
-            self._progress.append(progress)
+        self._tell(request, self.limits.stream_interval)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
         request.finish = request.finish or finish
-        progress = request.progress()
-        assert progress is not None, "a request ended without an end"
-        self._progress.append(progress)
+        self._tell(request)
         self._free(request)
+
+    def _tell(self, request: Request, interval: int = 1) -> None:
+        """Report what nobody was told yet of a choice, if that is worth a word."""
+        progress = request.progress(self.limits.weight_version, interval)
+        assert progress is not None or request.finish is None, "a request ended without an end"
+        if progress is not None:
+            self._progress.append(progress)
 
     def _free(self, request: Request) -> None:
         if request.phase is Phase.RUNNING:

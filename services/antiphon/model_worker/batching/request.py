@@ -82,12 +82,17 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did to one choice: more ids, an end, or both."""
+    """What a step did to one choice: more ids, an end, or both.
+
+    `weights` names those that drew these ids; `retractions` counts from the choice's beginning.
+    """
 
     key: ChoiceKey
     token_ids: bytes = b""
     details: TokenDetails = TokenDetails()
     cached_tokens: int = 0
+    weights: str = ""
+    retractions: int = 0
     finish: Finish | None = None
 
 
@@ -115,6 +120,7 @@ class Request:
         rank: By priority; the lower outranks the higher.
         life: Grows when launched rows no longer speak for it: their outcome is passed over.
         began: Tokens that were computed when it was started, or had to go back.
+        retractions: How often it has lost its pages.
         told: Tokens of the prompt of which it has been told, or nobody wants to be.
         prefilling: It has not drawn a token since it was started.
         scores: It ends with its prompt and draws nothing.
@@ -170,6 +176,7 @@ class Request:
         self.slot = -1
         self.table: PageTable | None = None
         self.computed = self.planned = self.ahead = self.life = self.began = 0
+        self.retractions = 0
         self.told = _told(state.sampling, self.prompt_tokens, len(outputs))
         self._details: list[TokenDetails] = []
         self.prefilling = True
@@ -246,6 +253,7 @@ class Request:
         """It lost its slot and its pages, and keeps its tokens."""
         assert self.phase is Phase.RUNNING, "only what runs can be retracted"
         self.phase = Phase.WAITING
+        self.retractions += 1
         self.slot = -1
         self.table = None
         self.computed = self.planned = self.ahead = 0
@@ -313,10 +321,11 @@ class Request:
             self._details = []
             self.told = _told(self.state.sampling, self.prompt_tokens, self.outputs)
 
-    def progress(self, interval: int = 1) -> Progress | None:
+    def progress(self, weights: str, interval: int = 1) -> Progress | None:
         """What nobody was told yet, once; None if there is nothing.
 
         Args:
+            weights: What those are called that drew the tokens.
             interval: Tokens that are worth a word. The first one and the last ones always are.
         """
         outputs = self.length - self.prompt_tokens
@@ -331,6 +340,8 @@ class Request:
             token_ids=told.tobytes(),
             details=join(details) if details else _UNTOLD,
             cached_tokens=self.cached_tokens,
+            weights=weights,
+            retractions=self.retractions,
             finish=self.finish,
         )
 

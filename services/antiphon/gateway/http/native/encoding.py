@@ -139,7 +139,7 @@ class Encoding:
                 finish_reason=FinishBody(type="length", length=0),
                 prompt_tokens=pooled.usage.prompt_tokens,
                 cached_tokens=pooled.usage.cached_tokens,
-                weight_version=weight_version(self._runtime),
+                weight_version=pooled.weights or weight_version(self._runtime),
                 e2e_latency=seconds,
             ),
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.gateway.http.openai.logprobs import LOWEST
+from antiphon.gateway.http.origins import WeightSpan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 
@@ -38,6 +39,10 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an answer beside what it says.
 
     `reasoning_tokens` is 0, as in SGLang where a request does not require reasoning.
+
+    Attributes:
+        weight_version: What the weights are called that drew its last token.
+        weight_versions: Which drew which of its tokens, if they were renamed meanwhile.
     """
 
     id: str
@@ -47,6 +52,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     cached_tokens: int
     weight_version: str
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
     e2e_latency: float | UnsetType = UNSET
     input_token_logprobs: list[Scored] | UnsetType = UNSET
     output_token_logprobs: list[Scored] | UnsetType = UNSET

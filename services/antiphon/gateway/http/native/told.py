@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.native.reading import Telling
     from antiphon.gateway.owner.actions import Finished, Said
     from antiphon.wire.details import DetailPiece
+    from antiphon.wire.text import Origin
 
 
 _SCORED = "output_token_logprobs"
@@ -54,6 +55,7 @@ class Told:
         finished: How the answer ended, once it has.
         ids: Of the answer, from its beginning.
         texts: What they say.
+        origins: Where they come from.
     """
 
     def __init__(self, telling: Telling, prompt_ids: Sequence[int]) -> None:
@@ -66,6 +68,7 @@ class Told:
         self.finished: Finished | None = None
         self.ids: list[int] = []
         self.texts: list[str] = []
+        self.origins: tuple[Origin, ...] = ()
         self._telling = telling
         self._prompt_ids = prompt_ids
         self._known: dict[int, str] = {}
@@ -88,6 +91,7 @@ class Told:
     def hear(self, said: Said) -> None:
         """Write what is new."""
         self.know(said)
+        self.origins = said.origins or self.origins
         self.texts.append(said.text)
         self._text += msgspec.json.encode(said.text)[1:-1]
         piece = said.details
@@ -104,6 +108,11 @@ class Told:
                 self._columns.setdefault(name, Column()).add(items)
         if self._telling.hidden:
             self._hear_states(piece, together=self._telling.hidden == FULL and first < 0)
+
+    def end(self, finished: Finished) -> None:
+        """Note how it ended."""
+        self.finished = finished
+        self.origins = finished.origins or self.origins
 
     @property
     def tokens(self) -> int:

@@ -15,6 +15,7 @@ from antiphon.gateway.http.native.replies import (
     finish_body,
 )
 from antiphon.gateway.http.native.told import Told
+from antiphon.gateway.http.origins import weight_spans
 from antiphon.gateway.http.sse import DONE, event
 from antiphon.gateway.http.voice import Voice
 from antiphon.gateway.owner.actions import Finished, Said
@@ -110,7 +111,7 @@ class GenerateVoice(Voice):
 
     def _hear(self, prompt: int, index: int, heard: Said | Finished) -> None:
         if isinstance(heard, Finished):
-            self._told[index].finished = heard
+            self._told[index].end(heard)
             return
         self._told[index].hear(heard)
         if heard.usage is not None:
@@ -139,7 +140,8 @@ class GenerateVoice(Voice):
             prompt_tokens=len(prompt_ids),
             completion_tokens=told.tokens,
             cached_tokens=self._cached[prompt],
-            weight_version=self._weight_version,
+            weight_version=told.origins[-1].weights if told.origins else self._weight_version,
+            weight_versions=weight_spans(told.origins, told.tokens) or UNSET,
             e2e_latency=time.monotonic() - self._began if told.finished else UNSET,
         )
         reply = GenerateReply(

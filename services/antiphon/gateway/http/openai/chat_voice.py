@@ -71,7 +71,7 @@ class ChatVoice(OpenAiVoice):
             model=self._header.model,
             choices=[self._choice(index, one) for index, one in enumerate(answer.choices)],
             usage=self._usage([answer.usage]),
-            metadata=Metadata(self._header.weight_version),
+            metadata=Metadata(answer.weights or self._header.weight_version),
         )
         return msgspec.json.encode(reply)
 

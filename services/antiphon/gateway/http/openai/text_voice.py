@@ -69,7 +69,7 @@ class CompletionVoice(OpenAiVoice):
                 for number, spoken in enumerate(best(answer.choices, self._telling.choices))
             ],
             usage=self._usage([answer.usage for answer in answers]),
-            metadata=Metadata(self._header.weight_version),
+            metadata=Metadata(answers[-1].weights or self._header.weight_version),
         )
         return msgspec.json.encode(reply)
 

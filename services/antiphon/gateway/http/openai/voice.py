@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What stands on every object of an answer."""
+    """What stands on every object of an answer.
+
+    `weight_version` names the weights where no worker has said which ones answered.
+    """
 
     id: str
     created: int
