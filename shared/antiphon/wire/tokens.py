@@ -37,9 +37,9 @@ class TokenRow(Value):
         token_ids: int32, little-endian.
         details: Of exactly the tokens of this row, if the request wanted any.
         finish_reason: On the last row of a choice, and only there.
-        weights: What the weights are called that drew these tokens, where that is news: on the first
-            row with such tokens that a detokenizer is sent of a choice, and on one before which it,
-            or `retractions`, has changed.
+        weights: What the weights are called that drew these tokens, where that is news: on the
+            first row with such tokens that a detokenizer is sent of a choice, and on one before
+            which it, or `retractions`, has changed.
         retractions: How often the choice had lost its pages before; told with `weights`.
         matched_stop: The token id that ended the choice, if one did. It is not among the ids.
         error: Why the request cannot go on; then `finish_reason` is `error`.

@@ -161,7 +161,7 @@ async def test_log_probabilities_have_every_form(at: House) -> None:
         return_text_in_logprobs=True,
     )
     meta = reply["meta_info"]
-    assert meta["input_token_logprobs"] == [[None, 97, None], [0.0, 5, "p"]]
+    assert meta["input_token_logprobs"] == [[None, 97, "a"], [0.0, 5, "p"]]
     assert meta["output_token_logprobs"] == [[-0.5 * (n + 1), 10 + n, SCRIPT[n]] for n in range(4)]
     assert meta["output_token_logprobs_length"] == 4
     assert meta["input_top_logprobs"] == [None, [[-9.0, 9, "?"]]]
@@ -171,6 +171,39 @@ async def test_log_probabilities_have_every_form(at: House) -> None:
     assert asked == DetailParams(ids=True, logprobs=True, top=1, named_ids=(4, 5), prompt_start=0)
     answer_only = await generate(at, return_logprob=True)
     assert "input_token_logprobs" not in answer_only["meta_info"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_prompt_of_one_token_is_told_of_like_any_other(at: House, streamed: bool) -> None:
+    body: Body = {
+        "input_ids": [97],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "return_text_in_logprobs": True,
+        "top_logprobs_num": 1,
+        "return_hidden_states": True,
+    }
+    if streamed:
+        meta = json.loads((await stream(at, GENERATE, body))[-2])["meta_info"]
+    else:
+        _, reply, _ = await post(at, GENERATE, body)
+        meta = cast("Reply", reply)["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 97, "a"]]
+    assert meta["input_top_logprobs"] == [None]
+    row = [0.5, 1.5]
+    assert meta["hidden_states"] == [[row], row, row, row]
+
+
+async def test_what_comes_new_tells_of_the_prompt_once() -> None:
+    async with house(stream_output=True) as at:
+        for prompt in ([97], [97, 98]):
+            body: Body = {"input_ids": prompt, "return_logprob": True, "logprob_start_len": 0}
+            events = await stream(at, GENERATE, body)
+            told = [json.loads(event)["meta_info"] for event in events[:-1]]
+            read = [meta["input_token_logprobs"] for meta in told if "input_token_logprobs" in meta]
+            assert [len(each) for each in read] == [len(prompt)], prompt
+            drawn = [len(meta.get("output_token_logprobs", ())) for meta in told]
+            assert sum(drawn) == 4
 
 
 async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: House) -> None:

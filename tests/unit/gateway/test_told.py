@@ -91,12 +91,12 @@ def test_pieces_say_what_the_whole_says(count, places, hidden, start):
 
 
 def test_the_prompt_comes_first_and_its_first_token_follows_nothing():
-    told = Told(EVERYTHING, PROMPT)
+    told = Told(EVERYTHING, PROMPT, "<7>")
     told.hear(said(details(4), 0, 4))
     heard = fields(told)
     assert heard["text"] == "".join(WORDS[:2])
     assert heard["output_ids"] == [20, 21]
-    assert heard["input_token_logprobs"] == [[None, 7, None], [0.0, 8, "<8>"], [-0.5, 9, "<9>"]]
+    assert heard["input_token_logprobs"] == [[None, 7, "<7>"], [0.0, 8, "<8>"], [-0.5, 9, "<9>"]]
     assert heard["input_top_logprobs"][0] is None  # type: ignore[index]
     assert heard["output_token_logprobs"] == [[-1.0, 20, "<20>"], [-1.5, 21, "<21>"]]
     assert heard["output_token_logprobs_length"] == 2
@@ -143,7 +143,14 @@ def voice(news: bool = False, **sampling: object) -> GenerateVoice:
     hold = Access(AccessConfig(), Tenants(), ManualClock().now).begin(ASK, MODEL)
     submit = msgspec.structs.replace(submission("r", ManualClock()), prompt_ids=pack_ids(PROMPT))
     stream = Stream(submit, span("t", None), hold, door="native", came_at=0, opened_at=0)
-    return GenerateVoice(generate(body), [stream], weight_version="", news=news)
+    return GenerateVoice(
+        generate(body),
+        [stream],
+        firsts=[None],
+        rank_of=lambda _: None,
+        weight_version="",
+        news=news,
+    )
 
 
 @pytest.mark.parametrize("news", [False, True])

@@ -122,20 +122,33 @@ class Generation:
 
     def _voices(self, posted: Posted) -> VoiceOf:
         async def voice(streams: Sequence[Stream]) -> Voice:
-            return self._voice(posted, streams)
+            return await self._voice(posted, streams)
 
         return voice
 
-    def _voice(
+    async def _voice(
         self, posted: Posted, streams: Sequence[Stream], keep: Keep | None = None
     ) -> GenerateVoice:
         return GenerateVoice(
             posted,
             streams,
+            firsts=await self._firsts(posted, streams),
             weight_version=weight_version(self._runtime),
             news=self._runtime.settings.gateway.stream_output,
             keep=keep,
         )
+
+    async def _firsts(self, posted: Posted, streams: Sequence[Stream]) -> list[str | None]:
+        """The text of each prompt's first token, where that is told: a tokenizer writes it."""
+        named = [
+            unpack_ids(stream.submit.prompt_ids[:4])
+            for stream, telling in zip(streams, posted.tellings, strict=True)
+            if telling.names_first
+        ]
+        texts = iter(
+            await self._tokenizers.decode(named, skip_special_tokens=False) if named else ()
+        )
+        return [next(texts) if telling.names_first else None for telling in posted.tellings]
 
     async def _in_session(
         self, request: web.Request, posted: Posted, params: SessionParams
@@ -166,7 +179,7 @@ class Generation:
 
         async def voice(streams: Sequence[Stream]) -> Voice:
             await sessions.accept(tenant, place, rid)
-            return self._voice(posted, streams, keep)
+            return await self._voice(posted, streams, keep)
 
         await sessions.begin(tenant, place, rid, characters)
         try:

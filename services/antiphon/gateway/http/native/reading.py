@@ -56,6 +56,11 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     interval: int = 1
 
     @property
+    def names_first(self) -> bool:
+        """Whether the text of the prompt's first token is told, which no detail has."""
+        return self.logprobs and self.texts and self.start == 0
+
+    @property
     def details(self) -> DetailParams:
         """What the engine is asked for; ids always are."""
         full = self.hidden == FULL

@@ -109,6 +109,7 @@ def scores(
     prompt_ids: Sequence[int],
     *,
     texts: Mapping[int, str],
+    first_text: str | None,
     begins: bool,
 ) -> dict[str, Sequence[object]]:
     """What the fields of `MetaInfo` that tell of log-probabilities get from a piece.
@@ -118,17 +119,18 @@ def scores(
         telling: What is told of it.
         prompt_ids: Of the prompt.
         texts: Of tokens, as far as they are known.
+        first_text: Of the prompt's first token, where texts are told: nothing else tells of it.
         begins: Whether it is the first piece.
     """
     first = telling.start - len(prompt_ids)
     entries = list(enumerate(piece.details.each(), piece.offset))
     told = _scores((token for offset, token in entries if offset >= 0), texts, telling)
     columns = _columns("output", told, telling)
-    if telling.start < 0 or piece.offset >= 0:
+    if telling.start < 0 or (piece.offset >= 0 and not begins):
         return columns
     read = _scores((token for offset, token in entries if first <= offset < 0), texts, telling)
     if begins and telling.start == 0:  # the first token of a prompt follows nothing
-        read.tokens.insert(0, (None, prompt_ids[0], None))
+        read.tokens.insert(0, (None, prompt_ids[0], first_text))
         read.tops.insert(0, None)
         read.named.insert(0, None)
     return columns | _columns("input", read, telling)

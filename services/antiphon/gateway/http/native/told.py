@@ -58,12 +58,15 @@ class Told:
         origins: Where they come from.
     """
 
-    def __init__(self, telling: Telling, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, telling: Telling, prompt_ids: Sequence[int], first_text: str | None = None
+    ) -> None:
         """Nothing is told yet.
 
         Args:
             telling: What is told of the answer.
             prompt_ids: Of its prompt.
+            first_text: Of the first of these, where texts of tokens are told.
         """
         self.finished: Finished | None = None
         self.ids: list[int] = []
@@ -72,7 +75,8 @@ class Told:
         self._telling = telling
         self._prompt_ids = prompt_ids
         self._known: dict[int, str] = {}
-        self._first: int | None = None  # the first token that anything was told of
+        self._first_text = first_text
+        self._begun = False  # anything was told of its tokens
         self.restart()
 
     def restart(self) -> None:
@@ -97,17 +101,23 @@ class Told:
         piece = said.details
         if piece is None:
             return
-        begins = self._first is None
-        first = self._first = piece.offset if self._first is None else self._first
+        begins, self._begun = not self._begun, True
         ids = output_ids(piece)
         self.ids += ids
         self._ids.add(ids)
         if self._telling.logprobs:
-            told = scores(piece, self._telling, self._prompt_ids, texts=self._known, begins=begins)
+            told = scores(
+                piece,
+                self._telling,
+                self._prompt_ids,
+                texts=self._known,
+                first_text=self._first_text,
+                begins=begins,
+            )
             for name, items in told.items():
                 self._columns.setdefault(name, Column()).add(items)
         if self._telling.hidden:
-            self._hear_states(piece, together=self._telling.hidden == FULL and first < 0)
+            self._hear_states(piece, together=self._telling.hidden == FULL)
 
     def end(self, finished: Finished) -> None:
         """Note how it ended."""

@@ -41,6 +41,7 @@ class GenerateVoice(Voice):
         posted: Posted,
         streams: Sequence[Stream],
         *,
+        firsts: Sequence[str | None],
         weight_version: str,
         news: bool,
         keep: Keep | None = None,
@@ -54,8 +55,10 @@ class GenerateVoice(Voice):
         self._choices = posted.asks[0].choices
         self._prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
         self._told = [
-            Told(telling, prompt_ids)
-            for telling, prompt_ids in zip(posted.tellings, self._prompt_ids, strict=True)
+            Told(telling, prompt_ids, first)
+            for telling, prompt_ids, first in zip(
+                posted.tellings, self._prompt_ids, firsts, strict=True
+            )
             for _ in range(self._choices)
         ]
         self._told_to = [0] * len(self._told)
