@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -29,7 +29,7 @@ class Refused(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: Why, for whoever asked for it.
-        neutral: Values that ask for nothing, and pass.
+        neutral: Values that ask for nothing, and pass. So does a list of nulls, as for a batch.
     """
 
     reason: str
@@ -45,6 +45,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_key",
         "safety_identifier",
         "session_id",
+        "torch_empty_cache",  # no worker keeps memory that it could give back then
         "user",
     }
 )
@@ -112,8 +113,14 @@ def _invalid(text: str, field: str) -> InvalidRequest:
 
 def _check_refused(name: str, raw: msgspec.Raw, refused: Refused) -> None:
     value: object = decode(raw, object, name)
-    if value is not None and not any(_same(value, each) for each in refused.neutral):
+    if not _is_nothing(value) and not any(_same(value, each) for each in refused.neutral):
         raise Unsupported(f"{name}: {refused.reason}", param=name)
+
+
+def _is_nothing(value: object) -> bool:
+    if isinstance(value, list):
+        return all(each is None for each in cast("list[object]", value))
+    return value is None
 
 
 def _same(value: object, allowed: object) -> bool:

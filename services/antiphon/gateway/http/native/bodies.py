@@ -144,6 +144,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         _is("Tells the states that tokens followed from, those of the prompt first; or the last."),
     ] = None
     return_prompt_token_ids: Annotated[bool | None, _is("Tells the ids of the prompt.")] = None
+    session_id: Annotated[str | None, _is("A label; where session_params stand, it is not.")] = None
     session_params: Annotated[
         SessionParams | None, _is("Where in a session the request stands.")
     ] = None

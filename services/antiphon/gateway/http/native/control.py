@@ -40,9 +40,7 @@ class PauseBody(msgspec.Struct, frozen=True):
 
 
 class ContinueBody(msgspec.Struct, frozen=True):
-    """POST /continue_generation."""
-
-    torch_empty_cache: bool = True
+    """POST /continue_generation. There is nothing to say."""
 
 
 class VersionBody(msgspec.Struct, frozen=True, kw_only=True):

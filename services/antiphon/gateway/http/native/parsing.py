@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.chats import plain
+from antiphon.gateway.http.fields import Refused
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.parsing.answer import AnswerParser, parse
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 Object = dict[str, msgspec.Raw]
+
+_SEPARATE = {"return_blocks": Refused("blocks are told as one text", (False,))}
 
 
 class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ class Parsing:
                 summary="The thinking in a text.",
                 body=SeparateBody,
                 reply=SeparateReply,
+                refused=_SEPARATE,
                 examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
             ),
         ]
@@ -107,7 +111,7 @@ class Parsing:
         return json_reply(ParseReply(normal_text=parsed.content, calls=calls))
 
     async def _separate(self, request: web.Request) -> web.Response:
-        parsed = await self._answering.read(request, SeparateBody, _thought)
+        parsed = await self._answering.read(request, SeparateBody, _thought, _SEPARATE)
         return json_reply(SeparateReply(reasoning_text=parsed.reasoning, text=parsed.content))
 
 

@@ -101,6 +101,9 @@ def generate(body: GenerateBody) -> Posted:
         raise InvalidRequest("all of a batch have the same n", param="sampling_params.n")
     tellings = _tellings(body, [sampling.stream_interval or 1 for sampling in samplings])
     names = _names(body.rid, count)
+    if body.session_params is not None and body.session_id is not None:
+        text = "give either session_id or session_params"
+        raise InvalidRequest(text, param="session_id")
     if body.session_params is not None and (batch or choices != {1}):
         raise InvalidRequest("a session takes one prompt at a time", param="session_params")
     salts = map(

@@ -71,3 +71,8 @@ RERANK: Mapping[str, Refused] = {
     **EMBEDDING,
     "instruct": Refused("a cross-encoder takes a query and a document, and no more", ("",)),
 }
+SCORE: Mapping[str, Refused] = {
+    **EMBEDDING,
+    "return_token_logprobs": Refused("/generate tells them", (False,)),
+    "score_extraction_token": Refused("what would come next is scored, and no other place"),
+}

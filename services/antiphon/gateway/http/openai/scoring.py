@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.http.openai import refused
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, TokenId
 from antiphon.gateway.http.openai.reading import model_of
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
@@ -80,6 +81,7 @@ class Scoring:
                 summary="How likely each label token is to come after each item.",
                 body=ScoreBody,
                 reply=ScoreReply,
+                refused=refused.SCORE,
                 examples=(
                     {
                         "query": "Is this a colour? ",
@@ -92,7 +94,7 @@ class Scoring:
         ]
 
     async def _score(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(request, ScoreBody, _checked)
+        body = await self._answering.read(request, ScoreBody, _checked, refused.SCORE)
         answers = await self._answering.hear(request, _asks(body))
         usages = [answer.usage for answer in answers]
         return json_reply(
