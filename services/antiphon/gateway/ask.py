@@ -69,6 +69,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         door: The API it came by, for logs.
         template: What the chat template gets beside the messages.
         prompt_field: What the client called its prompt, where its API has another name for it.
+        fields: What it called other fields, where its API has other names for them.
         pair: A second text, which is read together with `prompt`.
         special_tokens: Whether a prompt of text gets those of the tokenizer.
         model: None takes the one that is served.
@@ -90,6 +91,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
     prompt_field: str | None = None
+    fields: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     pair: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     continue_final_message: bool = False

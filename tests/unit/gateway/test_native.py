@@ -227,15 +227,35 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
             {"text": "a", "sampling_params": {"max_new_tokens": -1}},
             "sampling_params.max_new_tokens",
         ),
-        ({"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens"),
+        (
+            {"text": "a", "sampling_params": {"logit_bias": {"x": 1}}},
+            "sampling_params.logit_bias",
+        ),
+        (
+            {"text": "a", "sampling_params": {"logit_bias": {"5": "x"}}},
+            "sampling_params.logit_bias",
+        ),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 2, "min_new_tokens": 3}},
+            "sampling_params.min_new_tokens",
+        ),
+        (
+            {"text": "a", "sampling_params": {"stop_token_ids": [10**6]}},
+            "sampling_params.stop_token_ids",
+        ),
+        ({"text": "a", "return_logprob": True, "token_ids_logprob": [10**6]}, "token_ids_logprob"),
+        ({"text": "a" * (CONTEXT_TOKENS + 1)}, "text"),
+        ({"input_ids": [5] * (CONTEXT_TOKENS + 1)}, "input_ids"),
+        ({"text": "a", "session_id": "s", "session_params": {"id": "s"}}, "session_id"),
         ({"text": "a", "sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
         ({"text": "a", "sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
-        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
-        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex"),
+        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
+        ({"text": "a", "sampling_params": {"stop_regex": "("}}, "sampling_params.stop_regex"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "session_params": {"id": "none"}}, "session_params"),
@@ -258,7 +278,47 @@ async def test_a_mistake_in_a_grammar_names_the_field_it_came_by(at: House) -> N
     at.cluster.row_error = InvalidRequest("no", param="grammar")
     body = {"text": "a", "sampling_params": {"structural_tag": "{}"}}
     status, reply, _ = await post(at, GENERATE, body)
-    assert (status, cast("Reply", reply["error"])["param"]) == (400, "structural_tag")
+    param = cast("Reply", reply["error"])["param"]
+    assert (status, param) == (400, "sampling_params.structural_tag")
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/v1/completions"])
+async def test_what_a_worker_refuses_is_named_as_the_client_named_it(at: House, path: str) -> None:
+    at.cluster.script = ("",)
+    at.cluster.row_error = InvalidRequest("details.hidden: no", param="details.hidden")
+    prompt = {"text": "a"} if path == GENERATE else {"prompt": "a"}
+    status, reply, _ = await post(at, path, prompt | {"return_hidden_states": True})
+    error = cast("Reply", reply["error"])
+    assert (status, error["param"]) == (400, "return_hidden_states")
+    assert error["message"] == "return_hidden_states: no"
+
+
+async def test_lists_of_nulls_ask_for_nothing(at: House) -> None:
+    nothing: Body = {"lora_path": [None, None], "image_data": [None, None]}
+    _, reply, _ = await post(at, GENERATE, {"text": ["a", "b"]} | nothing)
+    assert len(reply) == 2
+    status, reply, _ = await post(at, GENERATE, {"text": ["a", "b"], "lora_path": [None, "x"]})
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, "lora_path")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/score", {"return_token_logprobs": True}, "return_token_logprobs"),
+        ("/v1/score", {"score_extraction_token": 3}, "score_extraction_token"),
+        ("/v1/score", {"label_token_ids": [10**6]}, "label_token_ids"),
+        ("/separate_reasoning", {"return_blocks": True}, "return_blocks"),
+    ],
+)
+async def test_what_is_not_done_is_refused_by_name(
+    at: House, path: str, body: Body, param: str
+) -> None:
+    whole: dict[str, Body] = {
+        "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5]},
+        "/separate_reasoning": {"text": "a", "reasoning_parser": "qwen3"},
+    }
+    status, reply, _ = await post(at, path, whole[path] | body)
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, param)
 
 
 async def test_a_session_goes_on_from_what_was_said(at: House) -> None:

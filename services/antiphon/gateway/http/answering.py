@@ -203,10 +203,7 @@ class Answering:
             request[REQUEST_ID] = chorus.streams[0].submit.request_id
             yield chorus
         except EngineError as error:
-            if error.param == _GRAMMAR:
-                error.param = asks[0].grammar_field
-            elif error.param in _PROMPT:
-                error.param = asks[0].prompt_field or error.param
+            _rename(error, asks[0])
             raise
         finally:
             for stream in streams.values():
@@ -284,6 +281,30 @@ class Answering:
         for event in events:
             if isinstance(event, Said):
                 self._driver.read(stream, event)
+
+
+def _rename(error: EngineError, ask: Ask) -> None:
+    """Name the field at fault as the client called it."""
+    if error.param is None:
+        return
+    if error.param == _GRAMMAR:
+        name = ask.grammar_field
+    elif error.param in _PROMPT:
+        name = ask.prompt_field or error.param
+    else:
+        name = _called(ask).get(error.param, error.param)
+        if error.message.startswith(error.param):
+            error.message = name + error.message[len(error.param) :]
+    error.param = name
+
+
+def _called(ask: Ask) -> dict[str, str]:
+    details = ask.detail_fields
+    return {
+        "details.hidden": details.hidden,
+        "details.named_ids": details.named_ids,
+        **ask.fields,
+    }
 
 
 async def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-_MISSING = re.compile(r"missing required field `(\w+)`")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -104,9 +104,9 @@ def _invalid(text: str, field: str) -> InvalidRequest:
     """Name the field: msgspec puts its path at the end of the text."""
     at = _AT.search(text)
     path = field or (at[1] if at else "")
-    missing = _MISSING.search(text)
-    if missing:
-        path = f"{path}.{missing[1]}" if path else missing[1]
+    within = _WITHIN.search(text)
+    if within:
+        path = f"{path}.{within[1]}" if path else within[1]
     what = _AT.sub("", text)
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
 

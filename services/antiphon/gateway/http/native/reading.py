@@ -29,6 +29,14 @@ _FIELDS = DetailFields(
     named_ids="token_ids_logprob",
     hidden="return_hidden_states",
 )
+_CALLED = {
+    "min_tokens": "sampling_params.min_new_tokens",
+    "max_new_tokens": "sampling_params.max_new_tokens",
+    "logit_bias": "sampling_params.logit_bias",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "stop_regex": "sampling_params.stop_regex",
+}
+"""What /generate calls fields that others call otherwise."""
 _UNSAID = False
 
 
@@ -198,6 +206,8 @@ def _ask(
         model=None,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_ids=None if isinstance(prompt, str) else prompt,
+        prompt_field="text" if isinstance(prompt, str) else "input_ids",
+        fields=_CALLED,
         tokens_max=said.max_new_tokens,
         tokens_field="max_new_tokens",
         tokens_default=ANSWER_TOKENS,
@@ -245,7 +255,8 @@ def _form(said: SamplingBody) -> Form | None:
     plain = plain_forms(regex=said.regex, ebnf=said.ebnf, json_schema=said.json_schema)
     tag = schema_text(said.structural_tag)
     tagged = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=tag) if tag else None
-    return one_form(plain | {"structural_tag": tagged})
+    forms = plain | {"structural_tag": tagged}
+    return one_form({f"sampling_params.{name}": form for name, form in forms.items()})
 
 
 def _listed(stops: str | list[str] | None) -> tuple[str, ...]:

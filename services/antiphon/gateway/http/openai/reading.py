@@ -103,6 +103,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
         model=model_of(body.model),
         messages=None if body.input_ids else messages,
         prompt_ids=tuple(body.input_ids) if body.input_ids else None,
+        prompt_field="input_ids" if body.input_ids else None,
         continue_final_message=bool(body.continue_final_message),
         template=TemplateParams(options=_options(body), tools=shown(plan)),
         thinking=_thinking(body, formats.reasoning),

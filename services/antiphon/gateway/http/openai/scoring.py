@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.ask import Ask, DetailFields, Sampling
 from antiphon.gateway.http.openai import refused
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, TokenId
 from antiphon.gateway.http.openai.reading import model_of
@@ -132,6 +132,8 @@ def _asks(body: ScoreBody) -> list[Ask]:
                 prompt_ids=(*first, *second)
                 if isinstance(first, list) and isinstance(second, list)
                 else None,
+                prompt_field="items",
+                detail_fields=DetailFields(named_ids="label_token_ids"),
                 tokens_max=0,
                 sampling=Sampling(details=details),
             )
