@@ -615,3 +615,13 @@ async def test_paths_versions_models_and_sizes_are_refused_in_the_same_shape() -
         async with aiohttp.ClientSession() as session, session.get(at.url + MESSAGES) as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "POST")
             assert (await answer.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_strict_tool_that_nothing_can_hold_is_refused() -> None:
+    async with house(tool_call_parser="llama3") as at:
+        assert (await post(at, MESSAGES, HELLO | {"tools": [TOOL]}))[0] == 200
+        strict = {"tools": [TOOL | {"strict": True}]}
+        status, reply, _ = await post(at, MESSAGES, HELLO | strict)
+        assert status == 400
+        message = cast("dict[str, str]", reply["error"])["message"]
+        assert message.startswith("tools[0].strict: no grammar writes calls in the form llama3")

@@ -229,3 +229,19 @@ async def test_marks_of_calls_end_thinking_only_where_there_are_calls(at: House)
     await post(at, CHAT, {"messages": HI})
     marks = at.cluster.submits[-1].stop.thinking
     assert marks == ThinkingMarks(begin="<think>", end="</think>")
+
+
+async def test_a_strict_tool_that_nothing_can_hold_is_refused_where_it_was_asked_for() -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    async with house(tool_call_parser="llama3") as at:
+        body = chat | {"tools": [{"type": "function", "function": tool | {"strict": True}}]}
+        status, reply, _ = await post(at, "/v1/chat/completions", body)
+        assert status == 400
+        assert "'tools[0].function.strict'" in str(reply)
+        said = {"type": "function"} | tool
+        for strict, expected in ({}, 200), ({"strict": False}, 200), ({"strict": True}, 400):
+            body = {"input": "x", "tools": [said | strict]}
+            status, reply, _ = await post(at, "/v1/responses", body)
+            assert status == expected, reply
+        assert "'tools[0].strict'" in str(reply)

@@ -35,6 +35,7 @@ def tool_plan(
     *,
     parallel: bool,
     formed: bool,
+    insists: bool = True,
 ) -> ToolPlan:
     """What the tools of a request come to.
 
@@ -44,10 +45,12 @@ def tool_plan(
         format_: How this model writes calls; None: it is not known.
         parallel: Whether there may be several calls in an answer.
         formed: Whether the answer has a form of its own.
+        insists: Whether strict tools have to be held; or are where that can be done.
 
     Raises:
         InvalidRequest: They contradict the form of the answer.
-        Unsupported: The model may call as it likes, and nobody knows how it would.
+        Unsupported: The model may call as it likes, and nobody knows how it would, or no grammar
+            can hold it to the schemas of strict tools.
     """
     if choice.mode is Mode.AUTO and tools and format_ is None:
         text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
@@ -55,7 +58,7 @@ def tool_plan(
     if choice.mode is Mode.REQUIRED and formed:
         text = "tool_choice: an answer that has to be a call has no other form"
         raise InvalidRequest(text, param="tool_choice")
-    return plan_tools(tools, choice, format_, parallel=parallel)
+    return plan_tools(tools, choice, format_, parallel=parallel, insists=insists)
 
 
 def shown(plan: ToolPlan) -> str | None:

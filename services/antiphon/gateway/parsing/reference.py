@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.markdown import table
 from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,7 +50,7 @@ content.
 | `tool_choice` | what the model sees | what it is held to |
 |---|---|---|
 | `none`, or no tools | no tools | nothing; nothing is taken for a call |
-| `auto` | the tools | nothing, or `strict` schemas where a grammar can write them |
+| `auto` | the tools | nothing; with `strict` tools to their schemas, where it calls them |
 | `required` | the tools | one or more calls; one with `parallel_tool_calls: false` |
 | a function | the tools | one call of it |
 
@@ -58,7 +58,9 @@ A model is held to its own format where a grammar can write it; the marks of oth
 special tokens, and then the answer is a JSON list of `{"name", "parameters"}`. Thinking comes
 before either, unless its marks are special tokens and the prompt has not begun it. In a grammar,
 schemas are held as on the page of [grammars](grammars.md), and one that could not be held is
-refused.
+refused. So is a `strict` tool under `auto` where no grammar can write the model's form; only
+`/v1/responses`, whose tools are strict unless they say otherwise, takes such a tool as it is. Held
+so, an answer in the form `json` is a list of calls, or a text that does not begin like JSON.
 
 Names are 1 to 128 letters, digits, dots, dashes and underscores. Parameters are a JSON schema of
 an object, whose form is checked; types that databases and programs speak of (`varchar`, `int`,
@@ -93,7 +95,7 @@ def _tool(format_: ToolFormat) -> tuple[str, ...]:
     return (
         _names(format_.names),
         _code(format_.example),
-        "yes" if format_.form else "no: as JSON",
+        "yes" if format_.form or format_ is JSON_CALLS else "no: as JSON",
         f"`{shown}`" if ":" in shown else shown,
     )
 

@@ -9,10 +9,11 @@ import pytest
 from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS, tool_format
 from antiphon.gateway.parsing.tools.tool import TOOLS_MAX, read_tools
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import GrammarKind
 
 if TYPE_CHECKING:
+    from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.wire.schemas import Json
 
 HERMES = tool_format("hermes")
@@ -173,8 +174,24 @@ def test_auto_without_a_format_leaves_calls_in_the_content():
 def test_a_strict_tool_is_held_in_auto_where_a_grammar_can_write_it():
     strict = read_tools([function("f", strict=True)])
     assert plan_tools(strict, ToolChoice(Mode.AUTO), HERMES, parallel=True).grammar is not None
-    kimi = tool_format("kimi_k2")
-    assert plan_tools(strict, ToolChoice(Mode.AUTO), kimi, parallel=True).grammar is None
+    assert plan_tools(strict, ToolChoice(Mode.AUTO), JSON_CALLS, parallel=True).grammar is not None
+
+
+@pytest.mark.parametrize("format_", TOOL_FORMATS, ids=lambda format_: format_.names[0])
+def test_a_strict_tool_is_held_or_refused_in_auto(format_: ToolFormat):
+    strict = read_tools([function("loose"), function("f", strict=True)])
+    held = format_.form is not None or format_ is JSON_CALLS
+    if held:
+        assert plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True).grammar
+        return
+    with pytest.raises(Unsupported, match="no grammar writes") as refused:
+        plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True)
+    assert refused.value.param == "tools[1].function.strict"
+    lenient = plan_tools(strict, ToolChoice(Mode.AUTO), format_, parallel=True, insists=False)
+    assert lenient.grammar is None
+    assert plan_tools(strict, ToolChoice(Mode.REQUIRED), format_, parallel=True).grammar
+    loose = plan_tools(strict[:1], ToolChoice(Mode.AUTO), format_, parallel=True)
+    assert loose.grammar is None
 
 
 def test_none_shows_no_tools_and_parses_nothing():

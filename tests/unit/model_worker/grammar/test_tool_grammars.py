@@ -13,7 +13,7 @@ from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
-from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.model_worker.grammar.matcher import CompiledGrammar
 from antiphon.model_worker.grammar.source import source_of
@@ -129,6 +129,31 @@ def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
     for character in beginning.encode():
         assert state.accept(vocabulary.tokens.index(bytes([character])))
     assert not state.accept(vocabulary.tokens.index(b"x"))
+
+
+def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
+    compiled: Compile, vocabulary: Vocabulary
+):
+    plan = plan_tools(TOOLS, read_choice("auto", TOOLS), JSON_CALLS, parallel=True)
+    assert plan.grammar is not None
+    ready = compiled(plan.grammar)
+
+    def accepts(text: str) -> bool:
+        state = ready.begin(())
+        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
+
+    assert accepts('[{"name": "get_weather", "parameters": {"days": 3, "unit": "C"}}]')
+    assert accepts('[{"name": "now", "parameters": {"any": [1]}}]')
+    assert accepts("Well: [1] and {2}.")
+    for loose in (
+        '[{"name": "get_weather", "parameters": {"days": "',
+        '{"name": "get_weather"',
+        ' {"name"',
+        '[{"name": "other"',
+    ):
+        assert not accepts(loose), loose
+    for text in answers(plan, plan.grammar, compiled, vocabulary):
+        check(parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text)))
 
 
 @pytest.mark.parametrize("inside", [True, False])

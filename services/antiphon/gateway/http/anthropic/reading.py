@@ -191,13 +191,12 @@ def _grammar(given: OutputFormat | None) -> Grammar | None:
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     tools = _tools(body.tools or [])
     said = body.tool_choice
-    return tool_plan(
-        tools,
-        _choice(body, tools),
-        formats.tools,
-        parallel=not (said and said.disable_parallel_tool_use),
-        formed=_form(body) is not None,
-    )
+    choice, formed = _choice(body, tools), _form(body) is not None
+    parallel = not (said and said.disable_parallel_tool_use)
+    try:
+        return tool_plan(tools, choice, formats.tools, parallel=parallel, formed=formed)
+    except Unsupported as error:
+        raise Unsupported(_ours(error.message), param=_ours(error.param or "tools")) from error
 
 
 def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:

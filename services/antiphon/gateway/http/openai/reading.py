@@ -86,8 +86,13 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
     telling: Telling
 
 
-def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
+def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True) -> Posted:
     """Read the body of a chat completion.
+
+    Args:
+        body: What was sent.
+        formats: How the model writes calls and thinking.
+        insists: Whether strict tools have to be held; or are where that can be done.
 
     Raises:
         InvalidRequest: `param` names the field at fault.
@@ -96,7 +101,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS) -> Posted:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
-    plan = _plan(body, formats.tools)
+    plan = _plan(body, formats.tools, insists=insists)
     messages = tuple(message(turn, index) for index, turn in enumerate(body.messages))
     ask = Ask(
         door="chat",
@@ -290,7 +295,7 @@ def _older_tag(given: ResponseFormat) -> dict[str, object]:
     return {"structures": given.structures, "triggers": given.triggers or []}
 
 
-def _plan(body: ChatBody, format_: ToolFormat | None) -> ToolPlan:
+def _plan(body: ChatBody, format_: ToolFormat | None, *, insists: bool) -> ToolPlan:
     """What the tools of a request come to.
 
     Raises:
@@ -304,6 +309,7 @@ def _plan(body: ChatBody, format_: ToolFormat | None) -> ToolPlan:
         format_,
         parallel=body.parallel_tool_calls is not False,
         formed=_form(body) is not None,
+        insists=insists,
     )
 
 

@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.parsing.tools.format import ToolFormat
-from antiphon.gateway.parsing.tools.grammar import calls_list, calls_only, calls_within
+from antiphon.gateway.parsing.tools.grammar import (
+    calls_list,
+    calls_only,
+    calls_or_text,
+    calls_within,
+)
 from antiphon.gateway.parsing.tools.offer import Offer
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS
 from antiphon.gateway.parsing.tools.tool import Tool
-from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -103,7 +108,12 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
 
 
 def plan_tools(
-    tools: tuple[Tool, ...], choice: ToolChoice, format_: ToolFormat | None, *, parallel: bool
+    tools: tuple[Tool, ...],
+    choice: ToolChoice,
+    format_: ToolFormat | None,
+    *,
+    parallel: bool,
+    insists: bool = True,
 ) -> ToolPlan:
     """Decide what the model sees, what it is held to and how its answer is read.
 
@@ -112,15 +122,17 @@ def plan_tools(
         choice: What it says of them.
         format_: How this model writes calls; None: it is not known.
         parallel: Whether there may be several calls in an answer.
+        insists: Whether strict tools have to be held; or are where that can be done.
+
+    Raises:
+        Unsupported: A tool is strict, the model may call it as it likes, and no grammar can hold
+            what it writes.
     """
     if not tools or choice.mode is Mode.NONE:
         return ToolPlan()
     calls_max = None if parallel else 1
     if choice.mode is Mode.AUTO:
-        strict = any(tool.strict for tool in tools)
-        form = format_.form if format_ is not None and strict else None
-        grammar = None if form is None else calls_within(tools, form)
-        return ToolPlan(tools, format_, grammar, calls_max)
+        return ToolPlan(tools, format_, _held(tools, format_, insists=insists), calls_max)
     if choice.name is not None:
         callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
     else:
@@ -128,6 +140,25 @@ def plan_tools(
     if format_ is None or format_.form is None:
         return ToolPlan(tools, JSON_CALLS, calls_list(callable_, calls_max), calls_max)
     return ToolPlan(tools, format_, calls_only(callable_, format_.form, calls_max), calls_max)
+
+
+def _held(tools: tuple[Tool, ...], format_: ToolFormat | None, *, insists: bool) -> Grammar | None:
+    """What holds the calls of strict tools where the model may call or not, if any is strict."""
+    strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
+    if strict is None or format_ is None:
+        return None
+    if format_.form is not None:
+        return calls_within(tools, format_.form)
+    if format_ is JSON_CALLS:
+        return calls_or_text(tools)
+    if not insists:
+        return None
+    at = f"tools[{strict}].function.strict"
+    text = (
+        f"{at}: no grammar writes calls in the form {format_.names[0]}, so they cannot be held to "
+        "a schema; leave strict out, or say tool_choice 'required'"
+    )
+    raise Unsupported(text, param=at)
 
 
 def _named(choice: Json) -> str | None:

@@ -10,7 +10,7 @@ from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from antiphon.gateway.parsing.tools.format import Form
     from antiphon.gateway.parsing.tools.tool import Tool
@@ -22,10 +22,34 @@ _ANY_OBJECT: dict[str, Json] = {"type": "object"}
 
 def calls_list(tools: Sequence[Tool], calls_max: int | None) -> Grammar:
     """A JSON list of calls, and nothing else."""
+    held = {tool.name for tool in tools}
+    return _grammar(GrammarKind.JSON_SCHEMA, _list_schema(tools, calls_max, held))
+
+
+def calls_or_text(tools: Sequence[Tool]) -> Grammar:
+    """A JSON list of calls, those of strict tools to their schemas; or text that is no JSON.
+
+    What begins like JSON might be read as a call that was held to nothing.
+    """
+    held = {tool.name for tool in tools if tool.strict}
+    either: list[Json] = [
+        {"type": "json_schema", "json_schema": _list_schema(tools, None, held)},
+        {"type": "regex", "pattern": r"[^\[{\s][\s\S]*"},
+    ]
+    format_: Json = {"type": "or", "elements": either}
+    return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
+
+
+def _list_schema(
+    tools: Sequence[Tool], calls_max: int | None, held: Collection[str]
+) -> dict[str, Json]:
     calls: list[Json] = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": _without_defs(tool)},
+            "properties": {
+                "name": {"const": tool.name},
+                "parameters": _without_defs(tool) if tool.name in held else _ANY_OBJECT,
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
@@ -39,10 +63,10 @@ def calls_list(tools: Sequence[Tool], calls_max: int | None) -> Grammar:
     if calls_max is not None:
         schema["maxItems"] = calls_max
     for word in _DEFINITIONS:
-        definitions = _definitions(tools, word)
+        definitions = _definitions([tool for tool in tools if tool.name in held], word)
         if definitions:
             schema[word] = definitions
-    return _grammar(GrammarKind.JSON_SCHEMA, schema)
+    return schema
 
 
 def calls_only(tools: Sequence[Tool], form: Form, calls_max: int | None) -> Grammar:

@@ -62,6 +62,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
         body: As it was sent.
         items: What is new in the conversation.
         tools: As they are told again.
+        insists: Whether the client has said of one that it is strict; unsaid, they are, too.
         logprobs: Whether log-probabilities are told.
     """
 
@@ -69,6 +70,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     body: ResponsesBody
     items: tuple[Item, ...]
     tools: tuple[FunctionTool, ...]
+    insists: bool
     logprobs: bool
 
 
@@ -92,6 +94,7 @@ def said(body: ResponsesBody) -> Said:
         body=body,
         items=_items(body.input),
         tools=tuple(_tool(tool, index) for index, tool in enumerate(body.tools or [])),
+        insists=any(_says_strict(tool) for tool in body.tools or []),
         logprobs=bool(body.include or body.top_logprobs),
     )
 
@@ -116,7 +119,7 @@ def asked(said: Said, items: Sequence[Item], formats: Formats) -> Asked:
     """
     body = said.body
     with _called_otherwise():
-        posted = reading.chat(_chat(said, items), formats)
+        posted = reading.chat(_chat(said, items), formats, insists=said.insists)
     (ask,) = posted.asks
     forms = {"response_format": "text.format"}
     ask = msgspec.structs.replace(
@@ -200,6 +203,11 @@ def _tool(raw: Json, index: int) -> FunctionTool:
         raise Unsupported(text, param=f"{at}.type")
     tool["strict"] = tool.get("strict") is not False
     return decode(msgspec.json.encode(tool), FunctionTool, at)
+
+
+def _says_strict(raw: Json) -> bool:
+    tool = plain(raw, "tools")
+    return isinstance(tool, dict) and tool.get("strict") is True
 
 
 def _chat_tool(tool: FunctionTool) -> Json:
