@@ -50,13 +50,17 @@ _ELEMENTS = ("<function=", "<arg_key>", "<invoke ")
 _TOOLS = (
     (ToolParser.HERMES, ("<tool_call>", '"name"'), _ELEMENTS),
     (ToolParser.QWEN3_CODER, ("<tool_call>", "<function="), ("<arg_key>",)),
-    (ToolParser.GLM45, ("<tool_call>", "<arg_key>"), ("<function=",)),
+    (ToolParser.GLM45, ("<tool_call>", "<arg_key>"), ("<function=", "<tool_sep>")),
+    (ToolParser.HUNYUAN, ("<tool_call>", "<tool_sep>", "<arg_key>"), ()),
+    (ToolParser.COHERE_COMMAND4, ("<|START_ACTION|>",), ()),
+    (ToolParser.MINICPM5, ('<function name="', '<param name="'), ()),
     (ToolParser.LLAMA3, ("<|python_tag|>",), ()),
     (ToolParser.MISTRAL, ("[TOOL_CALLS]",), ()),
     (ToolParser.DEEPSEEKV3, ("<｜tool▁call▁begin｜>", "```json"), ()),
     (ToolParser.DEEPSEEKV31, ("<｜tool▁call▁begin｜>",), ("```json",)),
     (ToolParser.DEEPSEEKV32, ("｜DSML｜", "function_calls"), ()),
     (ToolParser.KIMI_K2, ("<|tool_calls_section_begin|>",), ()),
+    (ToolParser.KIMI_K3, ("<|open|>", "<|sep|>"), ()),
     (ToolParser.GPT_OSS, ("<|channel|>", "<|constrain|>"), ()),
     (ToolParser.MINIMAX_M2, ("<minimax:tool_call>",), ()),
     (ToolParser.LFM2, ("<|tool_call_start|>",), ()),
@@ -68,7 +72,10 @@ _TOOLS = (
 _RERANKING = ("answer can only be", '"yes"', '"no"')
 """What the template of a decoder that reranks asks for, as Qwen3's does."""
 
-_OTHER_THINKING = ("<|channel|>", "[THINK]", "◁think▷", "<|inner_prefix|>")
+_OTHER_THINKING = (
+    *("<|channel|>", "[THINK]", "◁think▷", "<|inner_prefix|>", "<mm:think>"),
+    "<|START_THINKING|>",
+)
 _REASONING = (
     # Where an answer begins as thinking, the end of the prompt shows it: one name does for all.
     (ReasoningParser.QWEN3, ("<think>", "</think>"), _OTHER_THINKING),
@@ -76,4 +83,7 @@ _REASONING = (
     (ReasoningParser.MISTRAL, ("[THINK]", "[/THINK]"), ()),
     (ReasoningParser.APERTUS2509, ("<|inner_prefix|>",), ()),
     (ReasoningParser.GPT_OSS, ("<|channel|>", "analysis"), ()),
+    (ReasoningParser.MINIMAX_M3, ("<mm:think>",), ()),
+    (ReasoningParser.KIMI_K3, ("<|open|>", "<|sep|>"), ()),
+    (ReasoningParser.COHERE_COMMAND4, ("<|START_THINKING|>",), ()),
 )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.parsing.events import Collector, Event, Parsed
 from antiphon.gateway.parsing.machine import Machine
 from antiphon.gateway.parsing.output import Output
-from antiphon.gateway.parsing.reasoning.format import ReasoningFormat, thinking
+from antiphon.gateway.parsing.reasoning.format import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
 from antiphon.gateway.parsing.tools.offer import Offer
 
@@ -94,7 +94,7 @@ class AnswerParser:
 
     def _read_calls(self, reader: Reader) -> Steps[None]:
         if self._tools is None:
-            return reader.rest(self._out.content)
+            return bare(reader, self._out, self._reasoning.around if self._reasoning else ())
         return self._tools.read(reader, self._out)
 
 

@@ -104,9 +104,15 @@ def _reasoning(format_: ReasoningFormat) -> tuple[str, ...]:
     return (
         _names(format_.names),
         _code(f"{format_.begin}...{format_.end}"),
-        "as thinking" if format_.inside else "with the first mark, if it thinks",
+        _beginning(format_),
         f"`{format_.switch}`" if format_.switch else "",
     )
+
+
+def _beginning(format_: ReasoningFormat) -> str:
+    if format_.shown:
+        return "as thinking, which stays in the content with its first mark"
+    return "as thinking" if format_.inside else "with the first mark, if it thinks"
 
 
 def _names(names: Iterable[str]) -> str:

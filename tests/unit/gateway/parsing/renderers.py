@@ -112,19 +112,19 @@ def elements(
     return render
 
 
-def dsml(section: str) -> Callable[[str, Sequence[CallText]], str]:
+def dsml(section: str, space: str = "") -> Callable[[str, Sequence[CallText]], str]:
     def render(content: str, calls: Sequence[CallText]) -> str:
         texts = [
-            f'<｜DSML｜invoke name="{name}">\n'
+            f'<｜DSML｜{space}invoke name="{name}">\n'
             + "".join(
-                f'<｜DSML｜parameter name="{key}" string="{dumped(isinstance(value, str))}">'
-                f"{plain(value)}</｜DSML｜parameter>\n"
+                f'<｜DSML｜{space}parameter name="{key}" string="{dumped(isinstance(value, str))}">'
+                f"{plain(value)}</｜DSML｜{space}parameter>\n"
                 for key, value in arguments.items()
             )
-            + "</｜DSML｜invoke>\n"
+            + f"</｜DSML｜{space}invoke>\n"
             for name, arguments in calls
         ]
-        begin, end = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
+        begin, end = f"<｜DSML｜{space}{section}>", f"</｜DSML｜{space}{section}>"
         return f"{content}\n\n{begin}\n{''.join(texts)}{end}" if calls else content
 
     return render
@@ -181,22 +181,78 @@ def gpt_oss(content: str, calls: Sequence[CallText]) -> str:
     return "<|start|>assistant".join(messages)
 
 
+def hunyuan(content: str, calls: Sequence[CallText]) -> str:
+    texts = [
+        f"<tool_call>{name}<tool_sep>\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
+            for key, value in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    ]
+    joined = "\n".join(texts)
+    return f"{content}<tool_calls>\n{joined}\n</tool_calls>" if calls else content
+
+
+def cohere(content: str, calls: Sequence[CallText]) -> str:
+    listed = [
+        {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    action = f"<|START_ACTION|>{dumped(listed)}<|END_ACTION|>" if calls else ""
+    return f"<|START_RESPONSE|>{content}<|END_RESPONSE|>{action}"
+
+
+def minicpm5(content: str, calls: Sequence[CallText]) -> str:
+    return content + "".join(
+        f'<function name="{name}">'
+        + "".join(f'<param name="{key}">{plain(value)}</param>' for key, value in arguments.items())
+        + "</function>"
+        for name, arguments in calls
+    )
+
+
+def kimi_k3(content: str, calls: Sequence[CallText]) -> str:
+    def kind(value: object) -> str:
+        return "string" if isinstance(value, str) else "json"
+
+    texts = [
+        f'<|open|>call tool="{name}" index="{index}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="{kind(value)}"<|sep|>'
+            f"{plain(value)}<|close|>argument<|sep|>"
+            for key, value in arguments.items()
+        )
+        + "<|close|>call<|sep|>"
+        for index, (name, arguments) in enumerate(calls, 1)
+    ]
+    response = f"{content}<|close|>response<|sep|>"
+    section = f"<|open|>tools<|sep|>{''.join(texts)}<|close|>tools<|sep|>" if calls else ""
+    return f"{response}{section}<|close|>message<|sep|>"
+
+
 RENDERERS: dict[str, tuple[Render, ...]] = {
     "apertus2509": (apertus,),
+    "cohere_command4": (cohere,),
     "deepseekv3": (deepseekv3,),
     "deepseekv31": (deepseekv31,),
     "deepseekv32": (dsml("function_calls"),),
     "deepseekv4": (dsml("tool_calls"),),
+    "deepseekv41": (dsml("calls", " "),),
     "dots": (elements("<dots_function_call> </dots_function_call>", ""),),
     "glm45": (glm("tool_call", "\n"), glm("tool_call", "")),
     "gpt-oss": (gpt_oss,),
     "hermes": (hermes,),
+    "hunyuan": (hunyuan,),
     "interns1": (interns1,),
     "iquest_q1": (glm("iquest_tool_call", ""),),
     "json": (json_calls,),
     "kimi_k2": (kimi_k2,),
+    "kimi_k3": (kimi_k3,),
     "lfm2": (lfm2,),
     "llama3": (llama3, llama3_bare),
+    "minicpm5": (minicpm5,),
     "minimax-m2": (elements("<minimax:tool_call> </minimax:tool_call>", ""),),
     "mistral": (mistral, mistral_named),
     "pythonic": (pythonic,),
@@ -213,5 +269,5 @@ RENDERERS: dict[str, tuple[Render, ...]] = {
 
 CALLS_ALONE = (json_calls, llama3_bare, pythonic)
 
-TYPED = ("qwen3_coder", "minimax-m2", "dots", "step3", "glm45", "iquest_q1")
+TYPED = ("qwen3_coder", "hunyuan", "minicpm5", "minimax-m2", "dots", "step3", "glm45", "iquest_q1")
 """Formats that leave the types of arguments to the schema."""

@@ -12,6 +12,9 @@ from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.wire.errors import InvalidRequest
 
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in REASONING_FORMATS]
+APART = [
+    pytest.param(format_, id=format_.names[0]) for format_ in REASONING_FORMATS if not format_.shown
+]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
@@ -25,7 +28,7 @@ def read(name: str | None, text: str, *, inside: bool = False, tools: str | None
     return parse(made, list(text))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", APART)
 def test_thinking_and_answer_come_apart(format_):
     text = f"{format_.begin}\nSo it is.\n{format_.end}"
     if format_.names[0] == "gpt-oss":
@@ -38,8 +41,38 @@ def test_an_answer_that_begins_inside_needs_no_mark_and_bears_one():
     assert read("deepseek-r1", "<think>So.</think>Yes.", inside=True).reasoning == "So."
 
 
+@pytest.mark.parametrize("written", ["", "<think>"])
+def test_thinking_that_is_sent_back_stays_in_the_answer_with_its_mark(written: str):
+    text = f"{written}So.</think>\n\nYes.{CALL}"
+    parsed = read("minimax-append-think", text, inside=True, tools="hermes")
+    assert (parsed.content, parsed.reasoning) == ("<think>So.</think>\n\nYes.", "")
+    assert [call.name for call in parsed.calls] == ["f"]
+    closed = read("minimax-append-think", "Yes.", inside=False)
+    assert closed == Parsed(content="Yes.")
+
+
+def test_marks_around_the_answer_are_no_part_of_it():
+    text = "<|START_THINKING|>So.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+    assert read("cohere_command4", text) == Parsed(content="Yes.", reasoning="So.")
+    assert read("cohere_command4", text, tools="cohere_command4") == Parsed(
+        content="Yes.", reasoning="So."
+    )
+
+
+def test_a_prompt_may_have_begun_the_answers_block():
+    text = "Yes.<|close|>response<|sep|><|close|>message<|sep|>"
+    assert read("kimi_k3", text) == Parsed(content="Yes.")
+    thought = f"So.<|close|>think<|sep|><|open|>response<|sep|>{text}"
+    assert read("kimi_k3", thought, inside=True) == Parsed(content="Yes.", reasoning="So.")
+
+
 def test_an_answer_without_thinking_is_content():
     assert read("qwen3", "\nYes, <think> is a mark.") == Parsed(content="\nYes, <think> is a mark.")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_answer_may_begin_with_the_end_of_no_thinking(inside: bool):
+    assert read("minimax-m3", "</mm:think>\nYes.", inside=inside) == Parsed(content="Yes.")
 
 
 def test_thinking_that_does_not_end_is_thinking():

@@ -30,6 +30,8 @@ class ReasoningFormat:
         switch: The template's setting that turns thinking on and off, if it has one.
         special: Whether the marks are special tokens: see `ToolFormat.special`.
         cuts: Other marks that end it, where `channels` reads it.
+        around: Marks around the answer that follows; they are dropped.
+        shown: The thinking stays in the answer, with the first mark, which the prompt has written.
         channels: The format of calls that reads thinking, too, where the two are one.
     """
 
@@ -40,6 +42,8 @@ class ReasoningFormat:
     switch: str | None = None
     special: bool = False
     cuts: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    shown: bool = False
     channels: ToolFormat | None = None
 
     def begins_inside(self, prompt_end: str | None, *, thinking: bool | None = None) -> bool:
@@ -85,9 +89,17 @@ def thinking(
 
     It ends with its mark, or where a call of a tool begins. White space around it is dropped.
     """
+    if format_.shown:
+        if inside:
+            yield from reader.starts(format_.begin)
+            rest(format_.begin)
+        yield from reader.rest(rest)
+        return
     space = yield from reader.word(_WHITE, SPACE_MAX)
-    begun = yield from reader.starts(format_.begin)
-    if inside or begun:
+    begun = yield from reader.starts(format_.begin, format_.end)
+    if begun == format_.end:  # it says so that it does not think
+        yield from reader.space()
+    elif inside or begun:
         yield from reader.space()
         ends = Marks(format_.end, *tool_marks, trim=True)
         mark = yield from reader.until(ends, out.reasoning)
@@ -98,3 +110,10 @@ def thinking(
     elif space:
         rest(space)
     yield from reader.rest(rest)
+
+
+def bare(reader: Reader, out: Output, around: tuple[str, ...]) -> Steps[None]:
+    """Read an answer without calls, and drop the marks around it."""
+    marks = Marks(*around)
+    while (yield from reader.until(marks, out.content)) is not None:
+        pass

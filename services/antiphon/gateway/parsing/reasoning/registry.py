@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.reasoning import apertus, gpt_oss, kimi, mistral, think
+from antiphon.gateway.parsing.reasoning import (
+    apertus,
+    cohere_command4,
+    gpt_oss,
+    kimi,
+    kimi_k3,
+    minimax_m3,
+    mistral,
+    think,
+)
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -12,10 +21,14 @@ if TYPE_CHECKING:
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     apertus.FORMAT,
+    cohere_command4.FORMAT,
     gpt_oss.FORMAT,
     kimi.FORMAT,
+    kimi_k3.FORMAT,
+    minimax_m3.FORMAT,
     mistral.FORMAT,
     think.ALWAYS,
+    think.APPENDED,
     think.ASKED,
     think.MARKED,
     think.SWITCHED,

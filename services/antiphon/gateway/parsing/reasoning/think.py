@@ -27,6 +27,7 @@ MARKED = ReasoningFormat(
         "dots",
         "gigachat35",
         "granite_thinking_parser",
+        "hunyuan",
         "iquest_q1",
         "ling3",
         "nanbeige",
@@ -35,3 +36,7 @@ MARKED = ReasoningFormat(
     begin=_BEGIN,
     end=_END,
 )
+APPENDED = ReasoningFormat(
+    names=("minimax-append-think",), begin=_BEGIN, end=_END, inside=True, shown=True
+)
+"""Its thinking is sent back as a part of the answer, which the model wants to read so again."""

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and V4: invocations whose parameters say whether they are strings."""
+"""DeepSeek V3.2, V4 and V4.1: invocations whose parameters say whether they are strings."""
 
 # ruff: noqa: RUF001  # these bars are the letters of the marks
 
@@ -8,22 +8,24 @@ from antiphon.gateway.parsing.tools.format import ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 
-def _format(name: str, section: str) -> ToolFormat:
-    begin, end = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
+def _format(name: str, section: str, space: str = "") -> ToolFormat:
+    """The format of a model; `space` stands before the name of each element."""
+    begin, end = f"<｜DSML｜{space}{section}>", f"</｜DSML｜{space}{section}>"
     tags = Tags(
-        call=('<｜DSML｜invoke name="', '">'),
-        call_end="</｜DSML｜invoke>",
-        argument_begin='<｜DSML｜parameter name="',
+        call=(f'<｜DSML｜{space}invoke name="', '">'),
+        call_end=f"</｜DSML｜{space}invoke>",
+        argument_begin=f'<｜DSML｜{space}parameter name="',
         argument=(('" string="true">', True), ('" string="false">', False)),
-        argument_end="</｜DSML｜parameter>",
+        argument_end=f"</｜DSML｜{space}parameter>",
         end=end,
         lines=False,
     )
     return ToolFormat(
         names=(name,),
         example=(
-            f'{begin}\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1'
-            f"</｜DSML｜parameter>\n</｜DSML｜invoke>\n{end}"
+            f'{begin}\n<｜DSML｜{space}invoke name="f">\n'
+            f'<｜DSML｜{space}parameter name="a" string="false">1</｜DSML｜{space}parameter>\n'
+            f"</｜DSML｜{space}invoke>\n{end}"
         ),
         read=framed(begin, end, tagged(tags)),
         marks=(begin,),
@@ -33,3 +35,4 @@ def _format(name: str, section: str) -> ToolFormat:
 
 V32 = _format("deepseekv32", "function_calls")
 V4 = _format("deepseekv4", "tool_calls")
+V41 = _format("deepseekv41", "calls", space=" ")

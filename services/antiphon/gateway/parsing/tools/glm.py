@@ -18,11 +18,20 @@ _NAME = re.compile(r"[^<\n]*")
 _VALUE_END = Marks("</arg_value>")
 
 
-def _body(end: str) -> Body:
+def elements(end: str, *, after_name: str | None = None) -> Body:
+    """Make a reader of a name, then keys and values, up to the end mark.
+
+    Args:
+        end: The mark.
+        after_name: What else may stand after the name.
+    """
+
     def body(reader: Reader, out: Output) -> Steps[Outcome]:
         yield from reader.space()
         name = (yield from reader.word(_NAME, NAME_MAX)).strip()
         yield from reader.space()
+        if after_name and (yield from reader.starts(after_name)):
+            yield from reader.space()
         # A name alone could be any text: it is a call if an argument or the end comes next.
         mark = yield from reader.starts("<arg_key>", end)
         if not name or mark is None:
@@ -59,7 +68,7 @@ def _format(names: tuple[str, ...], begin: str, end: str) -> ToolFormat:
     return ToolFormat(
         names=names,
         example=f"{begin}f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n{end}",
-        read=framed(begin, end, _body(end)),
+        read=framed(begin, end, elements(end)),
         marks=(begin,),
         special=True,
     )

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: JSON objects between tags."""
+"""Hermes, Qwen and Trinity: JSON objects between tags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BEGIN = "<tool_call>"
 _END = "</tool_call>"
 
 FORMAT = ToolFormat(
-    names=("hermes", "qwen", "qwen25"),
+    names=("hermes", "qwen", "qwen25", "trinity"),
     example='<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
     read=framed(_BEGIN, _END, objects.call),
     marks=(_BEGIN,),

@@ -22,13 +22,14 @@ class Tags:
     """How calls are written inside the mark before them and the mark after them.
 
     Attributes:
-        call: What stands before a name and after it.
+        call: What stands before a name and after it; before it nothing, if the mark says that a
+            name comes next.
         call_end: What stands after the arguments.
         argument: What stands before the name of an argument and after it, in all ways that there
             are, each with whether the value is a string, or JSON, or what the schema says.
         argument_begin: What stands before the name of an argument.
         argument_end: What stands after its value.
-        end: The mark after the calls.
+        end: The mark after the calls; none: each call ends by itself.
         lines: Whether a value may stand on lines of its own: then a line break after the mark
             before it and one before the mark after it are not part of it.
     """
@@ -38,7 +39,7 @@ class Tags:
     argument_begin: str
     argument: tuple[tuple[str, bool | None], ...]
     argument_end: str
-    end: str
+    end: str | None
     lines: bool = True
 
 
@@ -46,17 +47,19 @@ def tagged(tags: Tags) -> Body:
     """Make a reader of one or several calls."""
     stops = re.escape(tags.call[1][0] + ">\n")
     name_letters = re.compile(f"[^{stops}]*")
+    ends = (tags.end,) if tags.end else ()
     values = Marks(*[f"\n{tags.argument_end}"] * tags.lines, tags.argument_end)
 
     def body(reader: Reader, out: Output) -> Steps[Outcome]:
         outcome = Outcome.NOTHING
         while True:
-            yield from reader.space()
-            mark = yield from reader.starts(tags.call[0], tags.end)
-            if mark == tags.end and outcome is Outcome.DONE:
-                return Outcome.ENDED
-            if mark != tags.call[0]:
-                return outcome
+            if tags.call[0]:
+                yield from reader.space()
+                mark = yield from reader.starts(tags.call[0], *ends)
+                if mark in ends and outcome is Outcome.DONE:
+                    return Outcome.ENDED
+                if mark != tags.call[0]:
+                    return outcome
             name = yield from reader.word(name_letters, NAME_MAX)
             if not name or not (yield from reader.starts(tags.call[1])):
                 return outcome
@@ -66,6 +69,8 @@ def tagged(tags: Tags) -> Body:
             if not complete:
                 return Outcome.BROKEN
             outcome = Outcome.DONE
+            if not ends:
+                return outcome
 
     def arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
         yield from reader.space()

@@ -1,0 +1,83 @@
+"""Kimi K3: blocks that begin and end with a name between tokens, calls and arguments likewise."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.parsing.json_text import NAME_MAX
+from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
+from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.values import Arguments
+
+if TYPE_CHECKING:
+    from antiphon.gateway.parsing.output import Output
+    from antiphon.wire.schemas import Json
+
+_BEGIN, _END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
+_CALL, _CALL_END = '<|open|>call tool="', "<|close|>call<|sep|>"
+_ARGUMENT = '<|open|>argument key="'
+_SEP = '"<|sep|>'
+AROUND = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+"""What stands around text for the reader, and at the end of a message."""
+
+_QUOTED = re.compile(r'[^"<]*')
+_VALUE_END = Marks("<|close|>argument<|sep|>")
+
+
+def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+    outcome = Outcome.NOTHING
+    while True:
+        yield from reader.space()
+        mark = yield from reader.starts(_CALL, _END)
+        if mark == _END and outcome is Outcome.DONE:
+            return Outcome.ENDED
+        if mark != _CALL:
+            return outcome
+        name = yield from reader.word(_QUOTED, NAME_MAX)
+        if not name or not (yield from _attribute(reader, '" index="')):
+            return outcome
+        reader.forget()
+        complete = yield from _arguments(reader, out.begin(name), out.schema(name))
+        out.end(complete=complete)
+        if not complete:
+            return Outcome.BROKEN
+        outcome = Outcome.DONE
+
+
+def _attribute(reader: Reader, before: str) -> Steps[str]:
+    """Read the last attribute of a block, and the end of its head; empty if it is not there."""
+    if not (yield from reader.starts(before)):
+        return ""
+    value = yield from reader.word(_QUOTED, NAME_MAX)
+    return value if (yield from reader.starts(_SEP)) else ""
+
+
+def _arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
+    written = Arguments(schema, emit)
+    while True:
+        yield from reader.space()
+        mark = yield from reader.starts(_ARGUMENT, _CALL_END)
+        if mark == _CALL_END:
+            written.close()
+            return True
+        key = yield from reader.word(_QUOTED, NAME_MAX)
+        kind = yield from _attribute(reader, '" type="')
+        if mark is None or not kind:
+            return False
+        if not (yield from written.value(reader, key, _VALUE_END, text=kind == "string")):
+            return False
+
+
+FORMAT = ToolFormat(
+    names=("kimi_k3",),
+    example=(
+        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="a" type="integer"<|sep|>1<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    read=framed(_BEGIN, _END, _body, around=AROUND),
+    marks=(_BEGIN,),
+    special=True,
+    call_id=lambda name, number: f"{name}:{number}",
+)
