@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
 import aiohttp
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -40,6 +41,21 @@ POOLERS = (
     PoolingCard(scores=True, width=2, labels=("bad", "good")),
     PoolingCard(scores=True, width=1, labels=("LABEL_0",)),
 )
+
+
+POOLS = ("embeds", "classifies", "reranks")
+REPLIES: dict[PoolingCard | None, set[str]] = {
+    None: {
+        *("/generate", "/open_session", "/model_info", "/server_info", "/v1/loads", "/v1/models"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/score"),
+        *("/api/chat", "/api/generate", "/api/tags", "/api/show", "/v1/tokenize"),
+        *("/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/pause_generation"),
+    },
+    POOLERS[0]: {"/encode", "/v1/embeddings", "/api/embed", "/api/embeddings"},
+    POOLERS[1]: {"/classify", "/v1/classify"},
+    POOLERS[2]: {"/v1/rerank", "/classify"},
+}
+"""Whose replies have to be among those that are checked."""
 
 
 @asynccontextmanager
@@ -120,6 +136,31 @@ def examples(operation: Json) -> list[Json]:
     return [cast("Json", example["value"]) for example in named.values()]
 
 
+@pytest.mark.parametrize("card", [None, *POOLERS], ids=("generates", *POOLS))
+async def test_replies_are_what_the_document_says(card: PoolingCard | None) -> None:
+    """Those to the examples, and to what is got without a body."""
+    async with served(card) as (at, document):
+        at.cluster.script = ("{", "}")
+        checked: set[str] = set()
+        async with aiohttp.ClientSession() as session:
+            for path, method, operation in operations(document):
+                for body in examples(operation) if method != "get" else [None]:
+                    if path == "/close_session":
+                        await session.post(f"{at.url}/open_session", json=body)
+                    async with session.request(method, at.url + path, json=body) as reply:
+                        if reply.status == 200 and reply.content_type == "application/json":
+                            validator(document, operation).validate(await reply.json())
+                            checked.add(path)
+        assert checked >= REPLIES[card], sorted(REPLIES[card] - checked)
+
+
+def validator(document: Json, operation: Json) -> jsonschema_rs.Draft202012Validator:
+    ok = cast("Json", cast("Json", operation["responses"])["200"])
+    content = cast("dict[str, Json]", ok["content"])["application/json"]
+    schema = cast("Json", content["schema"]) | {"components": document["components"]}
+    return jsonschema_rs.Draft202012Validator(schema)
+
+
 async def test_every_operation_names_its_errors() -> None:
     async with served() as (_, document):
         for path, _, operation in operations(document):
@@ -177,7 +218,7 @@ async def test_bodies_made_from_the_document_break_nothing() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("card", POOLERS, ids=("embeds", "classifies", "reranks"))
+@pytest.mark.parametrize("card", POOLERS, ids=POOLS)
 async def test_bodies_break_nothing_of_a_model_that_pools(card: PoolingCard) -> None:
     await _conforming_bodies_break_nothing(60, card)
     await _spoilt_bodies_break_nothing(120, 4, card)

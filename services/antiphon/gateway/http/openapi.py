@@ -13,7 +13,7 @@ from antiphon.gateway.http.errors import shape_of
 from antiphon.gateway.http.operation import Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Object = dict[str, object]
 
@@ -44,17 +44,19 @@ class OpenApi:
 
 def document(operations: Sequence[Operation]) -> Object:
     """Describe operations as OpenAPI 3.1 does."""
-    types = {
+    types: set[object] = {
         each
         for one in operations
         for each in (one.body, one.reply, shape_of(one.path).body)
         if each is not None
     }
-    ordered = sorted(types, key=lambda each: each.__name__)
-    _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    ordered = sorted(types, key=str)
+    made, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    schemas = dict(zip(ordered, made, strict=True))
     paths: dict[str, Object] = {}
     for one in operations:
-        paths.setdefault(_VARIABLE.sub(r"{\1}", one.path), {})[one.method.lower()] = _described(one)
+        at = paths.setdefault(_VARIABLE.sub(r"{\1}", one.path), {})
+        at[one.method.lower()] = _described(one, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Antiphon", "version": metadata.version("antiphon")},
@@ -63,12 +65,12 @@ def document(operations: Sequence[Operation]) -> Object:
     }
 
 
-def _described(one: Operation) -> Object:
+def _described(one: Operation, schemas: Mapping[object, Object]) -> Object:
     described: Object = {
         "summary": one.summary,
         "operationId": f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path)}",
         "parameters": _parameters(one),
-        "responses": {"200": _reply(one), "default": _error(one)},
+        "responses": {"200": _reply(one, schemas), "default": _error(one)},
     }
     if one.deprecated:
         described["deprecated"] = True
@@ -87,11 +89,10 @@ def _content(one: Operation, body: type[msgspec.Struct]) -> Object:
     return {"application/json": content}
 
 
-def _reply(one: Operation) -> Object:
+def _reply(one: Operation, schemas: Mapping[object, Object]) -> Object:
     reply: Object = {"description": one.summary}
     if one.reply is not None:
-        schema: Object = {"$ref": _REF.format(name=one.reply.__name__)}
-        reply["content"] = {"application/json": {"schema": schema}}
+        reply["content"] = {"application/json": {"schema": schemas[one.reply]}}
         fields = set(() if one.body is None else one.body.__struct_fields__)
         content = cast("dict[str, Object]", reply["content"])
         if "stream" in fields:

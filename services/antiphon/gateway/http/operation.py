@@ -25,7 +25,8 @@ class Operation:
         path: As aiohttp writes it.
         summary: A sentence.
         body: What its body is decoded as; None: it has none.
-        reply: What it answers with, if that is JSON of a struct.
+        reply: The type of what it answers with, if that is JSON: a struct, or whatever else a
+            schema can be made of.
         streamed_as: The type of its streams, if its body may ask for one.
         query: Names of its query parameters, each with its meaning.
         examples: Bodies that are served, for the document.
@@ -39,7 +40,7 @@ class Operation:
     answer: Handler
     summary: str
     body: type[msgspec.Struct] | None = None
-    reply: type[msgspec.Struct] | None = None
+    reply: object = None
     streamed_as: str = "text/event-stream"
     query: Mapping[str, str] | None = None
     examples: tuple[Mapping[str, object], ...] = ()

@@ -101,7 +101,7 @@ class Encoding:
                 answer=answer,
                 summary=summary,
                 body=EncodeBody,
-                reply=Encoded,
+                reply=Encoded | list[Encoded],
                 refused=ENCODE,
                 examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
                 deprecated=method == "PUT",

@@ -117,7 +117,7 @@ class Reranking:
                 answer=self._rerank,
                 summary="Documents, the best first, as the model scores them: a list.",
                 body=RerankBody,
-                reply=Ranked,
+                reply=list[Ranked],
                 refused=EMBEDDING,
                 examples=({"query": "Who?", "documents": ["He.", "She."], "top_n": 1},),
                 deprecated=method == "PUT",
