@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from antiphon.config.schema import Bytes, Config, Help, Seconds, Threads
 
-Characters = Annotated[int, Meta(ge=1, le=256, extra={"unit": "characters"})]
+WHITESPACE_MAX = 256
+Characters = Annotated[int, Meta(ge=1, le=WHITESPACE_MAX, extra={"unit": "characters"})]
 Entries = Annotated[int, Meta(ge=1, extra={"unit": "entries"})]
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
+from antiphon.config.grammar import WHITESPACE_MAX
 from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
 from antiphon.config.quantization import TORCHAO, Quantize
 
@@ -124,17 +125,29 @@ def _http(text: str) -> Written:
 
 
 def _whitespace(text: str) -> Written:
-    """A bounded run of JSON's own white space; of other patterns nothing would be held."""
+    """White space that a pattern allows: all of JSON's up to a bound, or JSON on one line.
+
+    A pattern says what may stand between two parts, and nothing has to: less than it allows is
+    within it. What is written on one line has single spaces, so these have to be allowed.
+    """
     match = _WHITESPACE.fullmatch(text)
-    if match is None or set(re.findall(r"\\.| ", match[1])) != {" ", "\\n", "\\r", "\\t"}:
+    written = set(re.findall(r"\\.| ", match["allowed"])) if match else set[str]()
+    allowed = written | _JSON_WHITE if r"\s" in written else written
+    most = int(match["most"] or "1") if match else 0
+    if " " not in allowed or most == 0:
         raise ConfigError(
-            f"--constrained-json-whitespace-pattern {text}: refused: only a bound can be set, as "
-            r"[ \n\r\t]{0,8}"
+            f"--constrained-json-whitespace-pattern {text}: refused: what can be held is a class of "
+            r"white space with the space in it, and *, ? or a bound: [ \n\r\t]{0,8}, [\n\t ]*, ' ?'"
         )
-    return Written(match[2])
+    if not allowed >= _JSON_WHITE:
+        return Written(None, {"grammar.compact_json": "true"})
+    return Written(None if text.endswith("*") else str(min(most, WHITESPACE_MAX)))
 
 
-_WHITESPACE = re.compile(r"\[((?: |\\[nrt])+)\]\{0,(\d+)\}")
+_JSON_WHITE = frozenset({" ", r"\n", r"\r", r"\t"})
+_WHITESPACE = re.compile(
+    r"(?P<allowed>\[(?: |\\[nrts])+\]| |\\s)(?:\*|\?|\{0?,(?P<most>\d{1,9})\})"
+)
 
 SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "": _plain,

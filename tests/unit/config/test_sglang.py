@@ -9,6 +9,7 @@ import pytest
 from antiphon.config.aliases import other_names, serve_parser
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
+from antiphon.config.grammar import GrammarConfig
 from antiphon.config.load import Loaded, child_environment, load
 from antiphon.config.reasons import REASONS
 from antiphon.config.settings import Settings
@@ -153,8 +154,15 @@ def test_a_large_chunk_raises_the_step_unless_somebody_set_the_step() -> None:
 def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:
     flag = "--constrained-json-whitespace-pattern"
     assert serve([flag, r"[\n\t\r ]{0,12}"]).settings.grammar.whitespace_max == 12
-    for pattern in (r"[\n\t ]*", r"[ ]{0,4}", " ?", ""):
-        with pytest.raises(ConfigError, match="only a bound can be set"):
+    assert serve([flag, r"[\n\t\r ]{0,1000}"]).settings.grammar.whitespace_max == 256
+    assert serve([flag, r"[ \n\r\t]?"]).settings.grammar.whitespace_max == 1
+    for pattern in (r"[ \n\r\t]*", r"\s*", r"[\s]*"):
+        assert serve([flag, pattern]).settings.grammar == GrammarConfig()
+    # What the grammar may write is a part of what the pattern allows.
+    for pattern in (r"[\n\t ]*", r"[ ]{0,4}", " ?", r"[ \n]{,3}", " *"):
+        assert serve([flag, pattern]).settings.grammar == GrammarConfig(compact_json=True)
+    for pattern in ("", " ", " +", r"[\n]*", r"[ ]{2}", r"[ \n\r\t]{0,0}", "( |x)*", "[ x]*"):
+        with pytest.raises(ConfigError, match="can be held"):
             serve([flag, pattern])
     assert serve("--constrained-json-disable-any-whitespace").settings.grammar.compact_json
 
