@@ -316,6 +316,8 @@ EVERY: tuple[Message, ...] = (
         defaults=SamplingDefaults(
             temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
         ),
+        architecture="LlamaForCausalLM",
+        model_type="llama",
         tool_parser="hermes",
         reasoning_parser="qwen3",
         reranks=True,

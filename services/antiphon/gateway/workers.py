@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         SetWeightVersion,
     )
     from antiphon.wire.heartbeat import WorkerLoad
-    from antiphon.wire.ids import ModelName, TenantId
+    from antiphon.wire.ids import InstanceId, ModelName, TenantId
 
     Order = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 
@@ -48,6 +48,11 @@ class Workers:
         for peer in sorted(peers, key=lambda peer: peer.process.instance):
             if peer.beat.worker is not None and peer.beat.model == self._model:
                 yield peer, peer.beat.worker
+
+    def rank(self, instance: InstanceId) -> int | None:
+        """The place of a worker among them, if it is there."""
+        names = [peer.process.instance for peer, _ in self.loads()]
+        return names.index(instance) if instance in names else None
 
     async def flush(self, timeout_s: float) -> int | None:
         """Drop the prefix cache of every worker that has no request; say how many pages that was.

@@ -130,6 +130,8 @@ class TokenizerService:
             context_tokens=context_tokens,
             hidden_size=card.hidden_size,
             defaults=_defaults(card),
+            architecture=card.architecture,
+            model_type=card.model_type,
             tool_parser=self._vocabulary.habits.tools,
             reasoning_parser=self._vocabulary.habits.reasoning,
             reranks=self._vocabulary.habits.reranks,

@@ -70,6 +70,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
+    model_type: str = ""
     task: Task = Task.GENERATE
     labels: tuple[str, ...] = ()
     """What a classifier calls what it scores, in the order of its scores."""
@@ -120,6 +121,7 @@ def read_card(place: Place) -> ModelCard:
     task = task_of(config.architectures[0])
     return ModelCard(
         architecture=config.architectures[0],
+        model_type=config.model_type,
         hidden_size=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,

@@ -114,6 +114,8 @@ class EncodeReply(Message):
         vocabulary_size: Ids of a request must lie below it.
         context_tokens: Most tokens of prompt and answer together.
         hidden_size: Numbers of a hidden state.
+        architecture: Of the model, as its folder names it.
+        model_type: The same in Transformers' other word for it.
         tool_parser: How the model writes calls, where its chat template shows it for certain.
         reasoning_parser: How it marks its thinking, likewise.
         reranks: Whether its chat template asks if a document answers a query, yes or no.
@@ -129,6 +131,8 @@ class EncodeReply(Message):
     context_tokens: int
     hidden_size: int = 0
     defaults: SamplingDefaults = SamplingDefaults()
+    architecture: str = ""
+    model_type: str = ""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     reranks: bool = False

@@ -149,6 +149,8 @@ class Cluster:
                 request_id=request.request_id,
                 token_ids=pack_ids([self.words[text]] if text in self.words else text.encode()),
                 vocabulary_size=256,
+                architecture="LlamaForCausalLM",
+                model_type="llama",
                 context_tokens=CONTEXT_TOKENS,
                 hidden_size=HIDDEN_SIZE,
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
@@ -68,6 +69,7 @@ async def test_a_prompt_gets_text_ids_and_what_is_known_of_them(at: House) -> No
     assert reply["prompt_token_ids"] == list(b"ab")
     meta = reply["meta_info"]
     assert cast("float", meta.pop("e2e_latency")) > 0
+    assert abs(cast("float", meta.pop("response_sent_to_client_ts")) - time.time()) < 60
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "stop", "matched": 2},
@@ -75,7 +77,10 @@ async def test_a_prompt_gets_text_ids_and_what_is_known_of_them(at: House) -> No
         "completion_tokens": 4,
         "reasoning_tokens": 0,
         "cached_tokens": 1,
+        "cached_tokens_details": {"device": 1, "host": 0},
         "weight_version": "7",
+        "num_retractions": 0,
+        "dp_rank": None,
     }
     assert "index" not in reply
     assert at.cluster.submits[0].sampling.max_new_tokens == CONTEXT_TOKENS - 2
@@ -407,8 +412,14 @@ async def test_an_abort_meets_every_name_that_begins_so(at: House) -> None:
         assert (await _post_plain(at, "/abort_request", {"rid": "x"}))[0] == 200
         await until(lambda: at.service._driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
         at.cluster.go.set()
-    ends = [cast("Reply", task.result()[1])["meta_info"]["finish_reason"]["type"] for task in told]
-    assert ends == ["abort", "abort", "stop"]
+    ends = [cast("Reply", task.result()[1])["meta_info"]["finish_reason"] for task in told]
+    assert [end["type"] for end in ends] == ["abort", "abort", "stop"]
+    assert ends[0] == {
+        "type": "abort",
+        "message": "Aborted",
+        "status_code": None,
+        "err_type": None,
+    }
 
 
 async def test_an_abort_is_told_to_the_other_gateways(at: House) -> None:
@@ -459,7 +470,7 @@ async def test_an_answer_names_the_weights_that_drew_it(at: House) -> None:
 
     at.cluster.origins = from_((0, "8"))
     meta = (await generate(at))["meta_info"]
-    assert meta["weight_version"] == "8"
+    assert (meta["weight_version"], meta["dp_rank"]) == ("8", 0)
     assert "weight_versions" not in meta
     _, chat, _ = await post(
         at, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}
@@ -493,6 +504,8 @@ async def test_a_model_is_described(at: House, path: str) -> None:
     info = json.loads(text)
     assert (status, info["served_model_name"], info["weight_version"]) == (200, MODEL, "7")
     assert (info["max_model_len"], info["is_generation"]) == (CONTEXT_TOKENS, True)
+    assert (info["model_type"], info["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert info["disaggregation_mode"] == "null"
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

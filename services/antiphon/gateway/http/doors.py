@@ -88,7 +88,7 @@ def operations(
         *Classifying(answering, vectors, model).operations(),
         *Reranking(answering, vectors, tokenizers).operations(),
         *Encoding(answering, vectors, runtime).operations(),
-        *Generation(answering, tokenizers, sessions, runtime).operations(),
+        *Generation(answering, tokenizers, sessions, runtime, workers.rank).operations(),
         *OllamaEmbedding(answering, vectors, model).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.sessions.sessions import Sessions
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import TenantId
+    from antiphon.wire.ids import InstanceId, TenantId
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,10 @@ class CloseSession(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Reads, stands requests in their sessions, and gives each answer its voice."""
+    """Reads, stands requests in their sessions, and gives each answer its voice.
+
+    `rank_of` tells the place of a worker among them.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,13 @@ class Generation:
         tokenizers: TokenizerCalls,
         sessions: Sessions,
         runtime: Runtime,
+        rank_of: Callable[[InstanceId], int | None],
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._sessions = sessions
         self._runtime = runtime
+        self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
         """Generation and sessions."""
@@ -134,6 +139,7 @@ class Generation:
             posted,
             streams,
             firsts=await self._firsts(posted, streams),
+            rank_of=self._rank_of,
             weight_version=weight_version(self._runtime),
             news=self._runtime.settings.gateway.stream_output,
             keep=keep,

@@ -40,7 +40,7 @@ Value = str | int | float | bool | None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /model_info."""
+    """GET /model_info. `disaggregation_mode` is the word null: prefill and decode are together."""
 
     model_path: str
     served_model_name: str
@@ -53,6 +53,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str | None = None
     has_image_understanding: bool = False
     has_audio_understanding: bool = False
+    model_type: str | None
+    architectures: list[str] | None
+    disaggregation_mode: str = "null"
     max_model_len: int | None
     vocabulary_size: int | None
 
@@ -249,6 +252,8 @@ class Info:
             load_format=str(settings.load.format),
             reasoning_parser=reasoning,
             tool_call_parser=tools,
+            model_type=None if card is None else card.model_type or None,
+            architectures=[card.architecture] if card is not None and card.architecture else None,
             max_model_len=None if card is None else card.context_tokens,
             vocabulary_size=None if card is None else card.vocabulary_size,
         )

@@ -27,12 +27,24 @@ States = list[list[float | list[float]]]
 
 
 class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an answer ended."""
+    """Why an answer ended.
+
+    Somebody wanted an abort: it has no status. What fails with one is told as an error.
+    """
 
     type: Literal["stop", "length", "abort"]
     matched: str | int | UnsetType | None = UNSET
     length: int | UnsetType = UNSET
     message: str | UnsetType = UNSET
+    status_code: int | UnsetType | None = UNSET
+    err_type: str | UnsetType | None = UNSET
+
+
+class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the cached tokens of a prompt were: the cache has one tier."""
+
+    device: int
+    host: int = 0
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +55,10 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         weight_version: What the weights are called that drew its last token.
         weight_versions: Which drew which of its tokens, if they were renamed meanwhile.
+        num_retractions: How often it lost its place in a worker, and went on later.
+        dp_rank: The place of the last worker in the list of /v1/loads, if it is there yet.
+        e2e_latency: Seconds from the request to its end; told with the end.
+        response_sent_to_client_ts: When that was, in seconds since 1970.
     """
 
     id: str
@@ -51,9 +67,13 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     reasoning_tokens: int = 0
     cached_tokens: int
+    cached_tokens_details: CachedTokens
     weight_version: str
     weight_versions: list[WeightSpan] | UnsetType = UNSET
+    num_retractions: int
+    dp_rank: int | None
     e2e_latency: float | UnsetType = UNSET
+    response_sent_to_client_ts: float | UnsetType = UNSET
     input_token_logprobs: list[Scored] | UnsetType = UNSET
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET
@@ -90,7 +110,7 @@ def finish_body(finished: Finished | None, tokens: int) -> FinishBody | None:
         case FinishReason.LENGTH:
             return FinishBody(type="length", length=tokens)
         case FinishReason.ABORT:
-            return FinishBody(type="abort", message="Aborted")
+            return FinishBody(type="abort", message="Aborted", status_code=None, err_type=None)
         case _:
             return FinishBody(type="stop", matched=finished.matched_stop)
 

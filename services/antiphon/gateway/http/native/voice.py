@@ -10,6 +10,7 @@ import msgspec
 from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.native.replies import (
     UNSET,
+    CachedTokens,
     GenerateReply,
     MetaInfo,
     finish_body,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.stream import Stream
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.ids import InstanceId
 
     Keep = Callable[[Stream, "GenerateVoice"], Awaitable[None]]
 
@@ -42,12 +44,14 @@ class GenerateVoice(Voice):
         streams: Sequence[Stream],
         *,
         firsts: Sequence[str | None],
+        rank_of: Callable[[InstanceId], int | None],
         weight_version: str,
         news: bool,
         keep: Keep | None = None,
     ) -> None:
         self._posted = posted
         self._streams = streams
+        self._rank_of = rank_of
         self._weight_version = weight_version
         self._news = news
         self._keep = keep
@@ -137,15 +141,20 @@ class GenerateVoice(Voice):
         prompt, _ = divmod(index, self._choices)
         told, telling = self._told[index], self._posted.tellings[prompt]
         prompt_ids = self._prompt_ids[prompt]
+        last = told.origins[-1] if told.origins else None
         meta = MetaInfo(
             id=self._name(index),
             finish_reason=finish_body(told.finished, told.tokens),
             prompt_tokens=len(prompt_ids),
             completion_tokens=told.tokens,
             cached_tokens=self._cached[prompt],
-            weight_version=told.origins[-1].weights if told.origins else self._weight_version,
+            cached_tokens_details=CachedTokens(device=self._cached[prompt]),
+            weight_version=last.weights if last else self._weight_version,
             weight_versions=weight_spans(told.origins, told.tokens) or UNSET,
+            num_retractions=last.retractions if last else 0,
+            dp_rank=self._rank_of(last.worker) if last else None,
             e2e_latency=time.monotonic() - self._began if told.finished else UNSET,
+            response_sent_to_client_ts=time.time() if told.finished else UNSET,
         )
         reply = GenerateReply(
             text="",
