@@ -295,3 +295,19 @@ async def test_an_aborted_request_ends_well(at: House) -> None:
     assert (status, choice["finish_reason"]) == (200, "abort")
     assert choice["message"]["content"] == SCRIPT[0]
     await until(lambda: len(at.cluster.cancelled) == 1)
+
+
+async def test_it_is_told_where_cached_tokens_were(at: House) -> None:
+    details = {"cached_tokens_details": {"device": 1, "host": 0}}
+    asked = {"return_cached_tokens_details": True}
+    for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "a"})):
+        _, whole, _ = await post(at, path, body | asked)
+        assert whole["sglext"] == details
+        _, plain, _ = await post(at, path, body)
+        assert "sglext" not in plain
+        options = {"stream_options": {"include_usage": True}}
+        *_, beside, last, done = await stream(at, path, body | asked | options)
+        told = json.loads(beside)
+        assert (told["choices"], told["sglext"]) == ([], details)
+        assert "sglext" not in json.loads(last)
+        assert done == "[DONE]"

@@ -13,6 +13,7 @@ from tests.unit.gateway.test_http import CHAT, HI, post, stream
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.processors import ThinkingBudget
 from antiphon.wire.thinking import ThinkingMarks
 
 if TYPE_CHECKING:
@@ -245,3 +246,20 @@ async def test_a_strict_tool_that_nothing_can_hold_is_refused_where_it_was_asked
             status, reply, _ = await post(at, "/v1/responses", body)
             assert status == expected, reply
         assert "'tools[0].strict'" in str(reply)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_thinking_is_ended_by_its_budget(path: str) -> None:
+    prompt = {"text": "x"} if path == "/generate" else {"messages": HI}
+    async with house(reasoning_parser="qwen3") as at:
+        at.cluster.words = {"<think>": 7, "</think>": 8}
+        status, reply, _ = await post(at, path, prompt | {"max_thinking_tokens": 5})
+        assert status == 200, reply
+        (budget,) = at.cluster.submits[0].sampling.processors
+        assert budget == ThinkingBudget(tokens_max=5, begin_id=7, closing_ids=(8,))
+        at.cluster.words = {}
+    for reasoning in ("none", "kimi"):
+        async with house(reasoning_parser=reasoning) as at:
+            status, reply, _ = await post(at, path, prompt | {"max_thinking_tokens": 5})
+            assert status == 400
+            assert "'param': 'max_thinking_tokens'" in str(reply)

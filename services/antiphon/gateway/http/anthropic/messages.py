@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from antiphon.gateway.http.anthropic import reading, refused
 from antiphon.gateway.http.anthropic.bodies import CountBody, MessagesBody
 from antiphon.gateway.http.anthropic.replies import CountReply, MessageReply
 from antiphon.gateway.http.anthropic.voice import MessagesVoice
+from antiphon.gateway.http.budgets import budgeted
 from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
@@ -17,9 +16,8 @@ from antiphon.gateway.http.server import REQUEST_ID
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import id_count
-from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id
-from antiphon.wire.processors import ThinkingBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +99,13 @@ class Messages:
         posted = await self._answering.read(request, MessagesBody, make, refused.MESSAGES)
         ask = await marked(posted.ask, self._tokenizers)
         if posted.budget is not None:
-            ask = await self._budgeted(ask, posted.budget)
+            ask = await budgeted(
+                ask,
+                posted.budget,
+                ask.thinking.format if ask.thinking else None,
+                self._tokenizers,
+                param="thinking.budget_tokens",
+            )
 
         async def voice(streams: Sequence[Stream]) -> Voice:
             return MessagesVoice(streams[0], posted.telling, self._model)
@@ -125,22 +129,6 @@ class Messages:
 
     async def _formats(self) -> Formats:
         return await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
-
-    async def _budgeted(self, ask: Ask, tokens_max: int) -> Ask:
-        """Let the thinking be ended by its mark, which has to be a token for that."""
-        assert ask.thinking is not None, "only thinking that is known is turned on"
-        marks = ask.thinking.format
-        begin_id = await self._tokenizers.mark_id(marks.begin)
-        end_id = await self._tokenizers.mark_id(marks.end)
-        if begin_id is None or end_id is None:
-            text = (
-                "the marks of this model's thinking are no single tokens, so no budget can end it: "
-                "say thinking.type adaptive"
-            )
-            raise Unsupported(text, param="thinking.budget_tokens")
-        budget = ThinkingBudget(tokens_max=tokens_max, begin_id=begin_id, closing_ids=(end_id,))
-        sampling = msgspec.structs.replace(ask.sampling, processors=(budget,))
-        return msgspec.structs.replace(ask, sampling=sampling)
 
 
 def _check_version(request: web.Request) -> None:

@@ -148,6 +148,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     session_params: Annotated[
         SessionParams | None, _is("Where in a session the request stands.")
     ] = None
+    max_thinking_tokens: Annotated[
+        TokensMax | None, _is("After so many tokens of thinking its mark ends it.")
+    ] = None
     priority: Annotated[
         Priority | None, _is("The higher goes first, where the operator goes by priorities.")
     ] = None

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from antiphon.gateway.http.budgets import budgeted
 from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.native import reading, refused
 from antiphon.gateway.http.native.bodies import GenerateBody
@@ -16,6 +17,7 @@ from antiphon.gateway.http.native.replies import GenerateReply
 from antiphon.gateway.http.native.voice import GenerateVoice
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.sessions.session import Place
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
@@ -23,7 +25,7 @@ from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClientKey, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.encode import TokenizerCalls
@@ -120,11 +122,24 @@ class Generation:
             lambda body: (reading.generate(body), body.session_params),
             refused.GENERATE,
         )
+        if posted.budget is not None:
+            posted = await self._budgeted(posted, posted.budget)
         if params is not None:
             return await self._in_session(request, posted, params)
         return await self._answering.answer(
             request, posted.asks, self._voices(posted), streamed=posted.stream
         )
+
+    async def _budgeted(self, posted: Posted, tokens_max: int) -> Posted:
+        """Let the thinking of every answer be ended."""
+        formats = await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
+        asks = [
+            await budgeted(
+                ask, tokens_max, formats.reasoning, self._tokenizers, param="max_thinking_tokens"
+            )
+            for ask in posted.asks
+        ]
+        return msgspec.structs.replace(posted, asks=tuple(asks))
 
     def _voices(self, posted: Posted) -> VoiceOf:
         async def voice(streams: Sequence[Stream]) -> Voice:

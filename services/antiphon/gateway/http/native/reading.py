@@ -87,12 +87,14 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         batch: Whether the reply is a list.
+        budget: After how many tokens thinking is ended; None: never.
     """
 
     asks: tuple[Ask, ...]
     tellings: tuple[Telling, ...]
     stream: bool
     batch: bool
+    budget: int | None
 
 
 def generate(body: GenerateBody) -> Posted:
@@ -125,6 +127,7 @@ def generate(body: GenerateBody) -> Posted:
         tellings=tellings,
         stream=bool(body.stream),
         batch=batch or choices != {1},
+        budget=body.max_thinking_tokens,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.gateway.http.openai.logprobs import LOWEST
+from antiphon.gateway.http.openai.replies import CachedTokensDetails
 from antiphon.gateway.http.origins import WeightSpan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
@@ -40,13 +41,6 @@ class FinishBody(msgspec.Struct, frozen=True, kw_only=True):
     err_type: str | UnsetType | None = UNSET
 
 
-class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cached tokens of a prompt were: the cache has one tier."""
-
-    device: int
-    host: int = 0
-
-
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an answer beside what it says.
 
@@ -67,7 +61,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     reasoning_tokens: int = 0
     cached_tokens: int
-    cached_tokens_details: CachedTokens
+    cached_tokens_details: CachedTokensDetails
     weight_version: str
     weight_versions: list[WeightSpan] | UnsetType = UNSET
     num_retractions: int

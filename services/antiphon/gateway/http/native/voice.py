@@ -10,12 +10,12 @@ import msgspec
 from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.native.replies import (
     UNSET,
-    CachedTokens,
     GenerateReply,
     MetaInfo,
     finish_body,
 )
 from antiphon.gateway.http.native.told import Told
+from antiphon.gateway.http.openai.replies import CachedTokensDetails
 from antiphon.gateway.http.origins import weight_spans
 from antiphon.gateway.http.sse import DONE, event
 from antiphon.gateway.http.voice import Voice
@@ -148,7 +148,7 @@ class GenerateVoice(Voice):
             prompt_tokens=len(prompt_ids),
             completion_tokens=told.tokens,
             cached_tokens=self._cached[prompt],
-            cached_tokens_details=CachedTokens(device=self._cached[prompt]),
+            cached_tokens_details=CachedTokensDetails(device=self._cached[prompt]),
             weight_version=last.weights if last else self._weight_version,
             weight_versions=weight_spans(told.origins, told.tokens) or UNSET,
             num_retractions=last.retractions if last else 0,

@@ -141,6 +141,9 @@ class Body(Sampled, frozen=True, kw_only=True):
     return_token_ids: Annotated[
         bool | None, _is("Tells the ids of prompt and answer in each choice.")
     ] = None
+    return_cached_tokens_details: Annotated[
+        bool | None, _is("Tells where the tokens of the prompt were that were cached.")
+    ] = None
     rid: Annotated[Rid | None, _is("The client's name for it, unique while it runs.")] = None
 
 
@@ -196,6 +199,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     ] = None
     logprobs: Annotated[bool | None, _is("Tells the log-probability of each token.")] = None
     top_logprobs: Annotated[TopLogprobs | None, _is("And of so many of the likeliest.")] = None
+    max_thinking_tokens: Annotated[
+        TokensMax | None, _is("After so many tokens of thinking its mark ends it.")
+    ] = None
     continue_final_message: Annotated[
         bool | None, _is("The last message is the beginning of the answer.")
     ] = None

@@ -10,6 +10,7 @@ from antiphon.gateway.http.openai.logprobs import (
     chat_logprobs,
 )
 from antiphon.gateway.http.openai.replies import (
+    UNSET,
     AnswerMessage,
     CallBody,
     CalledFunction,
@@ -19,8 +20,10 @@ from antiphon.gateway.http.openai.replies import (
     ChatFinish,
     ChatReply,
     Delta,
+    Extension,
     Metadata,
     NoDelta,
+    UnsetType,
     UsageBody,
 )
 from antiphon.gateway.http.openai.speech import Speech
@@ -72,6 +75,7 @@ class ChatVoice(OpenAiVoice):
             choices=[self._choice(index, one) for index, one in enumerate(answer.choices)],
             usage=self._usage([answer.usage]),
             metadata=Metadata(answer.weights or self._header.weight_version),
+            sglext=self._extension([answer.usage]),
         )
         return msgspec.json.encode(reply)
 
@@ -92,8 +96,12 @@ class ChatVoice(OpenAiVoice):
         return b"".join(map(self._chunk, events))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """The tokens of it all if they were asked for, and the mark of the end."""
-        return (self._event(usage=self._usage(usages)) if self._telling.usage_last else b"") + DONE
+        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
+        beside = self._extension(usages)
+        told = b"" if beside is UNSET else self._event(sglext=beside)
+        if self._telling.usage_last:
+            told += self._event(usage=self._usage(usages))
+        return told + DONE
 
     def _choice(self, index: int, spoken: Spoken) -> ChatChoice:
         details = spoken.details
@@ -164,13 +172,19 @@ class ChatVoice(OpenAiVoice):
             chunks.append(self._event(choice, usage=usage if last else None))
         return b"".join(chunks)
 
-    def _event(self, *choices: ChatChunkChoice, usage: UsageBody | None = None) -> bytes:
+    def _event(
+        self,
+        *choices: ChatChunkChoice,
+        usage: UsageBody | None = None,
+        sglext: Extension | UnsetType = UNSET,
+    ) -> bytes:
         chunk = ChatChunk(
             id=self._header.id,
             created=self._header.created,
             model=self._header.model,
             choices=list(choices),
             usage=usage,
+            sglext=sglext,
         )
         return event(msgspec.json.encode(chunk))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.budgets import budgeted
 from antiphon.gateway.http.openai import reading, refused
 from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
 from antiphon.gateway.http.openai.chat_voice import ChatVoice
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.answering import Answering
     from antiphon.gateway.http.openai.reading import Posted
     from antiphon.gateway.http.voice import Voice
+    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
@@ -90,7 +92,7 @@ class Completions:
         posted = await self._answering.read(
             request, ChatBody, lambda body: reading.chat(body, formats), refused.CHAT
         )
-        posted = await self._with_mark(posted)
+        posted = await self._with_mark(posted, formats)
 
         async def voice(streams: Sequence[Stream]) -> Voice:
             return ChatVoice(
@@ -115,10 +117,19 @@ class Completions:
 
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
 
-    async def _with_mark(self, posted: Posted) -> Posted:
-        """Find out which token ends the thinking, where the answer's form begins behind it."""
+    async def _with_mark(self, posted: Posted, formats: Formats) -> Posted:
+        """Find out which token ends the thinking, where a form or a budget needs it."""
         (ask,) = posted.asks
-        return msgspec.structs.replace(posted, asks=(await marked(ask, self._tokenizers),))
+        ask = await marked(ask, self._tokenizers)
+        if posted.budget is not None:
+            ask = await budgeted(
+                ask,
+                posted.budget,
+                formats.reasoning,
+                self._tokenizers,
+                param="max_thinking_tokens",
+            )
+        return msgspec.structs.replace(posted, asks=(ask,))
 
     @property
     def _cached(self) -> bool:

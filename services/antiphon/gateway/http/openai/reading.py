@@ -62,6 +62,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
         hidden: Whether hidden states are told.
         ids: Whether ids of the answer are told.
         prompt_ids: Whether ids of the prompt are told.
+        cached_details: Whether it is told where the cached tokens were.
         echo: Whether the text begins with the prompt.
         hearing: How a chat's answer is taken apart.
     """
@@ -74,15 +75,20 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     hidden: bool = False
     ids: bool = False
     prompt_ids: bool = False
+    cached_details: bool = False
     echo: bool = False
     hearing: Hearing = Hearing()
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was read: the requests in it, and how their answers are told."""
+    """A body that was read: the requests in it, and how their answers are told.
+
+    `budget` is after how many tokens thinking is ended; None: never.
+    """
 
     asks: tuple[Ask, ...]
     stream: bool
+    budget: int | None = None
     telling: Telling
 
 
@@ -131,6 +137,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True)
     return Posted(
         asks=(held(_filled(ask, body, wanted, name=body.rid), plan, formats.reasoning),),
         stream=bool(body.stream),
+        budget=body.max_thinking_tokens,
         telling=msgspec.structs.replace(telling, hearing=hearing),
     )
 
@@ -207,6 +214,7 @@ def _telling(body: Body, *, logprobs: bool, prompt_ids: bool, echo: bool = False
         hidden=bool(body.return_hidden_states),
         ids=bool(body.return_token_ids),
         prompt_ids=prompt_ids,
+        cached_details=bool(body.return_cached_tokens_details),
         echo=echo,
     )
 

@@ -21,9 +21,7 @@ COMMON: Mapping[str, Refused] = {
     "custom_params": Refused("they are of custom logit processors", _NOTHING),
     "custom_logit_processor": Refused("code that comes with a request is never run", ("",)),
     "watermark": Refused("watermarks are not built", _NOTHING),
-    "max_thinking_tokens": Refused("over NATS there is the processor thinking_budget"),
     "return_routed_experts": _EXPERTS,
-    "return_cached_tokens_details": Refused("the cache has one tier", (False,)),
     "return_spec_tokens_details": Refused("speculative decoding is not built yet", (False,)),
     "return_meta_info": Refused("it is of /generate", (False,)),
     "return_input_ids_in_sglext": _SGLEXT,
@@ -56,6 +54,7 @@ CHAT: Mapping[str, Refused] = {
 
 COMPLETION: Mapping[str, Refused] = {
     **COMMON,
+    "max_thinking_tokens": Refused("it is of chats and of /generate"),
     "suffix": Refused("this model has no form of text with a gap to fill", ("",)),
 }
 

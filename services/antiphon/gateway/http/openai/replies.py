@@ -129,6 +129,19 @@ class TextChoice(Extras, frozen=True, kw_only=True):
     matched_stop: str | int | None = None
 
 
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the cached tokens of a prompt were: the cache has one tier."""
+
+    device: int
+    host: int = 0
+
+
+class Extension(msgspec.Struct, frozen=True, kw_only=True):
+    """What SGLang tells beside OpenAI's fields, where it was asked for."""
+
+    cached_tokens_details: CachedTokensDetails
+
+
 class Metadata(msgspec.Struct, frozen=True):
     """Which weights answered."""
 
@@ -145,6 +158,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageBody
     metadata: Metadata
+    sglext: Extension | UnsetType = UNSET
 
 
 class TextReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +171,7 @@ class TextReply(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[TextChoice]
     usage: UsageBody
     metadata: Metadata
+    sglext: Extension | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +183,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
+    sglext: Extension | UnsetType = UNSET
 
 
 class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +195,14 @@ class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[TextChoice]
     usage: UsageBody | None = None
+    sglext: Extension | UnsetType = UNSET
+
+
+def extension(usage: Usage, *, cached: bool) -> Extension | UnsetType:
+    """Write what is told beside, if it is wanted."""
+    if not cached:
+        return UNSET
+    return Extension(cached_tokens_details=CachedTokensDetails(device=usage.cached_tokens))
 
 
 def usage_body(usage: Usage, *, cached: bool = False) -> UsageBody:

@@ -11,10 +11,13 @@ from antiphon.gateway.http.openai.logprobs import (
     text_logprobs,
 )
 from antiphon.gateway.http.openai.replies import (
+    UNSET,
+    Extension,
     Metadata,
     TextChoice,
     TextChunk,
     TextReply,
+    UnsetType,
     UsageBody,
 )
 from antiphon.gateway.http.openai.voice import OpenAiVoice
@@ -70,6 +73,7 @@ class CompletionVoice(OpenAiVoice):
             ],
             usage=self._usage([answer.usage for answer in answers]),
             metadata=Metadata(answers[-1].weights or self._header.weight_version),
+            sglext=self._extension([answer.usage for answer in answers]),
         )
         return msgspec.json.encode(reply)
 
@@ -88,8 +92,12 @@ class CompletionVoice(OpenAiVoice):
         )
 
     def end(self, usages: Sequence[Usage]) -> bytes:
-        """The tokens of it all if they were asked for, and the mark of the end."""
-        return (self._event(usage=self._usage(usages)) if self._telling.usage_last else b"") + DONE
+        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
+        beside = self._extension(usages)
+        told = b"" if beside is UNSET else self._event(sglext=beside)
+        if self._telling.usage_last:
+            told += self._event(usage=self._usage(usages))
+        return told + DONE
 
     def _piece(
         self, prompt: int, choice: int, said: Said | None, finished: Finished | None
@@ -132,13 +140,19 @@ class CompletionVoice(OpenAiVoice):
             response_token_ids=self._ids(details),
         )
 
-    def _event(self, *choices: TextChoice, usage: UsageBody | None = None) -> bytes:
+    def _event(
+        self,
+        *choices: TextChoice,
+        usage: UsageBody | None = None,
+        sglext: Extension | UnsetType = UNSET,
+    ) -> bytes:
         chunk = TextChunk(
             id=self._header.id,
             created=self._header.created,
             model=self._header.model,
             choices=list(choices),
             usage=usage,
+            sglext=sglext,
         )
         return event(msgspec.json.encode(chunk))
 

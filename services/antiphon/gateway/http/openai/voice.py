@@ -9,8 +9,10 @@ import msgspec
 from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.openai.replies import (
     UNSET,
+    Extension,
     UnsetType,
     UsageBody,
+    extension,
     usage_body,
 )
 from antiphon.gateway.http.sse import DONE, event
@@ -65,6 +67,9 @@ class OpenAiVoice(Voice):
 
     def _usage(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(total(usages), cached=self._cached)
+
+    def _extension(self, usages: Sequence[Usage]) -> Extension | UnsetType:
+        return extension(total(usages), cached=self._telling.cached_details)
 
     def _usage_so_far(self, prompt: int, said: Said | None) -> UsageBody | None:
         if not self._telling.usage_always or said is None or said.usage is None:

@@ -14,6 +14,8 @@ _NAMES = Refused("a response is called by its id")
 
 RESPONSES: Mapping[str, Refused] = {
     **COMMON,
+    "return_cached_tokens_details": Refused("usage tells of cached tokens", (False,)),
+    "max_thinking_tokens": Refused("it is of chats and of /generate"),
     "rid": _NAMES,
     "request_id": _NAMES,
     "conversation": Refused("conversations are not stored: say previous_response_id"),

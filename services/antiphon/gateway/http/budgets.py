@@ -1,0 +1,49 @@
+"""Budgets of thinking: after so many tokens it is ended by its mark."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.wire.errors import Unsupported
+from antiphon.wire.processors import ThinkingBudget
+
+if TYPE_CHECKING:
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+
+
+async def budgeted(
+    ask: Ask,
+    tokens_max: int,
+    marks: ReasoningFormat | None,
+    tokenizers: TokenizerCalls,
+    *,
+    param: str,
+) -> Ask:
+    """Let the thinking of an answer be ended.
+
+    Args:
+        ask: The request.
+        tokens_max: Most tokens of thinking.
+        marks: How it is marked, if that is known.
+        tokenizers: Say which tokens the marks are.
+        param: What the client called the budget.
+
+    Raises:
+        Unsupported: The marks are not known, or are no single tokens.
+        EngineError: No tokenizer says which they are.
+    """
+    if marks is None:
+        text = "it is not known how this model thinks: set gateway.reasoning_parser"
+        raise Unsupported(f"{param}: {text}", param=param)
+    begin_id = await tokenizers.mark_id(marks.begin)
+    end_id = await tokenizers.mark_id(marks.end)
+    if begin_id is None or end_id is None:
+        text = "the marks of this model's thinking are no single tokens, so no budget can end it"
+        raise Unsupported(f"{param}: {text}", param=param)
+    budget = ThinkingBudget(tokens_max=tokens_max, begin_id=begin_id, closing_ids=(end_id,))
+    sampling = msgspec.structs.replace(ask.sampling, processors=(budget,))
+    return msgspec.structs.replace(ask, sampling=sampling)
