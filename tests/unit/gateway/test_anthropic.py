@@ -617,6 +617,23 @@ async def test_paths_versions_models_and_sizes_are_refused_in_the_same_shape() -
             assert (await answer.json())["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", ["document", "image", "search_result", "tool_reference"])
+async def test_blocks_that_are_not_read_are_unsupported_wherever_they_stand(
+    at: House, kind: str
+) -> None:
+    block = {"type": kind, "source": {"type": "text", "data": "x"}, "title": "t", "content": []}
+    asked = assistant(USE)
+    result = {"type": "tool_result", "tool_use_id": USE["id"], "content": [block]}
+    for messages, at_ in (
+        ([{"role": "user", "content": [block]}], "messages[0].content[0].type"),
+        ([asked, {"role": "user", "content": [result]}], "messages[1].content[0].content[0].type"),
+    ):
+        status, reply, _ = await post(at, MESSAGES, HELLO | {"messages": messages})
+        message = cast("dict[str, str]", reply["error"])["message"]
+        assert status == 400
+        assert message == f"{at_}: content of type '{kind}' is not supported"
+
+
 async def test_a_strict_tool_that_nothing_can_hold_is_refused() -> None:
     async with house(tool_call_parser="llama3") as at:
         assert (await post(at, MESSAGES, HELLO | {"tools": [TOOL]}))[0] == 200

@@ -39,6 +39,18 @@ class ImageBlock(msgspec.Struct, frozen=True, tag="image", tag_field="type"):
     source: Json
 
 
+class DocumentBlock(msgspec.Struct, frozen=True, tag="document", tag_field="type"):
+    """A document; refused."""
+
+
+class SearchResultBlock(msgspec.Struct, frozen=True, tag="search_result", tag_field="type"):
+    """What a search has found; refused."""
+
+
+class ToolReferenceBlock(msgspec.Struct, frozen=True, tag="tool_reference", tag_field="type"):
+    """A tool that was searched for; refused."""
+
+
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking", tag_field="type"):
     """What the assistant thought. The signature is a digest of it, and is not checked."""
 
@@ -60,19 +72,21 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
     input: Json
 
 
+Unread = ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
+"""Blocks that are known, and that this model cannot read."""
+
+
 class ToolResultBlock(
     msgspec.Struct, frozen=True, kw_only=True, tag="tool_result", tag_field="type"
 ):
     """What came of a call; that of an error begins with the word `Error`."""
 
     tool_use_id: CallId
-    content: str | list[TextBlock | ImageBlock] | None = None
+    content: str | list[TextBlock | Unread] | None = None
     is_error: bool | None = None
 
 
-Block = (
-    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
-)
+Block = TextBlock | Unread | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from antiphon.gateway.http.anthropic.bodies import (
-    ImageBlock,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    Unread,
 )
 from antiphon.gateway.http.fields import decode
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -108,7 +108,7 @@ def _said(blocks: Sequence[Block], at: str) -> ChatMessage:
                 pass
             case ToolUseBlock():
                 calls.append(_call(block, f"{at}[{index}]"))
-            case ImageBlock() | ToolResultBlock():
+            case _:
                 _misplaced(block, "assistant", f"{at}[{index}]")
     return ChatMessage(
         role="assistant",
@@ -165,7 +165,7 @@ def _text(blocks: Iterable[Block], at: str) -> str:
 
 def _misplaced(block: Block, role: str, at: str) -> NoReturn:
     kind = str(type(block).__struct_config__.tag)
-    if isinstance(block, ImageBlock):
+    if isinstance(block, Unread):
         raise Unsupported(f"content of type '{kind}' is not supported", param=f"{at}.type")
     where = f"in a message of the {role}" if role else "here"
     raise InvalidRequest(f"there is no {kind} {where}", param=f"{at}.type")
