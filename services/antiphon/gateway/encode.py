@@ -48,6 +48,7 @@ class TokenizerCalls:
         self._root = namespace(cluster.model_digest, cluster.hash_salt)
         self._card: EncodeReply | None = None
         self._marks: dict[str, int | None] = {}
+        self._written: dict[str, bool] = {}
 
     async def encode(
         self, ask: Ask, request_id: RequestId, deadline_unix_ms: int, traceparent: str | None
@@ -117,6 +118,18 @@ class TokenizerCalls:
             ids = unpack_ids((await self._hedged(request, PATIENCE_S)).token_ids)
             self._marks[mark] = ids[0] if len(ids) == 1 else None
         return self._marks[mark]
+
+    async def writes(self, mark: str) -> bool:
+        """Whether a mark of the model's is text: special tokens write none.
+
+        Raises:
+            EngineError: No tokenizer answered in time.
+        """
+        if mark not in self._written:
+            token = await self.mark_id(mark)
+            texts = ("?",) if token is None else await self.decode([[token]])
+            self._written[mark] = bool(texts[0])
+        return self._written[mark]
 
     async def card(self, patience_s: float = 0.0) -> EncodeReply:
         """Return what the tokenizers say of the model, whatever was encoded with it.

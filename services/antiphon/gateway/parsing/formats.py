@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
@@ -31,13 +32,18 @@ NO_FORMATS = Formats(None, None)
 
 
 async def formats_of(
-    config: GatewayConfig, card: Callable[[float], Awaitable[EncodeReply]]
+    config: GatewayConfig,
+    card: Callable[[float], Awaitable[EncodeReply]],
+    writes: Callable[[str], Awaitable[bool]],
 ) -> Formats:
     """Choose the formats.
+
+    A form whose marks this model has as special tokens is left out: no grammar writes them.
 
     Args:
         config: What the operator said.
         card: What the tokenizers say of the model; asked only where it is left to the template.
+        writes: Whether a mark is written as text, by the tokenizers; asked where that matters.
 
     Raises:
         EngineError: No tokenizer is there to say what the template shows.
@@ -48,9 +54,16 @@ async def formats_of(
     )
     tools, reasoning = parsers_of(config, await card(PATIENCE_S) if asks else None)
     return Formats(
-        tools=None if tools is None else tool_format(tools),
+        tools=None if tools is None else await _formed(tool_format(tools), writes),
         reasoning=None if reasoning is None else reasoning_format(reasoning),
     )
+
+
+async def _formed(format_: ToolFormat, writes: Callable[[str], Awaitable[bool]]) -> ToolFormat:
+    for mark in format_.form.marks if format_.form else ():
+        if not await writes(mark):
+            return replace(format_, form=None)
+    return format_
 
 
 def parsers_of(config: GatewayConfig, shown: EncodeReply | None) -> tuple[str | None, str | None]:

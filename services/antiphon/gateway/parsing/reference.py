@@ -54,8 +54,9 @@ content.
 | `required` | the tools | one or more calls; one with `parallel_tool_calls: false` |
 | a function | the tools | one call of it |
 
-A model is held to its own format where a grammar can write it; the marks of other formats are
-special tokens, and then the answer is a JSON list of `{"name", "parameters"}`. Thinking comes
+A model is held to its own format where a grammar can write it. Special tokens, which the marks of
+many formats are in their models' tokenizers, no grammar writes: then the answer is a JSON list of
+`{"name", "parameters"}`. Thinking comes
 before either, unless its marks are special tokens and the prompt has not begun it. In a grammar,
 schemas are held as on the page of [grammars](grammars.md), and one that could not be held is
 refused. So is a `strict` tool under `auto` where no grammar can write the model's form; only
@@ -95,7 +96,7 @@ def _tool(format_: ToolFormat) -> tuple[str, ...]:
     return (
         _names(format_.names),
         _code(format_.example),
-        "yes" if format_.form or format_ is JSON_CALLS else "no: as JSON",
+        _held(format_),
         f"`{shown}`" if ":" in shown else shown,
     )
 
@@ -107,6 +108,12 @@ def _reasoning(format_: ReasoningFormat) -> tuple[str, ...]:
         _beginning(format_),
         f"`{format_.switch}`" if format_.switch else "",
     )
+
+
+def _held(format_: ToolFormat) -> str:
+    if format_.form is not None and format_.form.marks:
+        return "where its marks are text; else as JSON"
+    return "yes" if format_.form or format_ is JSON_CALLS else "no: as JSON"
 
 
 def _beginning(format_: ReasoningFormat) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -40,6 +42,11 @@ def card(tools: str | None = None, reasoning: str | None = None) -> Card:
     return ask
 
 
+async def text(_: str) -> bool:
+    """Every mark is plain text to this model's tokenizer."""
+    return True
+
+
 def test_every_format_can_be_set_and_every_setting_is_a_format():
     tools = [name for format_ in TOOL_FORMATS for name in format_.names]
     reasoning = [name for format_ in REASONING_FORMATS for name in format_.names]
@@ -65,19 +72,33 @@ def test_the_page_of_formats_is_current():
 async def test_what_the_operator_says_comes_before_what_the_template_shows(
     said: str, shown: str | None, name: str | None
 ):
-    formats = await formats_of(GatewayConfig(tool_call_parser=ToolParser(said)), card(tools=shown))
+    config = GatewayConfig(tool_call_parser=ToolParser(said))
+    formats = await formats_of(config, card(tools=shown), text)
     assert formats.tools == (tool_format(name) if name else None)
 
 
+async def test_a_form_with_special_tokens_is_left_out() -> None:
+    config = GatewayConfig(tool_call_parser=ToolParser("kimi_k2"))
+    plain = (await formats_of(config, card(), text)).tools
+    assert plain == tool_format("kimi_k2")
+    assert plain is not None
+
+    async def special(mark: str) -> bool:
+        return mark != "<|tool_call_argument_begin|>"
+
+    held = (await formats_of(config, card(), special)).tools
+    assert held == dataclasses.replace(plain, form=None)
+
+
 async def test_thinking_is_chosen_likewise():
-    assert (await formats_of(GatewayConfig(), card(reasoning="qwen3"))).reasoning is not None
+    assert (await formats_of(GatewayConfig(), card(reasoning="qwen3"), text)).reasoning is not None
     none = GatewayConfig(reasoning_parser=ReasoningParser.NONE)
-    assert (await formats_of(none, card(reasoning="qwen3"))).reasoning is None
+    assert (await formats_of(none, card(reasoning="qwen3"), text)).reasoning is None
 
 
 async def test_nobody_is_asked_what_the_operator_has_said():
-    async def never(_: float) -> EncodeReply:
+    async def never(_: object) -> NoReturn:
         raise AssertionError("asked")
 
     config = GatewayConfig(tool_call_parser=ToolParser.JSON, reasoning_parser=ReasoningParser.NONE)
-    assert (await formats_of(config, never)).tools == tool_format("json")
+    assert (await formats_of(config, never, never)).tools == tool_format("json")

@@ -129,6 +129,10 @@ def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
     for character in beginning.encode():
         assert state.accept(vocabulary.tokens.index(bytes([character])))
     assert not state.accept(vocabulary.tokens.index(b"x"))
+    for mark in form.excludes:  # the reader would see a call behind it, held to nothing
+        state = ready.begin(())
+        said = f"Well. {mark}".encode()
+        assert not all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in said)
 
 
 def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(

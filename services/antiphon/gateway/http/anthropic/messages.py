@@ -128,7 +128,9 @@ class Messages:
         return json_reply(CountReply(id_count(encoded.token_ids)))
 
     async def _formats(self) -> Formats:
-        return await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
+        return await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
+        )
 
 
 def _check_version(request: web.Request) -> None:

@@ -132,7 +132,9 @@ class Generation:
 
     async def _budgeted(self, posted: Posted, tokens_max: int) -> Posted:
         """Let the thinking of every answer be ended."""
-        formats = await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
+        )
         asks = [
             await budgeted(
                 ask, tokens_max, formats.reasoning, self._tokenizers, param="max_thinking_tokens"

@@ -143,7 +143,9 @@ class OllamaGeneration:
         return await self._answering.answer(request, [ask], voice, streamed=posted.stream)
 
     async def _formats(self) -> Formats:
-        return await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
+        return await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
+        )
 
     def _checked(self, body: OllamaBody) -> str:
         """What the client calls the model.

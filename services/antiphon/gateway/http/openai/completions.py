@@ -88,7 +88,7 @@ class Completions:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         gateway = self._runtime.settings.gateway
-        formats = await formats_of(gateway, self._tokenizers.card)
+        formats = await formats_of(gateway, self._tokenizers.card, self._tokenizers.writes)
         posted = await self._answering.read(
             request, ChatBody, lambda body: reading.chat(body, formats), refused.CHAT
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.json_text import NAME_MAX
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Form, Outcome, ToolFormat, framed
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.output import Output
@@ -50,6 +50,18 @@ def call(reader: Reader, out: Output, name: str) -> Steps[Outcome]:
     return Outcome.DONE if sound else Outcome.BROKEN
 
 
+def _form(before: str, middle: str, after: str) -> Form:
+    """One call in a section of its own."""
+    return Form(
+        trigger=_ALL_BEGIN,
+        begin=f"{_ALL_BEGIN}{_BEGIN}{before}",
+        middle=middle,
+        end=f"{after}{_END}{_ALL_END}",
+        marks=(_ALL_BEGIN, _BEGIN, _SEPARATOR, _END, _ALL_END),
+        excludes=(_BEGIN,),
+    )
+
+
 V3 = ToolFormat(
     names=("deepseekv3",),
     example=(
@@ -59,6 +71,7 @@ V3 = ToolFormat(
     read=framed(_BEGIN, _END, _v3, around=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
+    form=_form(f"function{_SEPARATOR}", "\n```json\n", "\n```"),
 )
 V31 = ToolFormat(
     names=("deepseekv31",),
@@ -69,4 +82,5 @@ V31 = ToolFormat(
     read=framed(_BEGIN, _END, _v31, around=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
+    form=_form("", _SEPARATOR, ""),
 )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.parsing.tools.format import ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 
@@ -30,6 +30,15 @@ def _format(name: str, section: str, space: str = "") -> ToolFormat:
         read=framed(begin, end, tagged(tags)),
         marks=(begin,),
         special=True,
+        form=Form(
+            trigger=begin,
+            begin=f'{begin}\n<｜DSML｜{space}invoke name="',
+            middle='">\n',
+            end=f"</｜DSML｜{space}invoke>\n{end}",
+            separator="\n",
+            style="deepseek_v4_1_xml" if space else "deepseek_xml",
+            marks=(begin, end, "｜DSML｜"),
+        ),
     )
 
 

@@ -42,6 +42,8 @@ class Form:
     Attributes:
         trigger: With this, in free text, calls begin: nothing else may begin with it.
         style: How the arguments are written: `json`, or the name of an XML notation.
+        marks: What of it may be special tokens of a model: then no grammar writes it.
+        excludes: Marks with which the format's reader sees calls, too: free text has none of them.
     """
 
     trigger: str
@@ -52,6 +54,8 @@ class Form:
     before: str = ""
     after: str = ""
     style: str = "json"
+    marks: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
 
 
 def random_id(_name: str, _number: int) -> str:
@@ -76,7 +80,8 @@ class ToolFormat:
             recognised by what the answer begins with.
         special: Whether the marks are special tokens of the model, which have to be in the text:
             such a request is sent with `skip_special_tokens` off.
-        form: How a grammar writes calls; None where it cannot, as it never writes special tokens.
+        form: How a grammar writes calls; None where it cannot, as it never writes special tokens:
+            see `formats_of` for models whose tokenizers have the marks as plain text.
         call_id: Makes an id from a name and the number of the call in the conversation.
     """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Body, Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Body, Form, Outcome, ToolFormat, framed
 from antiphon.gateway.parsing.tools.values import Arguments
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[^<\n]*")
 _VALUE_END = Marks("</arg_value>")
+_ELEMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def elements(end: str, *, after_name: str | None = None) -> Body:
@@ -71,6 +72,14 @@ def _format(names: tuple[str, ...], begin: str, end: str) -> ToolFormat:
         read=framed(begin, end, elements(end)),
         marks=(begin,),
         special=True,
+        form=Form(
+            trigger=begin,
+            begin=begin,
+            middle="\n",
+            end=end,
+            style="glm_xml",
+            marks=(begin, end, *_ELEMENTS),
+        ),
     )
 
 

@@ -90,7 +90,12 @@ def calls_only(tools: Sequence[Tool], form: Form, calls_max: int | None) -> Gram
 def calls_within(tools: Sequence[Tool], form: Form) -> Grammar:
     """Free text in which calls may stand; those of strict tools keep to their schemas."""
     tags: list[Json] = [_tag(tool, form, held=tool.strict) for tool in tools]
-    format_: Json = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags}
+    format_: dict[str, Json] = {
+        "type": "triggered_tags",
+        "triggers": [form.trigger],
+        "tags": tags,
+        "excludes": list(form.excludes),
+    }
     return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.tools.deepseek import call
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Form, Outcome, ToolFormat, framed
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.output import Output
@@ -40,5 +40,13 @@ FORMAT = ToolFormat(
     read=framed(_BEGIN, _END, _body, around=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
+    form=Form(
+        trigger=_ALL_BEGIN,
+        begin=f"{_ALL_BEGIN}{_BEGIN}functions.",
+        middle=":0<|tool_call_argument_begin|>",
+        end=f"{_END}{_ALL_END}",
+        marks=(_ALL_BEGIN, _BEGIN, "<|tool_call_argument_begin|>", _END, _ALL_END),
+        excludes=(_BEGIN,),
+    ),
     call_id=_id,
 )

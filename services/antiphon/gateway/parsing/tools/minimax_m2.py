@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.parsing.tools.format import ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 _BEGIN, _END = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -24,4 +24,13 @@ FORMAT = ToolFormat(
     read=framed(_BEGIN, _END, tagged(_TAGS)),
     marks=(_BEGIN,),
     special=True,
+    form=Form(
+        trigger=_BEGIN,
+        begin=f'{_BEGIN}\n<invoke name="',
+        middle='">\n',
+        end=f"</invoke>\n{_END}",
+        separator="\n",
+        style="minimax_xml",
+        marks=(_BEGIN, _END),
+    ),
 )

@@ -112,7 +112,9 @@ class Responses:
         ]
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        formats = await formats_of(self._runtime.settings.gateway, self._tokenizers.card)
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
+        )
         heard = await self._answering.read(request, ResponsesBody, said, RESPONSES)
         body, tenant = heard.body, tenant_of(request)
         kept = await self._records.wanted(body)
