@@ -23,7 +23,7 @@ BOTH = {"cache_salt": "mine", "extra_key": "room 5"}
 DOORS = {
     CHAT: {"messages": HI},
     COMPLETE: {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
+    "/v1/responses": {"input": "hi", "store": False},
     "/generate": {"text": "hi"},
 }
 POOLED = {
@@ -46,6 +46,7 @@ async def test_every_door_tells_the_tokenizer_and_the_queue(at: House, path: str
         embeds = path in ("/v1/embeddings", "/encode")
         labels = () if embeds else ("only",)
         at.cluster.pooling = PoolingCard(scores=not embeds, width=2 if embeds else 1, labels=labels)
+        at.cluster.vector = lambda _prompt: [0.5] * (2 if embeds else 1)
     body = (DOORS | POOLED)[path]
     for said in ({}, MINE, BOTH, {"extra_key": "mine"}, {"cache_salt": "", "extra_key": None}):
         status, reply, _ = await post(at, path, body | said)
@@ -58,9 +59,10 @@ async def test_every_door_tells_the_tokenizer_and_the_queue(at: House, path: str
 
 
 async def test_ids_are_named_at_the_gateway_as_a_tokenizer_would_name_them(at: House) -> None:
-    ids = [7] * (2 * BLOCK_TOKENS)
+    ids = [7] * BLOCK_TOKENS
     for said in ({}, MINE):
-        status, reply, _ = await post(at, "/generate", {"input_ids": ids} | said)
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}} | said
+        status, reply, _ = await post(at, "/generate", body)
         assert status == 200, reply
     root = namespace("", "")
     roots = [root, salted(root, cache_salt("mine"))]

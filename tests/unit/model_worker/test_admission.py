@@ -84,7 +84,7 @@ def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
     held = [
         gain - coming for gain, coming in zip(room.gains()(request), room.promised(), strict=True)
     ]
-    assert held == steps.pools.used() == [8, 2]
+    assert held == steps.pools.used() == [8, 1]
 
 
 @pytest.mark.parametrize(
