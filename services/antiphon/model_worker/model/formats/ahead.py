@@ -21,8 +21,9 @@ ASKED_BYTES = 64 << 20
 """How much the disk may have been asked for beyond what is in place, beside one tensor. It comes
 into the kernel's cache of files, which is nobody's memory.
 
-Pages of a mapped file that are asked for come in requests as large as the disk takes, many at once.
-Those that are waited for come 128 KiB at a time: at half the rate, where it was measured.
+Pages that are asked for come in many requests at once; those that are waited for, in as many as
+there are readers. Measured beside other work, with readers alone and with asking: 2.3 and 1.2 s,
+2.5 and 1.8 s for 730 MB of packed weights.
 """
 
 
