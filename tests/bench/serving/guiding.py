@@ -109,7 +109,7 @@ def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
 
 def _request(slot: int, guide: Guide) -> Any:
     """As much of a running request as masks are made from."""
-    state = SimpleNamespace(sampling=SamplingParams())
+    state = SimpleNamespace(sampling=SamplingParams(max_new_tokens=1))
     return SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
 
 
