@@ -14,6 +14,7 @@ import msgspec
 
 from antiphon.model_worker.grammar.formats import SPELLED
 from antiphon.model_worker.grammar.kinds import Kinds, type_of, types_named
+from antiphon.model_worker.grammar.patterns import spelled
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -221,6 +222,11 @@ def _spell(schema: dict[str, Json]) -> None:
         schema.pop("minLength", None)
         schema.pop("maxLength", None)
         schema["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
+    pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str):
+        schema["pattern"] = spelled(pattern)
+    if isinstance(patterns, dict):
+        schema["patternProperties"] = {spelled(name): part for name, part in patterns.items()}
 
 
 def _objects(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:

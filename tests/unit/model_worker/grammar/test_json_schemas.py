@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from antiphon.service.vocabulary import Vocabulary
 
 VOICES = 3
+END = 2
 SHORT = b'abc"0123456789-.:,{}[]\\ xT'
 """What the values and names of the schemas are made of, so that they are met by chance."""
 
@@ -67,10 +68,36 @@ def test_formats_are_read_by_whoever_reads_them(
 ) -> None:
     schema = {"type": "string", "format": format_}
     grammar = compiled(schema)
-    for voice in range(40):
-        said = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice)
+    voices = [speak(guide_of(grammar, vocabulary), vocabulary, seed=voice) for voice in range(40)]
+    ended = [said for said in voices if said.finish is not None]
+    assert len(ended) > 20
+    for said in ended:
         check(schema, said.text.decode())
         if format_ == "date-time":
             datetime.fromisoformat(json.loads(said.text))
         if format_ == "time":
             datetime.fromisoformat(f"2000-01-01T{json.loads(said.text)}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "held", "broken"),
+    [
+        (r"^1(\.\d{1,2})?$", '"1.55"', '"155"'),
+        ("^1(ab+){0,2}$", '"1abab"', '"1b"'),
+        ("^é.$", '"éa"', '"é""'),
+        ("^[^👋]$", '"a"', '"👋"'),
+        ("^👋$", '"👋"', '"👋👋"'),
+    ],
+)
+def test_patterns_are_held_where_the_compiler_would_not(
+    pattern: str, held: str, broken: str, compiled: Compile, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled({"type": "string", "pattern": pattern})
+
+    def allowed(text: str) -> bool:
+        state = grammar.begin(())
+        ids = [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
+        return all(map(state.accept, ids)) and state.accept(END)
+
+    assert allowed(held)
+    assert not allowed(broken)
