@@ -28,7 +28,7 @@ from antiphon.model_worker.grammar.source import source_of
 from antiphon.service.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from openai.types.shared_params import ResponseFormatJSONSchema
 
@@ -142,7 +142,9 @@ async def _answer(
     return text, reason
 
 
-def _check_beginning(vocabulary: Vocabulary, schema: object, text: str, seed: int) -> None:
+def _check_beginning(
+    vocabulary: Vocabulary, schema: Mapping[str, object], text: str, seed: int
+) -> None:
     """Fail unless what was cut off can be gone on with, to an end that validates."""
     end_ids = frozenset(read_card(embedded.path()).eos_ids)
     compiled = Compiler(vocabulary, end_ids, GrammarConfig()).compile(

@@ -82,6 +82,7 @@ def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
     for request in requests:
         steering.fill(request)
     logits = torch.randn(rows, vocab_size)
+    drawing = [_row(request) for request in requests]
     for _ in range(WARM_UP + STEPS):
         drawn = [_draw(guide, vocab_size, dice) for guide in guides]
         began_s = time.perf_counter()
@@ -96,7 +97,7 @@ def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
         for state, row in zip(bare, words, strict=True):
             state.fill(row)
         began_s = clock.note("of_walks_fill_us", began_s)
-        masks, masked = steering.masks([_Row(request) for request in requests])
+        masks, masked = steering.masks(drawing)
         assert masks is not None
         assert masked is not None
         began_s = clock.note("into_the_plan_us", began_s)
@@ -113,13 +114,9 @@ def _request(slot: int, guide: Guide) -> Any:
     return SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
 
 
-class _Row:
-    """A row that draws."""
-
-    draws = True
-
-    def __init__(self, request: Any) -> None:
-        self.request = request
+def _row(request: Any) -> Any:
+    """As much of a row that draws."""
+    return SimpleNamespace(draws=True, request=request)
 
 
 def _draw(guide: Guide, vocab_size: int, dice: np.random.Generator) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ FOUR_BIT = [("nf4", False), ("nf4", True), ("fp4", False)]
 @pytest.mark.parametrize(("kind", "nested"), FOUR_BIT)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_inputs_need_not_be_whole_blocks(
-    kind: str, nested: bool, outputs: int, inputs: int
+    kind: Literal["nf4", "fp4"], nested: bool, outputs: int, inputs: int
 ) -> None:
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
     made = bits_and_bytes(kind, nested=nested)(weight)

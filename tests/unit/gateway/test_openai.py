@@ -300,7 +300,11 @@ async def test_an_aborted_request_ends_well(at: House) -> None:
 async def test_it_is_told_where_cached_tokens_were(at: House) -> None:
     details = {"cached_tokens_details": {"device": 1, "host": 0}}
     asked = {"return_cached_tokens_details": True}
-    for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "a"})):
+    cases: list[tuple[str, dict[str, object]]] = [
+        (CHAT, {"messages": HI}),
+        ("/v1/completions", {"prompt": "a"}),
+    ]
+    for path, body in cases:
         _, whole, _ = await post(at, path, body | asked)
         assert whole["sglext"] == details
         _, plain, _ = await post(at, path, body)

@@ -103,7 +103,7 @@ class Kinds:
             return all(self._refuses(part, one, depth) for part in parts)
         if _differ(_values(one), _values(other)):
             return True
-        return self.types(one) == {"object"} and self._refuses_objects(other, one)
+        return self.types(one) == Types({"object"}) and self._refuses_objects(other, one)
 
     def _refuses_objects(self, other: Object, one: Object) -> bool:
         if any(name not in _properties(one) for name in _names(other)) and _closed(one):

@@ -62,11 +62,14 @@ def _by_position(rotation: _Rotation, forward: Forward) -> Forward:
         return (given,) if isinstance(given, Tensor) else given
 
     def rotated(x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
-        positions, places = torch.unique(position_ids[0], return_inverse=True)
-        near = int((positions < trained).sum())
-        pieces = (positions[:near], *positions[near:].split(1))
-        parts = [part(x, piece) for piece in pieces if len(piece)]
+        row = position_ids[0].tolist()
+        near = sorted({at for at in row if at < trained})
+        far = sorted({at for at in row if at >= trained})
+        pieces = [*([near] if near else []), *([at] for at in far)]
+        parts = [part(x, position_ids.new_tensor(piece)) for piece in pieces]
+        order = {at: place for place, at in enumerate(near + far)}
+        places = position_ids.new_tensor([order[at] for at in row])
         joined = tuple(torch.cat(same, dim=1)[:, places] for same in zip(*parts, strict=True))
-        return joined if len(joined) > 1 else joined[0]
+        return joined[0] if len(joined) == 1 else joined
 
     return rotated

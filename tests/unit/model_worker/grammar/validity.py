@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING
 
 from jsonschema import Draft202012Validator, FormatChecker
 
 from antiphon.wire.grammar import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FORMATS = FormatChecker(("date", "email", "ipv4", "ipv6", "uuid"))
 """Those that the library can tell by itself, and as the draft means them."""
@@ -32,7 +36,7 @@ def form_of(schema: object) -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
 
 
-def check(schema: object, answer: str) -> None:
+def check(schema: Mapping[str, object] | bool, answer: str) -> None:
     """Fail unless an answer is JSON of a schema."""
     validator = Draft202012Validator(schema, format_checker=FORMATS)
     validator.validate(json.loads(answer))

@@ -41,8 +41,8 @@ class Progress:
         self._done_bytes = 0
         self._clock = clock
         self._began_s = self._told_s = clock()
-        stream = stream or sys.stderr
-        self._terminal = stream if stream.isatty() else None
+        chosen: TextIO | None = stream or sys.stderr  # which a process may have none of
+        self._terminal = chosen if chosen is not None and chosen.isatty() else None
 
     def add(self, size_bytes: int) -> None:
         """Count what is in place."""
