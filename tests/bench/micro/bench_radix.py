@@ -11,6 +11,7 @@ us, expected / measured    1,024 tokens  8,192 tokens
 =========================  ============  ============
 peek                            3 / 1.8      5 / 2.3
 match                          10 / 7.1      40 / 32
+use                             4 / 5.1      6 / 7.0
 insert, new                     15 / 15      60 / 44
 insert, new and announced       31 / 36    188 / 152
 insert, known                   5 / 2.8     15 / 4.4
@@ -139,6 +140,14 @@ def test_match(benchmark: BenchmarkFixture, tokens: int, expected_us: float) -> 
         found.append(table)
 
     cost(benchmark, match, expected_us, teardown=lambda: found.pop().release())
+
+
+@pytest.mark.parametrize(("tokens", "expected_us"), [(1024, 4), (8192, 6)])
+def test_use(benchmark: BenchmarkFixture, tokens: int, expected_us: float) -> None:
+    world = loaded(tokens)
+    world.serve()
+    key = world.longer()
+    cost(benchmark, lambda: world.index.use(key, tokens), expected_us)
 
 
 @pytest.mark.parametrize("announced", [False, True])
