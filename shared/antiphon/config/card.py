@@ -92,9 +92,9 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 def item_bytes(dtype: Dtype | CacheDtype) -> int:
     """Bytes of one number."""
-    if dtype in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2):
+    if isinstance(dtype, CacheDtype) and dtype.eight_bits:
         return 1
-    return 4 if dtype is Dtype.FLOAT32 else 2
+    return 4 if dtype in (Dtype.FLOAT32, CacheDtype.FLOAT32) else 2
 
 
 def read_card(place: Place) -> ModelCard:

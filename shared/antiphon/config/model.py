@@ -24,9 +24,16 @@ class CacheDtype(StrEnum):
     """Number format of keys and values; `auto` takes what the model computes in."""
 
     AUTO = "auto"
+    FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether a number is kept in a byte, and has a scale."""
+        return self in (CacheDtype.FP8_E4M3, CacheDtype.FP8_E5M2)
 
 
 class Linear(StrEnum):

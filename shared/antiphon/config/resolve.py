@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True):
     context_tokens: Decided[int]
     eos_ids: Decided[tuple[int, ...]]
     page_tokens: Decided[int]
-    cache_dtype: Decided[Dtype | CacheDtype]
+    cache_dtype: Decided[CacheDtype]
     cache_scales: Decided[str]
     memory_bytes: Decided[int]
     weight_bytes: Decided[int]
@@ -184,14 +184,14 @@ def _linear(settings: Settings, device: Device, dtype: Dtype) -> Decided[Linear]
 
 def _cache_dtype(
     settings: Settings, card: ModelCard, device: Device, dtype: Dtype
-) -> Decided[Dtype | CacheDtype]:
+) -> Decided[CacheDtype]:
     said = settings.cache.dtype
     if said is CacheDtype.AUTO:
-        return Decided(dtype, "what the model computes in")
-    if said is CacheDtype.BFLOAT16:
-        if dtype is not Dtype.BFLOAT16:
+        return Decided(CacheDtype(dtype.value), "what the model computes in")
+    if not said.eight_bits:
+        if said.value != dtype.value:
             raise ConfigError(f"cache.dtype = {said}: the model computes in {dtype}")
-        return Decided(dtype, "cache.dtype, and what the model computes in")
+        return Decided(said, "cache.dtype, and what the model computes in")
     if not card.kv_bytes(dtype):
         raise ConfigError(f"cache.dtype = {said}: {BOTH_WAYS}, and nothing is kept")
     lacking = device.lacking
@@ -205,13 +205,13 @@ def _cache_dtype(
     return Decided(said, "cache.dtype; widened as attention reads it")
 
 
-def _cache_scales(settings: Settings, kept: Dtype | CacheDtype) -> Decided[str]:
+def _cache_scales(settings: Settings, kept: CacheDtype) -> Decided[str]:
     said = settings.cache.scales
-    if said and not isinstance(kept, CacheDtype):
+    if said and not kept.eight_bits:
         raise ConfigError(f"cache.scales = {said}: the cache keeps {kept}, and only fp8 has scales")
     if said:
         return Decided(said, "cache.scales")
-    if isinstance(kept, CacheDtype):
+    if kept.eight_bits:
         return Decided("", "the checkpoint's; 1.0 of layers without one")
     return Decided("", "the cache is not in eight bits")
 
@@ -239,11 +239,11 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
 
 
 def _bits(
-    device: Device, dtype: Dtype, linear: Linear, kept: Kept, cache: Dtype | CacheDtype
+    device: Device, dtype: Dtype, linear: Linear, kept: Kept, cache: CacheDtype
 ) -> Decided[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.bits, **device.arithmetic}
-    if isinstance(cache, CacheDtype):
+    if cache.eight_bits:
         parts["cache"] = str(cache)
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return Decided(text, "what the bits of an answer depend on, beside the model")

@@ -12,7 +12,7 @@ from antiphon.config.digest import differing
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import load
 from antiphon.config.memory import SCORED_BYTES_MAX
-from antiphon.config.model import Dtype, Linear
+from antiphon.config.model import CacheDtype, Dtype, Linear
 from antiphon.config.pooling import Pooling, PoolMode
 from antiphon.config.resolve import Plan, resolve, table
 from antiphon.config.states import States
@@ -256,7 +256,7 @@ STATE_BYTES = 3 * (96 * 2 + 1000 * 4)
 def test_a_cache_in_eight_bits_holds_twice_the_tokens(dtype: str) -> None:
     room = {"cache__bytes_max": str(40 * PAGE_BYTES)}
     wide, plan = decide(**room), decide(**room, cache__dtype=dtype)
-    assert (wide.cache_dtype.value, wide.cache_pages.value) == (Dtype.BFLOAT16, 40)
+    assert (wide.cache_dtype.value, wide.cache_pages.value) == (CacheDtype.BFLOAT16, 40)
     assert (plan.cache_dtype.value, plan.cache_pages.value) == (dtype, 80)
     assert plan.cache_bytes == Decided(40 * PAGE_BYTES, "256 bytes a token")
     assert plan.cache_dtype.reason == "cache.dtype; widened as attention reads it"
@@ -273,7 +273,7 @@ def test_states_do_not_shrink_with_a_cache_in_eight_bits() -> None:
 
 
 def test_the_number_format_of_the_model_may_be_said_of_the_cache() -> None:
-    assert decide(cache__dtype="bfloat16").cache_dtype.value is Dtype.BFLOAT16
+    assert decide(cache__dtype="bfloat16").cache_dtype.value is CacheDtype.BFLOAT16
     with pytest.raises(
         ConfigError, match=r"cache\.dtype = bfloat16: the model computes in float32"
     ):

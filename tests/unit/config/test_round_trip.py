@@ -35,6 +35,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "access.allowed_origins": st.sampled_from(["", "*", "https://a.example,http://[::1]:80"]),
     "grammar.whitespace_max": st.integers(1, 256),
     "responses.replicas": st.integers(1, 5),
+    "sessions.replicas": st.integers(1, 5),
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},

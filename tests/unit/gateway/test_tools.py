@@ -242,7 +242,7 @@ async def test_a_strict_tool_that_nothing_can_hold_is_refused_where_it_was_asked
         assert "'tools[0].function.strict'" in str(reply)
         said = {"type": "function"} | tool
         for strict, expected in ({}, 200), ({"strict": False}, 200), ({"strict": True}, 400):
-            body = {"input": "x", "tools": [said | strict]}
+            body = {"input": "x", "store": False, "tools": [said | strict]}
             status, reply, _ = await post(at, "/v1/responses", body)
             assert status == expected, reply
         assert "'tools[0].strict'" in str(reply)

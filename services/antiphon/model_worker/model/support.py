@@ -67,7 +67,12 @@ _SIZES = {
     "linear_value_head_dim": 64,
     "query_pre_attn_scalar": 64,
 }
-SAMPLE: Mapping[str, object] = {**_COUNTS, **_SIZES, "norm_topk_prob": False}
+SAMPLE: Mapping[str, object] = {
+    **_COUNTS,
+    **_SIZES,
+    "norm_topk_prob": False,
+    "topk_method": "greedy",
+}
 """Fields of all families, in whole groups and blocks; each reads its own."""
 STORED: Mapping[str, Mapping[str, object]] = {
     "fp8": {"weight_block_size": [128, 128]},
