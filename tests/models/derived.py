@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from antiphon.kernels.rotary import LongScaling
 from antiphon.kernels.routing import Routing
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.experts import Clamp, ExpertsSpec
@@ -165,7 +166,12 @@ def _rotary(part: AttentionSpec | LatentSpec) -> Found:
     if rotary.scaling is not None:
         yield "rope scaling", dataclasses.replace(rotary, scaling=None)
     if isinstance(part, AttentionSpec) and rotary.size < part.head_size:
-        yield "partial rotation", dataclasses.replace(rotary, size=part.head_size)
+        scaling = rotary.scaling
+        if isinstance(scaling, LongScaling):  # it has a factor for each pair
+            factors = (scaling.factors * part.head_size)[: part.head_size // 2]
+            scaling = dataclasses.replace(scaling, factors=factors)
+        whole = dataclasses.replace(rotary, size=part.head_size, scaling=scaling)
+        yield "partial rotation", whole
 
 
 def _window(part: AttentionSpec) -> Found:

@@ -193,7 +193,7 @@ ROWS = (
         mutants={"attention both ways": no_judge.both_ways},
     ),
     base(transformers.LlamaModel, transformers.LlamaConfig),
-    base(transformers.MistralModel, transformers.MistralConfig),
+    base(transformers.MistralModel, transformers.MistralConfig, sliding_window=20),
     base(transformers.Qwen2Model, transformers.Qwen2Config),
     base(transformers.Qwen3Model, transformers.Qwen3Config),
     Row(

@@ -86,7 +86,14 @@ def test_logits_are_those_of_the_numbers_that_the_blocks_stand_for(
     tmp_path: Path, reference, kind: Kind
 ) -> None:
     llama = write_llama(tmp_path / "llama", SHAPE)
-    tensors = tensors_of(llama)
+    # Small enough that no softmax saturates, where roundings of float32 would grow.
+    tensors = {
+        name: tensor / 4 if name.endswith("_proj.weight") else tensor
+        for name, tensor in tensors_of(llama).items()
+    }
+    for file in (*llama.glob("*.safetensors*"),):
+        file.unlink()
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     write_gguf(llama, llama / "model.gguf", kind=kind, quantize=MADE[kind])
     whole = tmp_path / "whole"
     whole.mkdir()

@@ -156,5 +156,6 @@ class TorchaoInt4Storage:
         )
         rounded = ao._quantize_affine_tinygemm(weight, block, scales, zeros, *steps)  # noqa: SLF001
         groups = rounded.view(outputs, -1, self.group) - 8
-        wide = groups.float() * scales.view(outputs, -1, 1).float()
-        return (wide + zeros.view(outputs, -1, 1).float()).view(outputs, inputs)
+        # Its kernel multiplies and adds in one rounding: so does float64, whose products are exact.
+        wide = groups.double() * scales.view(outputs, -1, 1).double()
+        return (wide + zeros.view(outputs, -1, 1).double()).float().view(outputs, inputs)

@@ -40,8 +40,9 @@ def rotate_by_position(model: PreTrainedModel) -> None:
         ModelLoadError: Layers of one type only are rotated so.
     """
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict) and "dynamic" in kind.values():
+        kind: object = getattr(module, "rope_type", None)
+        by_layer = cast("dict[str, object]", kind) if isinstance(kind, dict) else {}
+        if "dynamic" in by_layer.values():
             raise ModelLoadError("layers of one type are rotated dynamically, and others are not")
         if kind == "dynamic":
             rotation = cast("_Rotation", module)
