@@ -143,7 +143,7 @@ async def _answer(
 
 
 def _check_beginning(
-    vocabulary: Vocabulary, schema: Mapping[str, object], text: str, seed: int
+    vocabulary: Vocabulary, schema: Mapping[str, object] | bool, text: str, seed: int
 ) -> None:
     """Fail unless what was cut off can be gone on with, to an end that validates."""
     end_ids = frozenset(read_card(embedded.path()).eos_ids)

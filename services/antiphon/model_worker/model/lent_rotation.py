@@ -63,7 +63,7 @@ def _by_position(rotation: _Rotation, forward: Forward) -> Forward:
         return (given,) if isinstance(given, Tensor) else given
 
     def rotated(x: Tensor, position_ids: Tensor) -> Tensor | tuple[Tensor, ...]:
-        row = position_ids[0].tolist()
+        row = cast("list[int]", position_ids[0].tolist())  # pyright: ignore[reportUnknownMemberType]
         near = sorted({at for at in row if at < trained})
         far = sorted({at for at in row if at >= trained})
         pieces = [*([near] if near else []), *([at] for at in far)]
