@@ -68,7 +68,12 @@ def test_formats_are_read_by_whoever_reads_them(
 ) -> None:
     schema = {"type": "string", "format": format_}
     grammar = compiled(schema)
-    voices = [speak(guide_of(grammar, vocabulary), vocabulary, seed=voice) for voice in range(40)]
+    # A brace only goes on with an address; the sign before its domain brings the end nearer.
+    closers = b'"@'
+    voices = [
+        speak(guide_of(grammar, vocabulary), vocabulary, seed=voice, closers=closers)
+        for voice in range(40)
+    ]
     ended = [said for said in voices if said.finish is not None]
     assert len(ended) > 20
     for said in ended:
