@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from antiphon.config.model_fields import completed
+from antiphon.config.quantization import ROUTERS
 from antiphon.config.quantization_file import read_quantization
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
@@ -39,7 +40,7 @@ _COUNTS = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "mamba_n_heads": 4,
+    "mamba_n_heads": 8,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
@@ -61,7 +62,7 @@ _SIZES = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
-    "mamba_d_head": 64,
+    "mamba_d_head": 32,
     "mamba_d_state": 64,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
@@ -118,6 +119,8 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     config = {"quantization_config": {"quant_method": method, **STORED[method]}}
     said = read_quantization(msgspec.json.encode(config))
     assert said is not None
+    # No tool rounds routers: a gate of one output cannot even be packed.
+    said = msgspec.structs.replace(said, plain=(*said.plain, ROUTERS))
     head = spec.head.name if isinstance(spec.head, HeadSpec) else None
     plain = METHODS["plain"]
     stored = StoredLinears(said, plain, spec.embedding.name, head)
