@@ -30,6 +30,7 @@ class Quantize(StrEnum):
     BITSANDBYTES = "bitsandbytes"
     GGUF = "gguf"
     MXFP4 = "mxfp4"
+    TORCHAO = "torchao"
     TORCHAO_INT8WO = "torchao-int8wo"
     TORCHAO_INT4WO_32 = "torchao-int4wo-32"
     TORCHAO_INT4WO_64 = "torchao-int4wo-64"
@@ -260,6 +261,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 BESIDE = (
     ".weight_scale",
     ".weight_scale_inv",
+    "._weight_scale",
     ".scales",
     ".SCB",
     ".absmax",

@@ -202,6 +202,43 @@ def _mxfp4(raw: msgspec.Raw) -> Quantization:
     )
 
 
+class _Typed(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
+    """An object of torchao as it writes it."""
+
+    type: str
+    data: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _TorchaoData(msgspec.Struct):
+    granularity: _Typed | None = None
+
+
+class _Torchao(msgspec.Struct):
+    quant_type: Mapping[str, _Typed]
+    modules_to_not_convert: Names = None
+
+
+def _torchao(raw: msgspec.Raw) -> Quantization:
+    said = _decode(raw, _Torchao)
+    _only("quant_type", sorted(said.quant_type), ["default"])
+    kind = said.quant_type["default"]
+    _only("quant_type", kind.type, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
+    data = _decode(kind.data, _TorchaoData)
+    if data.granularity is not None:
+        _only("quant_type: granularity", data.granularity.type, "PerRow")
+    weight = "._weight_qdata"
+    scheme: Scheme = Int8(weight=weight)
+    if kind.type == "Float8WeightOnlyConfig":
+        scheme = Fp8(scale="channel", weight=weight)
+    return Quantization(
+        method=Quantize.TORCHAO,
+        rules=(Rule((EVERY,), scheme),),
+        plain=_modules(said.modules_to_not_convert),
+        spelled={weight: ".weight", "._weight_scale": ".weight_scale"},
+        blank=("._weight_zero_point",),
+    )
+
+
 class _Arguments(msgspec.Struct):
     num_bits: int = 8
     type: Literal["int", "float"] = "int"
@@ -363,5 +400,6 @@ METHODS: Mapping[str, Callable[[msgspec.Raw], Quantization]] = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed,
     "mxfp4": _mxfp4,
+    "torchao": _torchao,
 }
 """By `quant_method`."""

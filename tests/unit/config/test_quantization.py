@@ -52,6 +52,11 @@ def test_most_checkpoints_say_nothing(config: bytes) -> None:
     assert read_quantization(config) is None
 
 
+def torchao(name: str, **data: object) -> dict[str, object]:
+    """As transformers writes a configuration of torchao."""
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_data": data}}}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -90,6 +95,11 @@ def test_most_checkpoints_say_nothing(config: bytes) -> None:
         (
             compressed(config_groups={"a": {"targets": [], "weights": {"strategy": "token"}}}),
             "config_groups.a.weights.strategy 'token' is not read",
+        ),
+        (torchao("Int4WeightOnlyConfig"), "quant_type 'Int4WeightOnlyConfig' is not read"),
+        (
+            torchao("Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {}}),
+            "granularity 'PerGroup' is not read, only PerRow",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

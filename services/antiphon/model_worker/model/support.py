@@ -88,6 +88,7 @@ STORED: Mapping[str, Mapping[str, object]] = {
         },
     },
     "mxfp4": {},
+    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
 }
 """By `quant_method`, a config of it."""
 _KINDS: tuple[tuple[type, str], ...] = (

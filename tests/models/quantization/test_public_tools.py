@@ -1,0 +1,105 @@
+"""Checkpoints as the public tools wrote them: `fixtures/make.py` says how.
+
+What ours makes of a folder is what the tool itself makes of it, to the bit; and a model with those
+weights says the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tests.models.parity import LINEARS
+from tests.models.test_llama_parity import assert_close, logits_of
+from torch import Tensor
+
+from antiphon.config.card import read_card
+from antiphon.layers.quantization.gather import stored_sources
+from antiphon.layers.quantization.storage import Part, Whole, numbers
+from antiphon.model_worker.model.quantization import storage_of
+from antiphon.model_worker.model.weights import Checkpoint
+from antiphon.model_worker.runner.open import open_model
+
+FOLDERS = sorted(file.parent for file in (Path(__file__).parent / "fixtures").glob("*/config.json"))
+LIMIT = 2e-5
+"""Of logits, in their standard deviations, whatever the method: what is multiplied is the same."""
+BYTES_MAX = 60 << 10
+"""Of one folder."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the tool makes of its own checkpoint."""
+
+    folder: Path
+
+    @cached_property
+    def said(self) -> dict[str, str]:
+        with safe_open(self.folder / "expected.tensors", "pt") as file:
+            return file.metadata() or {}
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        return json.loads(self.said["weights"])
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "expected.tensors")
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def expected(request: pytest.FixtureRequest) -> Expected:
+    return Expected(request.param)
+
+
+def read(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
+    said = read_card(folder).quantization
+    assert said is not None
+    scheme = said.scheme(name)
+    assert scheme is not None, name
+    into = torch.full(shape, float("nan"))
+
+    def take(_: int, row: int, piece: Whole) -> None:
+        into[row : row + len(piece)] = numbers(piece)
+
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.respell(said.spelled)
+    everything = Part(slice(0, shape[0]), slice(0, shape[1]))
+    checkpoint.load(stored_sources(name, storage_of(scheme), shape, everything, take))
+    return into
+
+
+def shape_of(folder: Path, kind: str) -> tuple[int, int]:
+    """Outputs and inputs of a linear."""
+    width = json.loads((folder / "config.json").read_text())["intermediate_size"]
+    outputs = {"k_proj": 16, "v_proj": 16, "gate_proj": width, "up_proj": width}
+    return outputs.get(kind, 64), width if kind == "down_proj" else 64
+
+
+def test_weights_are_to_the_bit_what_the_tool_makes_of_them(expected: Expected) -> None:
+    assert len(expected.digests) == 14
+    for weight, digest in expected.digests.items():
+        name = weight.removesuffix(".weight")
+        found = read(expected.folder, name, shape_of(expected.folder, name.rpartition(".")[2]))
+        assert hashlib.sha256(found.numpy().tobytes()).hexdigest() == digest, name
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_logits_are_those_of_a_model_with_these_weights(expected: Expected, linear: str) -> None:
+    model = open_model(
+        expected.folder, page_tokens=4, pages=32, dtype="float32", linear=linear, quantized=linear
+    )
+    ids = expected.tensors["ids"].tolist()
+    assert_close(logits_of(model, ids, 7), expected.tensors["logits"], LIMIT)
+
+
+def test_it_is_small_and_says_what_made_it(expected: Expected) -> None:
+    assert {"torch", "transformers"} < json.loads(expected.said["versions"]).keys()
+    assert sum(file.stat().st_size for file in expected.folder.iterdir()) <= BYTES_MAX
