@@ -11,6 +11,20 @@ INLINE void meet_block_by(
     meet_block<T, R>(call, task, head, first, block, room);
 }
 
+// Queries `first` to `last` - 1 of the task's, all of one head, meet a block that is laid out.
+template <class T>
+INLINE void meet_in_tiles(
+    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
+    int64_t last, const KeyBlock &block, AttentionRoom<T> &room) {
+    const int64_t tiles = ceil_div(last - first, TILE_QUERIES);
+    for (int64_t i = 0; i < tiles; ++i) {
+        // Tiles of like height: 7 queries are 4 and 3.
+        const int64_t height = ceil_div(last - first, tiles - i);
+        meet_block_by<T>(height, call, task, head, first, block, room);
+        first += height;
+    }
+}
+
 // The weighted sums divided by the weights, as the rows of the result.
 template <class T>
 INLINE void write_out(
@@ -96,17 +110,10 @@ static void attend(
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t head = 0; head < task.heads; ++head) {
             lay_out_kept(call, task.head + head, block, room.offsets[side], room);
-            int64_t query = first * group;
-            const int64_t most = ON_SQUARES<T> ? SQUARE : TILE_QUERIES;
-            const int64_t tiles = ceil_div(last * group - query, most);
-            for (int64_t i = 0; i < tiles; ++i) {
-                // Tiles of like height: 7 queries are 4 and 3.
-                const int64_t height = ceil_div(last * group - query, tiles - i);
-                if constexpr (ON_SQUARES<T>)
-                    meet_on_squares(call, task, head, query, height, block, room, squares);
-                else meet_block_by<T>(height, call, task, head, query, block, room);
-                query += height;
-            }
+            if constexpr (ON_SQUARES<T>)
+                meet_on_squares(
+                    call, task, head, first * group, last * group, block, room, squares);
+            else meet_in_tiles(call, task, head, first * group, last * group, block, room);
         }
         block = next;
     }

@@ -11,7 +11,8 @@
 //
 // Source of the online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867.
 
-static constexpr int KEYS = 64;
+// On squares a block is twice as long: sums are taken up and put down once a block.
+static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
 static constexpr int KEY_VECTORS = KEYS / LANES;
 // A register tile: so many queries by so many vectors.
 static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
@@ -209,6 +210,13 @@ INLINE F32 power_of_two(F32 x) {
     return zero_below(x, least, scale_by_power(fma(p, r, all(1.0f)), n));
 }
 
+// Call `body` with a number of vectors, 1 .. KEY_VECTORS, as a constant.
+template <int V = KEY_VECTORS, class Body> INLINE float by_vectors(int vectors, Body &&body) {
+    if constexpr (V > 1)
+        if (vectors < V) return by_vectors<V - 1>(vectors, body);
+    return body(std::integral_constant<int, V>());
+}
+
 // One query's scores in V vectors become its keys' weights, rounded as they will be multiplied.
 // `top` and `mass` are its running maximum, in powers of two, and sum. Returns what becomes of all
 // that was summed under the old maximum.
@@ -263,12 +271,7 @@ INLINE void weigh_all(
                 room.scores[r], scale, from, until, room.top[row + r], room.mass[row + r],
                 room.shares[r]);
         };
-        switch (block.vectors()) {
-            case 1: kept[r] = weigh_in(std::integral_constant<int, 1>()); break;
-            case 2: kept[r] = weigh_in(std::integral_constant<int, 2>()); break;
-            case 3: kept[r] = weigh_in(std::integral_constant<int, 3>()); break;
-            default: kept[r] = weigh_in(std::integral_constant<int, KEY_VECTORS>());
-        }
+        kept[r] = by_vectors(block.vectors(), weigh_in);
     }
 }
 

@@ -22,8 +22,9 @@ static Pace pace_of(const PackedLinear &linear) {
 
 static Cutting cut(const PackedLinear &linear, int64_t rows) {
     // Enough chunks that a thread which lost its core holds up little; none so small that the
-    // ticket costs more than the work.
-    constexpr int64_t CHUNKS = 64, CHUNK_BYTES = 48 << 10;
+    // ticket costs more than the work. A group of panels stays in the second-level cache while
+    // all blocks of rows come by.
+    constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
     const Pace pace = pace_of(linear);
     const int64_t panels = panels_of(linear);
     const int64_t row_blocks = ceil_div(rows, pace.block_rows);
@@ -34,8 +35,9 @@ static Cutting cut(const PackedLinear &linear, int64_t rows) {
         linear.weights == Weights::int8_dynamic && rows > 4
             ? 8
             : ceil_div(CHUNK_BYTES, panel_bytes(linear) * ceil_div(rows, pace.free_rows));
+    const int64_t largest = GROUP_BYTES / panel_bytes(linear);
     int64_t group = panels * row_blocks / CHUNKS;
-    group = group > 16 ? 16 : group;
+    group = group > largest ? largest : group;
     group = group < smallest ? smallest : group;
     group = group < 1 ? 1 : group > panels ? panels : group;
     return {block, ceil_div(rows, block), group, ceil_div(panels, group)};

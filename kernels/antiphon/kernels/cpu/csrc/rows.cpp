@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "bindings.h"
@@ -10,7 +11,10 @@
 namespace {
 
 // Queries times query heads of a task: enough that laying out a block of keys costs little.
-constexpr int64_t TASK_QUERIES = 64;
+constexpr int64_t TASK_QUERIES = 96;
+
+// And a multiple of the tiles' heights, where there are enough.
+constexpr int64_t EVEN_QUERIES = 16;
 
 // So that products of sizes and positions fit their numbers.
 constexpr int64_t SIZE_MOST = INT32_MAX;
@@ -81,7 +85,9 @@ void Rows::cut(int64_t row, int64_t heads_together) {
     const int64_t queries = query_len_.data()[row], end = kv_len_.data()[row];
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
-    const int64_t most = std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head, 1);
+    const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, shape_.queries_per_head);
+    const int64_t most =
+        std::max<int64_t>(TASK_QUERIES / shape_.queries_per_head / unit, 1) * unit;
     // All heads of a short row are read together, since they lie beside each other in a page.
     const int64_t heads = queries > 1 ? 1 : heads_together;
     for (int64_t first = 0; first < queries; first += most)
