@@ -5,17 +5,21 @@
 
 #if ANTIPHON_AMX
 
+// Put a task's queries side by side, head by head, as squares read them.
+INLINE void gather_queries(
+    const AttentionCall &call, const AttentionTask &task, AttentionRoom<bf16> &room) {
+    const int64_t size = call.shape.head_size, each = task.queries * call.shape.queries_per_head;
+    uint32_t *to = room.asked;
+    for (int64_t head = 0; head < task.heads; ++head)
+        for (int64_t i = 0; i < each; ++i, to += room.square_words)
+            std::memcpy(to, query_at<bf16>(call, task, head, i), size * sizeof(bf16));
+}
+
 // The scores of all keys of the block, four squares of them at a time.
 INLINE void score_on_squares(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first,
-    int64_t queries, const KeyBlock &block, AttentionRoom<bf16> &room) {
+    const uint32_t *queries, const KeyBlock &block, AttentionRoom<bf16> &room) {
     constexpr int64_t KEY_BYTES = KEYS * sizeof(uint32_t);
-    const int64_t size = call.shape.head_size, words = room.square_words;
-    for (int64_t r = 0; r < queries; ++r)
-        std::memcpy(
-            room.tile + r * words, query_at<bf16>(call, task, head, first + r),
-            size * sizeof(bf16));
-    Squares::written();
+    const int64_t words = room.square_words;
     for (int64_t key = 0; key < block.until; key += 4 * SQUARE) {
         _tile_zero(0);
         _tile_zero(1);
@@ -23,7 +27,7 @@ INLINE void score_on_squares(
         _tile_zero(3);
         for (int64_t word = 0; word < words; word += SQUARE) {
             const uint32_t *keys = room.keys + word * KEYS + key;
-            _tile_loadd(4, room.tile + word, words * sizeof(uint32_t));
+            _tile_loadd(4, queries + word, words * sizeof(uint32_t));
             _tile_loadd(6, keys, KEY_BYTES);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, keys + SQUARE, KEY_BYTES);
@@ -107,16 +111,17 @@ static void meet_on_squares(
     std::memset(
         room.values + pairs * room.width, 0,
         (steps * SQUARE - pairs) * room.width * sizeof(uint32_t));
+    const int64_t before = head * task.queries * call.shape.queries_per_head;
+    Squares::written();
     const auto score = [&](int64_t query) {
         const int64_t height = last - query < SQUARE ? last - query : SQUARE;
         squares.shape(height, height);
-        score_on_squares(call, task, head, query, height, block, room);
+        score_on_squares(room.asked + (before + query) * room.square_words, block, room);
         return height;
     };
     int64_t height = score(first);
     for (int64_t query = first; query < last; query += SQUARE) {
-        const int64_t row = head * task.queries * call.shape.queries_per_head + query;
-        float *sums = room.sums + row * room.width;
+        float *sums = room.sums + (before + query) * room.width;
         float kept[SQUARE];
         weigh_all(call, task, head, query, static_cast<int>(height), block, room, kept);
         room.ahead.step();

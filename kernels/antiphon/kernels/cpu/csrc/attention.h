@@ -93,6 +93,7 @@ static void attend(
         task.heads * call.shape.head_size * item, item);
     AttentionRoom<T> room(scratch, call.shape, ahead, task.heads * task.queries * group);
     Squares squares;
+    if constexpr (ON_SQUARES<T>) gather_queries(call, task, room);
     KeyBlock block = first_block(call, task);
     locate(call, task.row, block, room.offsets[0]);
     for (int side = 0; block.until > 0; side ^= 1) {

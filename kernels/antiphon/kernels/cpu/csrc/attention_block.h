@@ -78,7 +78,7 @@ template <class T> struct AttentionRoom {
     float *sums;           // (queries of all heads, width)
     float *top, *mass;     // (queries of all heads,) running maximum and sum
     T *nothing;            // (H, D) zeros, in the place of keys that nobody may read
-    uint32_t *tile;        // (ROOM_QUERIES, square_words) queries side by side, for squares
+    uint32_t *asked;       // (queries of all heads, square_words) for squares alone
     int64_t square_words;  // words of a head, whole steps of a square
     alignas(64) float scores[ROOM_QUERIES][KEYS];
     alignas(64) T shares[ROOM_QUERIES][KEYS];
@@ -94,7 +94,7 @@ template <class T> struct AttentionRoom {
         square_words = ceil_div(words, SQUARE) * SQUARE;
         const int64_t sizes[] = {
             square_words * KEYS, KEYS / WORD_VALUES<T> * width, padded * width, padded, padded,
-            ceil_div(shape.heads * words, LANES) * LANES, ROOM_QUERIES * square_words};
+            ceil_div(shape.heads * words, LANES) * LANES, ON_SQUARES<T> ? padded * square_words : 0};
         int64_t total = 0;
         for (const int64_t size : sizes) total += size;
         auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
@@ -104,7 +104,7 @@ template <class T> struct AttentionRoom {
         top = sums + sizes[2];
         mass = top + sizes[3];
         nothing = reinterpret_cast<T *>(mass + sizes[4]);
-        tile = reinterpret_cast<uint32_t *>(nothing) + sizes[5];
+        asked = reinterpret_cast<uint32_t *>(nothing) + sizes[5];
         // Columns beyond the head are read, and so must hold numbers.
         if (width != shape.head_size) std::memset(values, 0, sizes[1] * sizeof(uint32_t));
         std::memset(keys + words * KEYS, 0, (square_words - words) * KEYS * sizeof(uint32_t));
