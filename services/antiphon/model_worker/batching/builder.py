@@ -49,36 +49,29 @@ class Row(msgspec.Struct, frozen=True):
 
 def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
     """Lay the rows out, in the order given. None of their requests has lost its slot."""
-    slot = np.array([row.request.slot for row in rows], np.int32)
-    query_len = np.array([row.length for row in rows], np.int32)
+    layout = slots.layout(rows)
     start = np.array([row.start for row in rows], np.int32)
-    draws = np.array([row.draws for row in rows], np.bool_)
-    kv_len = start + query_len
-    query_end = np.cumsum(query_len, dtype=np.int32)
-    query_start = query_end - query_len
     tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
-    # Position of a token: its index in the plan, shifted by how far its row lies from there.
-    positions = np.arange(len(tokens), dtype=np.int32)
-    positions += np.repeat(start - query_start, query_len)
+    positions = layout.index + start[layout.row]
     masks, masked = slots.steering.masks(rows)
     pooling = pool_rows(rows)
     return Plan(
         step=step,
-        slot=slot,
-        query_start=query_start,
-        query_len=query_len,
-        kv_len=kv_len,
-        adapter=np.full(len(rows), -1, np.int32),
+        slot=layout.slot,
+        query_start=layout.query_start,
+        query_len=layout.query_len,
+        kv_len=start + layout.query_len,
+        adapter=layout.adapter,
         tokens=tokens,
         positions=positions[np.newaxis, :],
-        logit_tokens=(query_end - 1)[draws],
-        sampling=slots.sampling(slot),
-        page_tables=_page_tables(rows, slot, slots),
-        penalties=slots.steering.penalties(rows, slot, draws),
+        logit_tokens=layout.logit_tokens,
+        sampling=layout.sampling,
+        page_tables=_page_tables(rows, layout.slot, slots),
+        penalties=slots.steering.penalties(rows, layout.slot, layout.draws),
         token_masks=masks,
         token_mask_rows=masked,
         biases=slots.steering.biases(rows),
-        details=slots.telling.rows(rows, query_start),
+        details=slots.telling.rows(rows, layout.query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(rows),
         release_fence=step,

@@ -43,6 +43,17 @@ class SamplingColumns:
     seed: Longs  # (R,)
     choice: Ints  # (R,)
 
+    def of(self, rows: Ints) -> SamplingColumns:
+        """The columns of these rows, in this order."""
+        return SamplingColumns(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            top_k=self.top_k[rows],
+            seed=self.seed[rows],
+            choice=self.choice[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from antiphon.model_worker.batching.layout import Layout
 from antiphon.model_worker.batching.plan import SamplingColumns
 from antiphon.model_worker.batching.steering import Steering
 from antiphon.model_worker.batching.telling import Telling
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.builder import Row
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.table import PageTable
@@ -57,6 +61,7 @@ class Slots:
             seed=np.zeros(slots_max, np.int64),
             choice=np.zeros(slots_max, np.int32),
         )
+        self._layout: Layout | None = None
 
     @property
     def free_count(self) -> int:
@@ -70,6 +75,7 @@ class Slots:
     def fill(self, request: Request) -> None:
         """Write down the request that has just got its slot and its table."""
         slot, sampling, columns = request.slot, request.state.sampling, self._sampling
+        self._layout = None
         self.length[slot] = request.length
         self.tokens_max[slot] = request.tokens_max
         self.exact[slot] = request.exact
@@ -105,17 +111,12 @@ class Slots:
         for group, entries in enumerate(self.entries):
             self._write(group, slot, table, int(entries[slot]))
 
-    def sampling(self, slots: Ints) -> SamplingColumns:
-        """The sampling columns of these slots, in this order."""
-        columns = self._sampling
-        return SamplingColumns(
-            temperature=columns.temperature[slots],
-            top_p=columns.top_p[slots],
-            min_p=columns.min_p[slots],
-            top_k=columns.top_k[slots],
-            seed=columns.seed[slots],
-            choice=columns.choice[slots],
-        )
+    def layout(self, rows: Sequence[Row]) -> Layout:
+        """How these rows lie in a plan: as those of the plan before, where nobody came or went."""
+        shapes = [(row.request.slot, row.length, row.draws) for row in rows]
+        if self._layout is None or self._layout.shapes != shapes:
+            self._layout = Layout.of(shapes, self._sampling)
+        return self._layout
 
     def page_tables(self, slots: Ints) -> tuple[Ints, ...]:
         """A copy of the page tables of these slots, (R, N) a cache group."""
