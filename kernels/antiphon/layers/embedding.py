@@ -55,6 +55,8 @@ class VocabularyTable:
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:
         """Score hidden (L, hidden)  ->  (L, V) float32, on every rank."""
         local = self._method.apply_wide(self._weights, hidden)
+        if ctx.tp.ranks == 1:
+            return local
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
 
     def sources(self) -> Iterator[WeightSource]:

@@ -20,7 +20,8 @@ def accepted(rows: list[tuple[list[int], list[int]]], failed: tuple[int, ...] = 
         np.concatenate(wanted).astype(np.int32),
         np.repeat(np.arange(len(rows)), [len(sampled) for _, sampled in rows]),
         np.array([token for _, sampled in rows for token in sampled], np.int32),
-        np.isin(np.arange(len(rows)), failed),
+        len(rows),
+        np.isin(np.arange(len(rows)), failed) if failed else None,
     )
     return [ids[a:b].tolist() for a, b in pairwise(starts)]
 

@@ -18,23 +18,29 @@ if TYPE_CHECKING:
 
 
 def accept(
-    tokens: Ints, logit_tokens: Ints, logit_row: Longs, sampled: Ints, failed: NDArray[np.bool_]
+    tokens: Ints,
+    logit_tokens: Ints,
+    logit_row: Longs,
+    sampled: Ints,
+    rows: int,
+    failed: NDArray[np.bool_] | None,
 ) -> tuple[Ints, Ints]:
     """Keep a row's samples up to and with the first that its draft did not foresee.
 
     Axes: T tokens, L rows of logits, R rows, S accepted tokens.
-    tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool
-    ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
+    tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool, or
+    None if none has  ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
     """
-    rows = len(failed)
-    if len(tokens) == rows == len(logit_tokens) and not failed.any():
+    if len(tokens) == rows == len(logit_tokens) and failed is None:
         # Decode rows and nothing else, so nothing was drafted: most steps, and short ones.
         return np.arange(rows + 1, dtype=np.int32), sampled
     following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
     missed = (following != sampled).astype(np.int64)
     earlier = np.cumsum(missed) - missed  # misses before this one, over all rows
     first = np.searchsorted(logit_row, logit_row)  # (L,) index of the first of the same row
-    kept = (earlier == earlier[first]) & ~failed[logit_row]
+    kept = earlier == earlier[first]
+    if failed is not None:
+        kept &= ~failed[logit_row]
     starts = np.zeros(rows + 1, np.int32)
     np.cumsum(np.bincount(logit_row[kept], minlength=rows), out=starts[1:])
     return starts, sampled[kept].astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,39 +75,40 @@ def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
 
 
 class Futures:
-    """What each slot sampled last, so that a plan may be made before its tokens are known."""
+    """What each slot sampled last, so that a plan may be made before its tokens are known.
+
+    Plain numbers and not an array: between two passes the code of each array operation is fetched
+    from memory anew, and for the few rows of a plan that takes longer than a loop over them.
+    """
 
     def __init__(self) -> None:
-        self._last = np.full(64, _UNKNOWN, np.int32)
+        self._last: dict[int, int] = {}
 
     def resolve(self, tokens: Ints) -> Ints:
         """Replace each `future(slot)` by the slot's last token."""
-        unknown = tokens < 0
-        if not unknown.any():
+        if tokens.min() >= 0:
             return tokens
-        found = self._last[-1 - tokens[unknown]]
-        assert (found != _UNKNOWN).all(), "a future of a slot that sampled nothing"
+        unknown = tokens < 0
+        slots = (-1 - tokens[unknown]).tolist()
+        assert self._last.keys() >= set(slots), "a future of a slot that sampled nothing"
         resolved = tokens.copy()
-        resolved[unknown] = found
+        resolved[unknown] = [self._last[slot] for slot in slots]
         return resolved
 
-    def record(self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_]) -> None:
+    def record(
+        self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
+    ) -> None:
         """Remember each row's last accepted token.
 
-        A failed row gets token 0: a plan made before its failure was known still runs, for the
-        sake of its other rows, and its own outcome is dropped.
+        A failed row, if there is any, gets token 0: a plan made before its failure was known still
+        runs, for the sake of its other rows, and its own outcome is dropped.
         """
-        if len(slots) and slots.max() >= len(self._last):
-            room = np.full(2 * int(slots.max()), _UNKNOWN, np.int32)
-            room[: len(self._last)] = self._last
-            self._last = room
-        ends = starts[1:]
-        accepted = ends > starts[:-1]
-        self._last[slots[accepted]] = token_ids[ends[accepted] - 1]
-        self._last[slots[failed]] = 0
-
-
-_UNKNOWN = -1
+        ids = token_ids.tolist()
+        for slot, (start, end) in zip(slots.tolist(), pairwise(starts.tolist()), strict=True):
+            if start < end:
+                self._last[slot] = ids[end - 1]
+        if failed is not None:
+            self._last.update(dict.fromkeys(slots[failed].tolist(), 0))
 
 
 def _refuse_unsupported(plan: Plan) -> None:

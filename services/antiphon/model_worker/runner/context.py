@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from antiphon.kernels.cpu.stack import Stack
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.rotary import Rotary
     from antiphon.kernels.states import StateRows
     from antiphon.layers.context import Attend, Manner
     from antiphon.model_worker.batching.plan import Plan
@@ -73,7 +72,7 @@ class Contexts:
         self._deterministic = deterministic
         self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
-        self._stack_rotary: Rotary | None = None
+        self._stack_angles = self._angles.of(None)
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: Model, *, fused: bool) -> Choice[..., object]:
@@ -82,7 +81,7 @@ class Contexts:
         try:
             _refuse_apart(self._ops, fused=fused)
             self._stack = decoder.stack(self._caches)
-            self._stack_rotary = decoder.rotary
+            self._stack_angles = self._angles.of(decoder.rotary)
         except NotPlain as error:
             refused = (("cpu", str(error)),)
             # It is as invariant as its operations are.
@@ -95,14 +94,14 @@ class Contexts:
         adapted = self._adapters is not None and bool((plan.adapter >= 0).any())
         fused = None
         if self._stack is not None and not adapted:
-            turns = rotations.of(self._stack_rotary)
+            turns = self._stack_angles.turns(plan.positions[0])
             fused = partial(self._stack, turns=turns, groups=batch.groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
             attend=self._attend(plan, batch, rotations),
             recur=PagedStates(self._states, batch.states) if batch.states else None,
-            attend_latent=self._attend_latent(batch, rotations),
+            attend_latent=self._attend_latent(batch, rotations) if self._latent else None,
             positions=torch.as_tensor(plan.positions[0]),
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
             token_adapter=torch.as_tensor(plan.adapter[batch.token_row]) if adapted else None,

@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 def failed_rows(
     ops: Ops, batch: Batch, rows: int, left: Hidden, logits: Tensor
-) -> NDArray[np.bool_]:
-    """Which rows hold a NaN or infinity, (R,).
+) -> NDArray[np.bool_] | None:
+    """Which rows hold a NaN or infinity, (R,); None: none does.
 
     Hidden states count too: a chunk of a prompt has no logits, and its pages are shared with other
     requests as soon as it is committed.
     """
-    failed = np.zeros(rows, np.bool_)
     tokens = left.finite if left.checked else ops.finite_rows(left.last)
-    for finite, row in ((tokens, batch.token_row), (ops.finite_rows(logits), batch.logit_row)):
+    drawing = ops.finite_rows(logits)
+    if tokens is None and drawing is None:
+        return None
+    failed = np.zeros(rows, np.bool_)
+    for finite, row in ((tokens, batch.token_row), (drawing, batch.logit_row)):
         if finite is not None:
             failed[row[~finite.cpu().numpy()]] = True
     return failed

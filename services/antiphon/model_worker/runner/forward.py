@@ -135,19 +135,21 @@ class Runner:
         logits = self._logits(ctx, plan, hidden)
         failed = failed_rows(self.ops, batch, len(plan.slot), left, logits)
         barren = self._sampler.steer(plan, batch.logit_row, logits)
-        ended = failed if barren is None else failed | barren
+        ended = _either(failed, barren)
         sampled = self._sample(plan, batch, logits)
-        starts, token_ids = accept(tokens, plan.logit_tokens, batch.logit_row, sampled, ended)
+        rows = len(plan.slot)
+        starts, token_ids = accept(tokens, plan.logit_tokens, batch.logit_row, sampled, rows, ended)
         details = self._teller.tell(
             plan, hidden, logits, partial(self._model.decoder.logits, ctx), (starts, token_ids)
         )
         self._futures.record(plan.slot, starts, token_ids, ended)
         self._sampler.count(plan, starts, token_ids)
-        if failed.any():
+        status = np.zeros(rows, np.int32)  # RowStatus.OK
+        if ended is not None:
+            status[ended] = RowStatus.NO_TOKEN
+        if failed is not None:
+            status[failed] = RowStatus.NON_FINITE
             self._wipe(batch, failed)
-        status = np.zeros(len(plan.slot), np.int32)  # RowStatus.OK
-        status[ended] = RowStatus.NO_TOKEN
-        status[failed] = RowStatus.NON_FINITE
         return Outcome(
             step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
         )
@@ -158,6 +160,8 @@ class Runner:
             raise PlanRefused(f"step {plan.step}: this runner makes no vectors")
         rows = len(plan.slot)
         failed = failed_rows(self.ops, batch, rows, left, torch.zeros(0, 1))
+        if failed is None:
+            failed = np.zeros(rows, np.bool_)
 
         def score(pooled: Tensor) -> Tensor:
             return self._model.own.scores(ctx, pooled.to(left.last.dtype))
@@ -196,13 +200,22 @@ class Runner:
         if len(batch.logit_row) == 0:
             return np.zeros(0, np.int32)
         tokens = self._sampler.draw(plan.sampling, logits, batch.logit_row, batch.logit_position)
-        return tokens.cpu().numpy().astype(np.int32)
+        return tokens.numpy().astype(np.int32)
 
     def _wipe(self, batch: Batch, failed: NDArray[np.bool_]) -> None:
         """Zero what failed rows wrote in this pass; what earlier passes wrote was finite."""
         wiped = torch.as_tensor(np.flatnonzero(failed[batch.token_row]))
         for pool, rows in zip(self.pools, batch.groups, strict=True):
             pool.zero(rows.write_places[wiped])
+
+
+def _either(
+    one: NDArray[np.bool_] | None, other: NDArray[np.bool_] | None
+) -> NDArray[np.bool_] | None:
+    """Rows that are in one or in both, where None stands for no row."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
 
 
 def _attention_of(

@@ -68,13 +68,15 @@ class Sampler:
         logits (L, V) float32; rows (L,) the plan's row of each; positions (L,) the index in its
         sequence of the token being drawn  ->  (L,) int64
         """
-        random = is_random(columns)[rows]
-        if not random.any():
+        if not columns.temperature.any():
             return self._ops.greedy(logits)
+        random = is_random(columns)[rows]
         if random.all():
             return self._draw(columns, logits, rows, positions)
         tokens = self._ops.greedy(logits)
         drawn = np.flatnonzero(random)
+        if not len(drawn):
+            return tokens
         index = torch.as_tensor(drawn)
         tokens[index] = self._draw(columns, logits[index], rows[drawn], positions[drawn])
         return tokens
