@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.models import families, families_judges, families_moe
+from tests.models import families, families_judges, families_moe, families_seeing
 from tests.models.derived import derived, unclassified
 from tests.models.parity import (
     LINEARS,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.model.spec import ModelSpec
 
-ROWS = families.ROWS + families_moe.ROWS
+ROWS = families.ROWS + families_moe.ROWS + families_seeing.ROWS
 EVERY = ROWS + families_judges.ROWS
 
 

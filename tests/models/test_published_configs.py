@@ -9,18 +9,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.families import ROWS
+from tests.models.families_seeing import ROWS as SEEING_ROWS
 from tests.models.parity import Saved, check_logits, save
 from tests.models.specs import attention_of
 
 from antiphon.config.card import read_card
+from antiphon.config.model import Dtype
 from antiphon.config.model_fields import HABITS, NAMES
+from antiphon.config.model_files import find_files
+from antiphon.config.quantization_file import read_quantization
 from antiphon.kernels.rotary import LinearScaling, Rotary
+from antiphon.model_worker.model.config_file import read_config
+from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.registry import find_family
+from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 BY_NAME = {row.name: row for row in ROWS}
+SEEING = {row.name: row for row in SEEING_ROWS}
 
 
 def change(saved: Saved, drop: set[str], **fields: object) -> dict[str, object]:
@@ -65,6 +74,59 @@ def test_gemma3_as_its_first_configs_say_it(tmp_path: Path) -> None:
     assert local.rotary == Rotary(32, 500.0)
     assert full.rotary == Rotary(32, 1e6, LinearScaling(8.0))
     check_logits(saved, "plain")
+
+
+def test_a_model_that_sees_is_read_as_its_model_of_text(tmp_path: Path) -> None:
+    """The config of Gemma 3 4B, which says of its text what its class does not."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, card = read_config(tmp_path), read_card(tmp_path)
+    spec = read_spec(find_family(read.architectures), read)
+    local, full = attention_of(spec.layers[0]), attention_of(spec.layers[5])
+    assert (len(spec.layers), spec.vocabulary, spec.context_tokens) == (34, 262208, 131072)
+    assert (local.query_heads, local.kv_heads, local.head_size) == (8, 4, 256)
+    assert (local.window, full.window) == (1024, None)
+    assert full.rotary == Rotary(256, 1e6, LinearScaling(8.0))
+    assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
+
+
+def test_what_is_said_of_the_text_within_is_read_of_the_text(tmp_path: Path) -> None:
+    """Rounded by names as the whole model has them; what the operator says comes last."""
+    saved = save(SEEING["mistral that sees"], tmp_path)
+    plain = ["language_model.lm_head", "language_model.model.layers.1.mlp.gate_proj"]
+    change(saved, set(), quantization_config={"quant_method": "fp8", "ignored_layers": plain})
+    files = find_files(tmp_path, overrides='{"max_position_embeddings": 99}')
+    said = read_quantization(files.config())
+    assert said is not None
+    assert said.scheme("model.layers.1.mlp.gate_proj") is None
+    assert said.scheme("model.layers.0.mlp.gate_proj") is not None
+    assert read_card(files).context_tokens == 99
+
+
+def test_tensors_that_see_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(SEEING["gemma3 that sees"], tmp_path)
+    with caplog.at_level("INFO"):
+        load(tmp_path)
+    (line,) = (one for one in caplog.records if "passed over" in one.message)
+    names = Checkpoint.open(tmp_path).tensors
+    assert line.__dict__["tensors"] == sum(not name.startswith("model.") for name in names)
 
 
 def test_gpt2_as_its_base_alone_was_saved(tmp_path: Path) -> None:

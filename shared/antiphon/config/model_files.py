@@ -11,6 +11,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_fields import completed
+from antiphon.config.text_part import text_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -66,7 +67,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
-        return msgspec.json.encode(completed(_override(_object(config, str(file)), overrides)))
+        said = text_part(_object(config, str(file)))
+        return msgspec.json.encode(completed(_override(said, overrides)))
 
 
 Place = Path | ModelFiles

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from antiphon.config.text_part import BESIDE_TEXT, sees
+
 
 class Task(StrEnum):
     """What comes out of a model."""
@@ -37,6 +39,8 @@ def looks_ahead(architecture: str) -> bool:
 
 def unread(architecture: str) -> tuple[str, ...]:
     """How tensors of a checkpoint begin that were trained for another task than this one."""
+    if sees(architecture):
+        return (*BESIDE_TEXT, *(f"model.{name}" for name in BESIDE_TEXT))
     if not looks_ahead(architecture) or task_of(architecture) is not Task.EMBED:
         return ()
     return ("pooler.", "bert.pooler.", "roberta.pooler.")

@@ -12,6 +12,7 @@ from antiphon.config.gguf_file import read_gguf
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.config.safetensors_file import read_header
+from antiphon.config.text_part import text_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +87,8 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:
         if entry.dtype in NOT_WEIGHTS:
             continue
         start, end = entry.data_offsets
-        yield name, SAFETENSORS_DTYPES.get(entry.dtype), math.prod(entry.shape), end - start
+        dtype = SAFETENSORS_DTYPES.get(entry.dtype)
+        yield text_name(name), dtype, math.prod(entry.shape), end - start
 
 
 def _gguf(file: Path) -> Iterator[tuple[str, Dtype | None, int, int]]:

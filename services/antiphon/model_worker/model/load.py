@@ -166,6 +166,8 @@ def fill(
     passed_over = spec.passed_over
     passed_over += tuple(spec.layer_name.format(index) + "." for index in further)
     checkpoint.compare(sources, ignored, blank, passed_over)
+    if unread := sum(name.startswith(passed_over) for name in checkpoint.tensors):
+        log.info("tensors of other parts are passed over", extra={"tensors": unread})
     checkpoint.load(sources)
     decoder.pack()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import ENDINGS, ModelFiles, Place, files_at
+from antiphon.config.text_part import text_name
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats import pages
 from antiphon.model_worker.model.formats.ahead import read_ahead
@@ -49,7 +50,7 @@ class Checkpoint:
             raise ModelLoadError(str(error)) from error
         if not tensors:
             raise ModelLoadError(f"{files.folder}: the {_endings(files)} files hold no tensors")
-        return cls(tensors)
+        return cls({text_name(name): tensor for name, tensor in tensors.items()})
 
     def complete(self, prefix: str) -> None:
         """Give every name the prefix that none has; of the base of a model alone, none does."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.config.tasks import Task, task_of, unread
+from antiphon.config.tasks import Task, task_of
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
@@ -105,7 +105,6 @@ def _encoder(
         prefix=f"{family}.",
         # What TensorFlow called them, which the first checkpoints kept.
         old_endings=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
-        passed_over=unread(architecture),
     )
 
 

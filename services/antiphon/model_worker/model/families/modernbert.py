@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.config.tasks import Task, task_of, unread
+from antiphon.config.tasks import Task, task_of
 from antiphon.kernels.rotary import Rotary
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import GatedSpec
@@ -73,7 +73,6 @@ def declare(config: ConfigFile) -> ModelSpec:
         head=_head(config, fields, norm) if scores else None,
         pooling=fields.classifier_pooling if scores else "cls",
         prefix="model.",
-        passed_over=unread(architecture),
     )
 
 

@@ -1,0 +1,64 @@
+"""The model of text within one that sees, too: its config, and the names of its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from antiphon.config.model_fields import Fields
+
+SEEING = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
+"""Architectures whose model of text is served."""
+WITHIN = "language_model."
+"""What the names of its tensors have, first or after the name of all."""
+BESIDE_TEXT = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+"""How tensors begin that see."""
+
+
+def text_part(config: Fields) -> Fields:
+    """The config of the model of text, with what is said of the whole; any other as it is.
+
+    Raises:
+        ConfigError: The part is no JSON object.
+    """
+    if "text_config" not in config or not sees(_architecture(config)):
+        return config
+    try:
+        text = msgspec.json.decode(config["text_config"], type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"config.json: text_config: {error}") from error
+    said = {name: value for name, value in text.items() if bytes(value) != b"null"}
+    flat = config | said | {"architectures": config["architectures"]}
+    if "quantization_config" in flat:
+        # Names of linears, and patterns of them, are those of the whole.
+        stored = bytes(flat["quantization_config"]).replace(WITHIN.encode(), b"")
+        flat["quantization_config"] = msgspec.Raw(stored)
+    return flat
+
+
+def text_name(tensor: str) -> str:
+    """What a tensor is called where there is the model of text alone."""
+    return (
+        tensor.replace(WITHIN, "", 1) if tensor.startswith((WITHIN, f"model.{WITHIN}")) else tensor
+    )
+
+
+def sees(architecture: str) -> bool:
+    """Whether a model of an architecture sees, and its model of text is served."""
+    return architecture in SEEING
+
+
+def _architecture(config: Fields) -> str:
+    try:
+        named = msgspec.json.decode(config.get("architectures", b"[]"), type=tuple[str, ...])
+    except msgspec.DecodeError:
+        return ""
+    return (*named, "")[0]

@@ -1,0 +1,76 @@
+"""Models that see, of which the model of text is served: rows as in `families`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import transformers
+from tests.models.families import ROWS as TEXT
+from tests.models.families import Row
+from tests.models.families_moe import ROWS as TEXT_MOE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BY_NAME = {row.name: row for row in TEXT + TEXT_MOE}
+VISION: Mapping[str, object] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def seeing(
+    text: str,
+    architecture: type[transformers.PreTrainedModel],
+    config: type[transformers.PreTrainedConfig],
+    **vision: object,
+) -> Row:
+    """The row of a model whose text part is that of another row."""
+    row = BY_NAME[text]
+    within = {"model_type": row.config.model_type, **row.sizes, **row.fields}
+    return replace(
+        row,
+        name=f"{text} that sees",
+        architecture=architecture,
+        config=config,
+        sizes={},
+        fields={
+            "text_config": within,
+            "vision_config": {**VISION, **vision},
+            "tie_word_embeddings": row.made().tie_word_embeddings,
+            "mm_tokens_per_image": 16,
+        },
+    )
+
+
+ROWS = (
+    seeing(
+        "gemma3",
+        transformers.Gemma3ForConditionalGeneration,
+        transformers.Gemma3Config,
+        image_size=56,
+    ),
+    *(
+        seeing(
+            text,
+            transformers.Llama4ForConditionalGeneration,
+            transformers.Llama4Config,
+            vision_output_dim=32,
+            projector_input_dim=32,
+            projector_output_dim=32,
+        )
+        for text in ("llama4", "llama4 with two experts a token and no norms of heads")
+    ),
+    seeing(
+        "mistral",
+        transformers.Mistral3ForConditionalGeneration,
+        transformers.Mistral3Config,
+        model_type="pixtral",
+        head_dim=16,
+    ),
+)
