@@ -41,7 +41,10 @@ def read_quantization(config: bytes) -> Quantization | None:
     Raises:
         ConfigError: A method or an option of one that is not read, or that nobody can mean.
     """
-    raw = _decode(config, _Model).quantization_config
+    said = _decode(config, _Model)
+    raw = said.quantization_config
+    if bytes(raw) == b"null":
+        raw = said.compression_config
     if bytes(raw) == b"null":
         return None
     method = _decode(raw, _Method).quant_method
@@ -53,6 +56,8 @@ def read_quantization(config: bytes) -> Quantization | None:
 class _Model(msgspec.Struct):
     # Not `Raw | None`, which msgspec takes for None alone.
     quantization_config: msgspec.Raw = msgspec.Raw(b"null")
+    compression_config: msgspec.Raw = msgspec.Raw(b"null")
+    """What the first versions of compressed-tensors called it."""
 
 
 class _Method(msgspec.Struct):
@@ -273,7 +278,8 @@ class _Compressed(msgspec.Struct):
 
 def _compressed(raw: msgspec.Raw) -> Quantization:
     said = _decode(raw, _Compressed)
-    _only("quantization_status", said.quantization_status, "compressed")
+    # The first versions left the status of the model in memory in what they saved compressed.
+    _only("quantization_status", said.quantization_status, "compressed", "frozen")
     if said.sparsity_config is not None:
         _only("sparsity_config.format", said.sparsity_config.format, "dense")
     if said.transform_config:

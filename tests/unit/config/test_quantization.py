@@ -52,6 +52,13 @@ def test_most_checkpoints_say_nothing(config: bytes) -> None:
     assert read_quantization(config) is None
 
 
+@pytest.mark.parametrize("status", ["compressed", "frozen"])
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_compressed_tensors_are_read_as_all_their_versions_say_it(field: str, status: str) -> None:
+    config = {field: compressed(quantization_status=status)}
+    assert read_quantization(json.dumps(config).encode()) == said(**compressed())
+
+
 def torchao(name: str, **data: object) -> dict[str, object]:
     """As transformers writes a configuration of torchao."""
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_data": data}}}
@@ -84,7 +91,10 @@ def torchao(name: str, **data: object) -> dict[str, object]:
         (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         (compressed(transform_config={"R1": {}}), "weights that were rotated"),
-        (compressed(quantization_status="frozen"), "quantization_status 'frozen' is not read"),
+        (
+            compressed(quantization_status="calibration"),
+            "quantization_status 'calibration' is not read",
+        ),
         (compressed(ignore=["re:(head"]), "'(head' is no regular expression"),
         (compressed(config_groups={}), "config_groups names no weights"),
         (compressed(config_groups={"a": {"targets": ["Linear"]}}), "a names no weights"),
