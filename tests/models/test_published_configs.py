@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.families import ROWS
+from tests.models.families_moe import ROWS as MOE_ROWS
 from tests.models.families_seeing import ROWS as SEEING_ROWS
 from tests.models.parity import Saved, check_logits, save
 from tests.models.specs import attention_of
@@ -28,7 +29,8 @@ from antiphon.model_worker.model.weights import Checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-BY_NAME = {row.name: row for row in ROWS}
+BY_NAME = {row.name: row for row in ROWS + MOE_ROWS}
+LITE = "deepseek-v2 without groups and bottleneck"
 SEEING = {row.name: row for row in SEEING_ROWS}
 
 
@@ -40,7 +42,7 @@ def change(saved: Saved, drop: set[str], **fields: object) -> dict[str, object]:
     return before
 
 
-@pytest.mark.parametrize("name", ["gemma", "glm4", "gpt2", "gpt neox", "phi", "starcoder2"])
+@pytest.mark.parametrize("name", ["gemma", "glm4", "gpt2", "gpt neox", "phi", "starcoder2", LITE])
 def test_what_a_config_leaves_out_is_the_habit_of_its_family(tmp_path: Path, name: str) -> None:
     saved = save(BY_NAME[name], tmp_path)
     spec, card = load(tmp_path).spec, read_card(tmp_path)

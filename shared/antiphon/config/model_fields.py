@@ -39,6 +39,7 @@ _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pyto
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
 HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
     "bert": {**_BERT, "pad_token_id": 0},
+    "deepseek_v2": {"topk_method": "greedy"},
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": {
