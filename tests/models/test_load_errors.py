@@ -66,6 +66,10 @@ def test_an_unknown_architecture_names_those_that_are_known(folder: Path) -> Non
         ({"hidden_size": -64}, "hidden_size"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"dtype": "float8"}, "float8"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -2.0}}, r"> 0\.0.*factor"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"> 0\.0.*rope_theta"),
+        ({"partial_rotary_factor": 1.5}, r"<= 1\.0.*partial_rotary_factor"),
+        ({"auto_map": "modeling_grand.Grand"}, r"Expected `object`.*auto_map"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

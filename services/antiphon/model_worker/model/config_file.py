@@ -13,7 +13,7 @@ from msgspec import Meta
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import files_at
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.rope_field import RopeField
+from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
@@ -55,8 +55,8 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
-    rope_theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
+    rope_theta: Positive = 10000.0
+    partial_rotary_factor: Part = 1.0
     rope_scaling: RopeField | None = None
     rope_parameters: RopeField | None = None
     original_max_position_embeddings: Size | None = None

@@ -46,6 +46,7 @@ def family_for(files: ModelFiles, config: ConfigFile, implementation: str) -> Fa
 
     Raises:
         ModelLoadError: Neither can.
+        ConfigError: The config names code of its own in no way that is known.
     """
     if implementation == "transformers":
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.errors import ConfigError
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.registry import find_family
 
@@ -26,6 +27,7 @@ def family_of(architectures: tuple[str, ...], files: ModelFiles) -> Family:
 
     Raises:
         ModelLoadError: None does; it names the code that others would have run.
+        ConfigError: It cannot be told which code that is.
     """
     code = remote_code(files.config())
     try:
@@ -42,8 +44,15 @@ def family_of(architectures: tuple[str, ...], files: ModelFiles) -> Family:
 
 
 def remote_code(config: bytes) -> tuple[str, ...]:
-    """What a config asks to have run: `file.py:Class` of each class that it maps, in its order."""
-    mapped = msgspec.json.decode(config, type=_Config).auto_map.values()
+    """What a config asks to have run: `file.py:Class` of each class that it maps, in its order.
+
+    Raises:
+        ConfigError: It does not say so as others do.
+    """
+    try:
+        mapped = msgspec.json.decode(config, type=_Config).auto_map.values()
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"config.json: {error}") from error
     targets = [
         target
         for value in mapped

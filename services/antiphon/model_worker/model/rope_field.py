@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from antiphon.kernels.rotary import (
     DynamicScaling,
@@ -17,6 +19,9 @@ from antiphon.kernels.rotary import (
 )
 from antiphon.model_worker.model.errors import ModelLoadError
 
+Positive = Annotated[float, Meta(gt=0)]
+Part = Annotated[float, Meta(gt=0, le=1)]
+"""Of a head."""
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -28,12 +33,12 @@ class RopeField(msgspec.Struct, frozen=True):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
-    factor: float | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Part | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Annotated[int, Meta(ge=1)] | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     mscale: float | None = None
