@@ -140,6 +140,25 @@ def test_gpt2_as_its_base_alone_was_saved(tmp_path: Path) -> None:
     check_logits(saved, "plain")
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_pythia_with_its_masks(tmp_path: Path, kind: torch.dtype, ending: str) -> None:
+    saved = save(BY_NAME["gpt neox"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    mask = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=kind),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
+    }
+    held = load_file(file) | mask
+    file.unlink()
+    if ending == "bin":
+        torch.save(held, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(held, file)
+    check_logits(saved, "plain")
+
+
 def test_phi3_with_a_rotation_of_its_old_name(tmp_path: Path) -> None:
     saved = save(BY_NAME["phi3"], tmp_path)
     spec = load(tmp_path).spec

@@ -27,8 +27,9 @@ DTYPES = {
     "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""What some layer takes; which of them, it says itself."""
+"""What some layer takes, which says itself which, or checkpoints carry, as masks."""
 
 
 def read_safetensors(file: Path, *, mapped: bool) -> dict[str, StoredTensor]:
