@@ -159,6 +159,15 @@ def test_pythia_with_its_masks(tmp_path: Path, kind: torch.dtype, ending: str) -
     check_logits(saved, "plain")
 
 
+def test_llama4_as_its_first_configs_say_it(tmp_path: Path) -> None:
+    saved = save(BY_NAME["llama4"], tmp_path)
+    spec = load(tmp_path).spec
+    change(saved, set(), attn_temperature_tuning=4)
+    assert load(tmp_path).spec == spec
+    change(saved, set(), attn_temperature_tuning=0)
+    assert load(tmp_path).spec != spec
+
+
 def test_phi3_with_a_rotation_of_its_old_name(tmp_path: Path) -> None:
     saved = save(BY_NAME["phi3"], tmp_path)
     spec = load(tmp_path).spec

@@ -31,6 +31,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         no_rope_layers: In spite of its name: 1 for a layer that is rotated.
+        attn_temperature_tuning: Published configs say 4, and mean that it is on.
     """
 
     intermediate_size_mlp: Count
@@ -42,7 +43,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     no_rope_layer_interval: Count = 4
     attention_chunk_size: Count | None = None
     use_qk_norm: bool = True
-    attn_temperature_tuning: bool = True
+    attn_temperature_tuning: bool | int = True
     floor_scale: Count = 8192
     attn_scale: float = 0.1
 
