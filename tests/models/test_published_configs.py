@@ -15,6 +15,7 @@ from tests.models.parity import Saved, check_logits, save
 from tests.models.specs import attention_of
 
 from antiphon.config.card import read_card
+from antiphon.config.errors import ConfigError
 from antiphon.config.model import Dtype
 from antiphon.config.model_fields import HABITS, NAMES
 from antiphon.config.model_files import find_files
@@ -22,6 +23,7 @@ from antiphon.config.quantization_file import read_quantization
 from antiphon.kernels.rotary import LinearScaling, Rotary
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.declare import read_spec
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.registry import find_family
 from antiphon.model_worker.model.weights import Checkpoint
@@ -105,6 +107,16 @@ def test_a_model_that_sees_is_read_as_its_model_of_text(tmp_path: Path) -> None:
     assert (local.window, full.window) == (1024, None)
     assert full.rotary == Rotary(256, 1e6, LinearScaling(8.0))
     assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
+
+
+def test_another_model_that_sees_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = r"Gemma3nForConditionalGeneration is not supported.*Gemma3ForConditionalGeneration"
+    with pytest.raises(ConfigError, match=refused):
+        read_card(tmp_path)
+    with pytest.raises(ModelLoadError, match=refused):
+        load(tmp_path)
 
 
 def test_what_is_said_of_the_text_within_is_read_of_the_text(tmp_path: Path) -> None:

@@ -27,10 +27,18 @@ def text_part(config: Fields) -> Fields:
     """The config of the model of text, with what is said of the whole; any other as it is.
 
     Raises:
-        ConfigError: The part is no JSON object.
+        ConfigError: The part is no JSON object, or no model of which a part is served.
     """
-    if "text_config" not in config or not sees(_architecture(config)):
+    if "text_config" not in config:
         return config
+    architecture = _architecture(config)
+    if not sees(architecture):
+        if "hidden_size" in config:  # it says of itself what there is to say
+            return config
+        raise ConfigError(
+            f"config.json: architecture {architecture or 'none'} is not supported:"
+            f" of those with a text_config there are {', '.join(SEEING)}"
+        )
     try:
         text = msgspec.json.decode(config["text_config"], type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
