@@ -122,8 +122,9 @@ async def test_usage_comes_with_every_chunk_where_that_is_asked_for() -> None:
     async with house() as at:
         body = {"messages": HI, "stream_options": {"continuous_usage_stats": True}}
         chunks = [json.loads(event) for event in (await stream(at, CHAT, body))[:-1]]
-    counts = [c["usage"]["completion_tokens"] for c in chunks if c["usage"] is not None]
-    assert counts == [1, 2, 3, 4]
+    usages = [chunk["usage"] for chunk in chunks]
+    assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 3, 4, 4]
+    assert len({usage["prompt_tokens"] for usage in usages}) == 1
 
 
 async def test_completion_stream_ends_on_its_last_text() -> None:

@@ -86,7 +86,8 @@ class ChatVoice(OpenAiVoice):
             self._event(
                 ChatChunkChoice(
                     index=index, delta=delta, prompt_token_ids=self._prompt_once(0, index)
-                )
+                ),
+                usage=self._usage_so_far(0, None),
             )
             for index in range(self._telling.choices)
         )
@@ -127,8 +128,9 @@ class ChatVoice(OpenAiVoice):
             deltas = list(map(_delta, events))
             return self._said(said, [delta for delta in deltas if delta is not None])
         rest = (_delta(event) for event in speech.end())
+        usage = self._usage_so_far(0, None)
         told = [
-            self._event(ChatChunkChoice(index=said.choice, delta=delta))
+            self._event(ChatChunkChoice(index=said.choice, delta=delta), usage=usage)
             for delta in rest
             if delta is not None
         ]
@@ -138,7 +140,7 @@ class ChatVoice(OpenAiVoice):
             finish_reason=_reason(said, speech),
             matched_stop=said.matched_stop,
         )
-        return b"".join([*told, self._event(end)])
+        return b"".join([*told, self._event(end, usage=usage)])
 
     def _content(self, index: int, text: str) -> bytes:
         """A chunk of content and nothing else, which nearly all are.
@@ -154,9 +156,9 @@ class ChatVoice(OpenAiVoice):
         return before + msgspec.json.encode(text) + after
 
     def _said(self, said: Said, deltas: list[Delta]) -> bytes:
-        """A chunk for each delta: the first tells of the tokens, the last of the usage."""
+        """A chunk for each delta: the first tells of the tokens, each of the usage."""
         usage = self._usage_so_far(0, said)
-        if not deltas and (said.details is not None or usage is not None):
+        if not deltas and (said.details is not None or (usage and said.usage)):
             deltas = [Delta(content="")]
         chunks: list[bytes] = []
         for number, delta in enumerate(deltas):
@@ -168,8 +170,7 @@ class ChatVoice(OpenAiVoice):
                 hidden_states=self._states(details),
                 response_token_ids=self._ids(details),
             )
-            last = number == len(deltas) - 1
-            chunks.append(self._event(choice, usage=usage if last else None))
+            chunks.append(self._event(choice, usage=usage))
         return b"".join(chunks)
 
     def _event(

@@ -51,7 +51,12 @@ class OpenAiVoice(Voice):
         self._header = header
         self._telling = telling
         self._cached = cached
-        self._usages = [Usage() for _ in streams]
+        self._usages = [
+            Usage(prompt_tokens=len(unpack_ids(stream.submit.prompt_ids)))
+            if telling.usage_always
+            else Usage()
+            for stream in streams
+        ]
         self._prompt_ids = [
             list(unpack_ids(stream.submit.prompt_ids)) if telling.prompt_ids else UNSET
             for stream in streams
@@ -72,9 +77,10 @@ class OpenAiVoice(Voice):
         return extension(total(usages), cached=self._telling.cached_details)
 
     def _usage_so_far(self, prompt: int, said: Said | None) -> UsageBody | None:
-        if not self._telling.usage_always or said is None or said.usage is None:
+        if not self._telling.usage_always:
             return None
-        self._usages[prompt] = said.usage
+        if said is not None and said.usage is not None:
+            self._usages[prompt] = said.usage
         return self._usage(self._usages)
 
     def _prompt_once(self, prompt: int, choice: int) -> list[int] | UnsetType:
