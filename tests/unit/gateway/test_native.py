@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as gauges
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
@@ -527,8 +528,20 @@ async def test_loads_are_told_worker_by_worker(at: House) -> None:
     assert "memory" in load
     assert "queues" not in load
     assert "speculative" not in load
-    for query in ("include=all,nothing", "format=prometheus", "dp_rank=7"):
+    for query in ("include=all,nothing", "format=xml", "dp_rank=7"):
         assert (await get(at, f"/v1/loads?{query}"))[0] == 400, query
+
+
+async def test_loads_are_told_as_gauges_where_that_is_asked_for(at: House) -> None:
+    path = "/v1/loads?format=prometheus"
+    async with aiohttp.ClientSession() as session, session.get(at.url + path) as reply:
+        assert reply.content_type == "text/plain"
+        families = {family.name: family for family in gauges(await reply.text())}
+    (told,) = families["antiphon_load_max_total_num_tokens"].samples
+    assert (told.labels, told.value) == ({"dp_rank": "0", "worker": "worker-0"}, 16)
+    assert {"antiphon_load_paused", "antiphon_load_queues_waiting"} < families.keys()
+    _, text = await get(at, f"{path}&include=core")
+    assert not any("queues" in family.name for family in gauges(text))
 
 
 async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:

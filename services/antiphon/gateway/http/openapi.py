@@ -97,6 +97,7 @@ def _reply(one: Operation, schemas: Mapping[object, Object]) -> Object:
         content = cast("dict[str, Object]", reply["content"])
         if "stream" in fields:
             content[one.streamed_as] = {"schema": {"type": "string"}}
+        content |= {kind: {"schema": {"type": "string"}} for kind in one.told_as}
     return reply
 
 

@@ -28,6 +28,7 @@ class Operation:
         reply: The type of what it answers with, if that is JSON: a struct, or whatever else a
             schema can be made of.
         streamed_as: The type of its streams, if its body may ask for one.
+        told_as: The types of other replies that it may be asked for; each is text.
         query: Names of its query parameters, each with its meaning.
         examples: Bodies that are served, for the document.
         refused: Fields of other servers' bodies that are refused here.
@@ -42,6 +43,7 @@ class Operation:
     body: type[msgspec.Struct] | None = None
     reply: object = None
     streamed_as: str = "text/event-stream"
+    told_as: tuple[str, ...] = ()
     query: Mapping[str, str] | None = None
     examples: tuple[Mapping[str, object], ...] = ()
     refused: Mapping[str, Refused] = field(default_factory=dict[str, "Refused"])
