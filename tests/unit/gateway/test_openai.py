@@ -238,6 +238,39 @@ async def test_templates_get_tools_thoughts_and_variables(at: House) -> None:
     }
 
 
+async def test_a_turn_may_be_of_parts_and_its_calls_of_objects(at: House) -> None:
+    parts = [
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "text", "text": "Well,"},
+        {"type": "refusal", "refusal": "no."},
+    ]
+    call = {"id": "c1", "function": {"name": "look", "arguments": {"at": ["Rome"]}}}
+    messages = [
+        {"role": "latest_reminder", "content": "be brief"},
+        {"role": "assistant", "content": parts, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    ]
+    status, _, _ = await post(at, CHAT, {"messages": messages})
+    assert status == 200
+    asked = at.cluster.encodes[0]
+    assert asked.messages is not None
+    reminder, said, _ = asked.messages
+    assert reminder.role == "latest_reminder"
+    assert (said.content, said.reasoning_content) == ("Well, no.", "hm")
+    assert said.tool_calls == (MessageToolCall(id="c1", name="look", arguments='{"at":["Rome"]}'),)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+async def test_a_last_message_with_prefix_is_where_the_answer_goes_on(at: House, path: str) -> None:
+    begun = {"role": "assistant", "content": "The", "prefix": True}
+    status, _, _ = await post(at, path, {"messages": [*HI, begun]})
+    assert status == 200
+    assert at.cluster.encodes[0].continue_final_message
+    for messages in ([begun, *HI], [{**HI[0], "prefix": True}]):
+        status, reply, _ = await post(at, path, {"messages": messages})
+        assert (status, cast("Body", reply["error"])["param"]) == (400, "messages[0].prefix")
+
+
 async def test_patterns_priorities_and_the_name_default_are_taken(at: House) -> None:
     body = {"messages": HI, "stop_regex": ["a+b", r"\d"], "priority": -3, "model": "default"}
     status, _, _ = await post(at, CHAT, body)

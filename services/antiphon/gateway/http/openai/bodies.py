@@ -147,18 +147,20 @@ class Body(Sampled, frozen=True, kw_only=True):
     rid: Annotated[Rid | None, _is("The client's name for it, unique while it runs.")] = None
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    """One piece of a message's content."""
+class ContentPart(msgspec.Struct, frozen=True):
+    """One piece of a message's content: a `text`, or the assistant's `thinking` or `refusal`."""
 
     type: str
     text: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """What was called; `arguments` is the JSON text of an object."""
+    """What was called; `arguments` is an object, or the JSON text of one."""
 
     name: str
-    arguments: str = "{}"
+    arguments: str | Json = "{}"
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,11 +172,16 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     function: FunctionCall
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation."""
+Speaker = Literal[
+    "system", "developer", "user", "assistant", "tool", "function", "latest_reminder", "root"
+]
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation; the answer goes on from a last one with `prefix`."""
+
+    role: Speaker
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -19,7 +19,7 @@ from antiphon.gateway.http.openai.bodies import (
     StreamOptions,
 )
 from antiphon.gateway.http.openai.speech import Hearing
-from antiphon.gateway.http.openai.turns import message
+from antiphon.gateway.http.openai.turns import begins_answer, conversation
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
@@ -108,14 +108,14 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True)
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
     plan = _plan(body, formats.tools, insists=insists)
-    messages = tuple(message(turn, index) for index, turn in enumerate(body.messages))
+    messages = conversation(body.messages)
     ask = Ask(
         door="chat",
         model=model_of(body.model),
         messages=None if body.input_ids else messages,
         prompt_ids=tuple(body.input_ids) if body.input_ids else None,
         prompt_field="input_ids" if body.input_ids else None,
-        continue_final_message=bool(body.continue_final_message),
+        continue_final_message=bool(body.continue_final_message) or begins_answer(body.messages),
         template=TemplateParams(options=_options(body), tools=shown(plan)),
         thinking=_thinking(body, formats.reasoning),
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,

@@ -10,7 +10,7 @@ from msgspec import Meta
 from antiphon.gateway.ask import Ask
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, Json, TokenId, Turn
 from antiphon.gateway.http.openai.reading import model_of
-from antiphon.gateway.http.openai.turns import message
+from antiphon.gateway.http.openai.turns import begins_answer, conversation
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.together import together
@@ -157,8 +157,15 @@ class Tokens:
                 tools=_text(body.tools),
                 options=_text(body.chat_template_kwargs),
             )
-            messages = tuple(message(turn, index) for index, turn in enumerate(body.messages))
-            return [Ask(door="tokenize", model=None, messages=messages, template=template)]
+            return [
+                Ask(
+                    door="tokenize",
+                    model=None,
+                    messages=conversation(body.messages),
+                    continue_final_message=begins_answer(body.messages),
+                    template=template,
+                )
+            ]
         several = isinstance(body.prompt, list)
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
         return [

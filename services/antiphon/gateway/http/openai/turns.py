@@ -4,34 +4,51 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:
-    from antiphon.gateway.http.openai.bodies import TextPart, Turn
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.openai.bodies import ContentPart, Turn
 
 
-def message(turn: Turn, index: int) -> ChatMessage:
-    """Read one turn; `index` is its place.
+def conversation(turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
+    """Read all turns.
 
     Raises:
-        InvalidRequest: It says what is not served.
+        InvalidRequest: One says what is not served.
     """
-    at = f"messages[{index}]"
+    last = len(turns) - 1
+    for index, turn in enumerate(turns):
+        if turn.prefix and (index != last or turn.role != "assistant"):
+            raise InvalidRequest(
+                "only a last message of the assistant begins the answer",
+                param=f"messages[{index}].prefix",
+            )
+    return tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
+
+
+def begins_answer(turns: Sequence[Turn]) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return bool(turns and turns[-1].prefix)
+
+
+def _message(turn: Turn, at: str) -> ChatMessage:
     if turn.role == "function":
         raise Unsupported("say role tool", param=f"{at}.role")
     if turn.function_call:
         raise Unsupported("say tool_calls", param=f"{at}.function_call")
-    if turn.prefix:
-        raise Unsupported("say continue_final_message", param=f"{at}.prefix")
     return ChatMessage(
         role=turn.role,
         content=_content(turn, at),
         name=turn.name,
-        reasoning_content=turn.reasoning_content,
+        reasoning_content=turn.reasoning_content or _thought(turn),
         tool_calls=tuple(
             MessageToolCall(
-                id=call.id, name=call.function.name, arguments=call.function.arguments or "{}"
+                id=call.id, name=call.function.name, arguments=_json(call.function.arguments)
             )
             for call in turn.tool_calls or ()
         ),
@@ -46,13 +63,35 @@ def _content(turn: Turn, at: str) -> str:
         if turn.role == "assistant":
             return ""
         raise InvalidRequest("a message needs content", param=f"{at}.content")
+    parts = enumerate(turn.content)
+    texts = [
+        _part(part, turn, f"{at}.content[{i}]") for i, part in parts if not _thinks(part, turn)
+    ]
     # Joined by a blank, as SGLang does for templates that take plain text.
-    return " ".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(turn.content))
+    return " ".join(texts)
 
 
-def _part(part: TextPart, at: str) -> str:
-    if part.type != "text":
+def _part(part: ContentPart, turn: Turn, at: str) -> str:
+    refuses = part.type == "refusal" and turn.role == "assistant"
+    if part.type != "text" and not refuses:
         raise Unsupported(f"content of type '{part.type}' is not supported", param=f"{at}.type")
-    if part.text is None:
-        raise InvalidRequest("a text part needs text", param=f"{at}.text")
-    return part.text
+    text = part.refusal if refuses else part.text
+    if text is None:
+        raise InvalidRequest(f"a {part.type} part needs {part.type}", param=f"{at}.{part.type}")
+    return text
+
+
+def _thought(turn: Turn) -> str | None:
+    """What the assistant thought, where that is among the parts of its content."""
+    parts = turn.content if isinstance(turn.content, list) else []
+    return "\n".join(part.thinking or "" for part in parts if _thinks(part, turn)) or None
+
+
+def _thinks(part: ContentPart, turn: Turn) -> bool:
+    return part.type == "thinking" and turn.role == "assistant"
+
+
+def _json(arguments: str | dict[str, msgspec.Raw]) -> str:
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return msgspec.json.encode(arguments).decode()
