@@ -271,6 +271,10 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
             {"text": "a", "sampling_params": {"spaces_between_special_tokens": False}},
             "sampling_params.spaces_between_special_tokens",
         ),
+        (
+            {"text": "a", "sampling_params": {"custom_params": {"a": 1}}},
+            "sampling_params.custom_params",
+        ),
     ],
 )
 async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, param: str) -> None:
@@ -278,6 +282,11 @@ async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, para
         status, reply, _ = await post(at, GENERATE, body | {"stream": streamed})
         assert (status, cast("Reply", reply["error"])["param"]) == (400, param)
     assert at.cluster.submits == []
+
+
+async def test_empty_params_of_processors_ask_for_nothing(at: House) -> None:
+    for params in ({}, None):
+        await generate(at, sampling_params={"custom_params": params})
 
 
 async def test_a_mistake_in_a_grammar_names_the_field_it_came_by(at: House) -> None:

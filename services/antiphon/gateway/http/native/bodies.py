@@ -85,6 +85,10 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None, _is("How many answers to each prompt.")
     ] = None
     beam_width: Annotated[Literal[1] | None, _is("Beam search is not built.")] = None
+    custom_params: Annotated[
+        dict[str, msgspec.Raw] | None,
+        _is("Of custom logit processors, which are never run: only empty ones are served."),
+    ] = None
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1)] | None, _is("How many tokens are worth an event of a stream.")
     ] = None

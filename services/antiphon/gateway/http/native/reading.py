@@ -200,9 +200,7 @@ def _ask(
     name: str | None,
     salt: bytes,
 ) -> Ask:
-    if said.spaces_between_special_tokens is False:
-        field = "sampling_params.spaces_between_special_tokens"
-        raise Unsupported(f"{field}: the tokenizer decides", param=field)
+    _check_served(said)
     form = _form(said)
     return Ask(
         door="native",
@@ -229,6 +227,15 @@ def _ask(
         cache_salt=salt,
         key=None if name is None else ClientKey(name),
     )
+
+
+def _check_served(said: SamplingBody) -> None:
+    if said.spaces_between_special_tokens is False:
+        field = "sampling_params.spaces_between_special_tokens"
+        raise Unsupported(f"{field}: the tokenizer decides", param=field)
+    if said.custom_params:
+        field = "sampling_params.custom_params"
+        raise Unsupported(f"{field}: they are of custom logit processors", param=field)
 
 
 def _sampling(said: SamplingBody, telling: Telling, form: Form | None) -> Sampling:
