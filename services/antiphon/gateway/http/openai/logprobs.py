@@ -93,10 +93,7 @@ def text_logprobs(
         return None
     tokens = [] if piece is None else list(_tokens(piece))
     texts = [*before, *(text for text, _, _ in tokens)]
-    tops = [
-        {text: _logprob(logprob) for text, logprob in reversed(likeliest)}
-        for _, _, likeliest in tokens
-    ]
+    tops = [_by_text(likeliest) for _, _, likeliest in tokens]
     offsets = list(accumulate(map(len, texts), initial=start))[: len(texts)]
     unknown = [None] * len(before)
     return TextLogprobs(
@@ -105,6 +102,14 @@ def text_logprobs(
         top_logprobs=[*unknown, *tops] if any(tops) else None,
         text_offset=offsets,
     )
+
+
+def _by_text(likeliest: list[tuple[str, float]]) -> dict[str, float]:
+    """The likeliest first, as clients read them; of tokens with one text, the likelier."""
+    told: dict[str, float] = {}
+    for text, logprob in likeliest:
+        told.setdefault(text, _logprob(logprob))
+    return told
 
 
 def _tokens(piece: DetailPiece) -> Iterator[tuple[str, TokenDetail, list[tuple[str, float]]]]:
