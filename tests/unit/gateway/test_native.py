@@ -275,6 +275,16 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
             {"text": "a", "sampling_params": {"custom_params": {"a": 1}}},
             "sampling_params.custom_params",
         ),
+        (
+            {"text": "a", "sampling_params": {"watermark": {"enabled": True, "key": 1}}},
+            "sampling_params.watermark",
+        ),
+        ({"text": "a", "token_ids_logprob": [[1]]}, "token_ids_logprob"),
+        ({"input_ids": [1], "token_ids_logprob": [[1]]}, "token_ids_logprob"),
+        ({"text": "a", "token_ids_logprob": [1] * 129}, "token_ids_logprob"),
+        ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob"),
+        ({"text": ["a", "b"], "token_ids_logprob": [[1], 2]}, "token_ids_logprob"),
+        ({"text": ["a", "b"], "return_hidden_states": [True]}, "return_hidden_states"),
     ],
 )
 async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, param: str) -> None:
@@ -284,9 +294,22 @@ async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, para
     assert at.cluster.submits == []
 
 
-async def test_empty_params_of_processors_ask_for_nothing(at: House) -> None:
-    for params in ({}, None):
-        await generate(at, sampling_params={"custom_params": params})
+async def test_what_is_not_built_may_be_said_to_be_off(at: House) -> None:
+    for off in ({"custom_params": {}}, {"custom_params": None}, {"watermark": {"enabled": False}}):
+        await generate(at, sampling_params=off)
+
+
+async def test_each_prompt_of_a_batch_may_name_its_own_ids_and_states(at: House) -> None:
+    await generate(
+        at,
+        text=["a", "b"],
+        return_logprob=True,
+        token_ids_logprob=[[1], [2, 3]],
+        return_hidden_states=[False, "last"],
+    )
+    wanted = [submit.sampling.details for submit in at.cluster.submits]
+    told = {(each.named_ids, each.hidden) for each in wanted if each is not None}
+    assert told == {((1,), False), ((2, 3), True)}
 
 
 async def test_a_mistake_in_a_grammar_names_the_field_it_came_by(at: House) -> None:

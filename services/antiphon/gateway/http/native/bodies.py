@@ -35,11 +35,21 @@ Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_MAX)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+NamedIds = Annotated[list[TokenId], Meta(max_length=NAMED_MAX)]
+Hidden = bool | Literal["last"]
 Batch = Meta(min_length=1, max_length=BATCH_MAX)
 
 
 def _is(meaning: str) -> Meta:
     return Meta(description=meaning)
+
+
+class Watermark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mark in the choice of tokens, as SGLang describes it."""
+
+    enabled: bool | None = None
+    key: int | str | None = None
+    context_window: int | None = None
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +98,9 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     custom_params: Annotated[
         dict[str, msgspec.Raw] | None,
         _is("Of custom logit processors, which are never run: only empty ones are served."),
+    ] = None
+    watermark: Annotated[
+        Watermark | None, _is("Watermarks are not built: only what is not enabled is served.")
     ] = None
     stream_interval: Annotated[
         Annotated[int, Meta(ge=1)] | None, _is("How many tokens are worth an event of a stream.")
@@ -139,12 +152,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         TopLogprobs | list[TopLogprobs] | None, _is("And of so many of the likeliest.")
     ] = None
     token_ids_logprob: Annotated[
-        Annotated[list[TokenId], Meta(max_length=NAMED_MAX)] | None,
-        _is("And of these tokens, at each place."),
+        Annotated[list[TokenId | NamedIds], Meta(max_length=BATCH_MAX)] | None,
+        _is("And of these tokens, at each place; for a batch it may be a list for each prompt."),
     ] = None
     return_text_in_logprobs: Annotated[bool | None, _is("Names the text of each token.")] = None
     return_hidden_states: Annotated[
-        bool | Literal["last"] | None,
+        Hidden | list[Hidden] | None,
         _is("Tells the states that tokens followed from, those of the prompt first; or the last."),
     ] = None
     return_prompt_token_ids: Annotated[bool | None, _is("Tells the ids of the prompt.")] = None

@@ -13,7 +13,7 @@ from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import ClientKey
-from antiphon.wire.sampling import DetailParams, StopStrings
+from antiphon.wire.sampling import NAMED_MAX, DetailParams, StopStrings
 
 if TYPE_CHECKING:
     from antiphon.gateway.http.forms import Form
@@ -109,7 +109,8 @@ def generate(body: GenerateBody) -> Posted:
     choices = {sampling.n or 1 for sampling in samplings}
     if len(choices) > 1:
         raise InvalidRequest("all of a batch have the same n", param="sampling_params.n")
-    tellings = _tellings(body, [sampling.stream_interval or 1 for sampling in samplings])
+    named_ids = _named_ids(body, count, batch=batch)
+    tellings = _tellings(body, named_ids, [one.stream_interval or 1 for one in samplings])
     names = _names(body.rid, count)
     if body.session_params is not None and body.session_id is not None:
         text = "give either session_id or session_params"
@@ -169,27 +170,46 @@ def _names(rid: str | list[str] | None, count: int) -> list[str | None]:
     return [name or None for name in names]
 
 
-def _tellings(body: GenerateBody, intervals: list[int]) -> tuple[Telling, ...]:
-    hidden, count = body.return_hidden_states, len(intervals)
+def _tellings(
+    body: GenerateBody, named: list[tuple[int, ...]], intervals: list[int]
+) -> tuple[Telling, ...]:
+    count = len(intervals)
     return tuple(
         Telling(
             logprobs=logprobs,
             start=max(-1, start) if logprobs else -1,
             top=top if logprobs else 0,
-            named_ids=tuple(body.token_ids_logprob or ()) if logprobs else (),
+            named_ids=named_ids if logprobs else (),
             texts=bool(body.return_text_in_logprobs),
             hidden=hidden if isinstance(hidden, str) else FULL if hidden else "",
             prompt_ids=bool(body.return_prompt_token_ids),
             interval=interval,
         )
-        for interval, logprobs, start, top in zip(
+        for interval, named_ids, hidden, logprobs, start, top in zip(
             intervals,
+            named,
+            _spread(body.return_hidden_states, _UNSAID, count, "return_hidden_states"),
             _spread(body.return_logprob, _UNSAID, count, "return_logprob"),
             _spread(body.logprob_start_len, -1, count, "logprob_start_len"),
             _spread(body.top_logprobs_num, 0, count, "top_logprobs_num"),
             strict=True,
         )
     )
+
+
+def _named_ids(body: GenerateBody, count: int, *, batch: bool) -> list[tuple[int, ...]]:
+    """The ids that are told of, for each prompt: the same, or a list of its own."""
+    given = body.token_ids_logprob or []
+    flat = tuple(each for each in given if isinstance(each, int))
+    rows = [tuple(row) for row in given if isinstance(row, list)]
+    field = "token_ids_logprob"
+    if len(flat) > NAMED_MAX:
+        raise InvalidRequest(f"{field}: at most {NAMED_MAX} ids", param=field)
+    if not rows:
+        return [flat] * count
+    if flat or not batch:
+        raise InvalidRequest(f"{field} is a flat list of integers", param=field)
+    return _spread(rows, (), count, field)
 
 
 def _ask(
@@ -236,6 +256,9 @@ def _check_served(said: SamplingBody) -> None:
     if said.custom_params:
         field = "sampling_params.custom_params"
         raise Unsupported(f"{field}: they are of custom logit processors", param=field)
+    if said.watermark is not None and said.watermark.enabled:
+        field = "sampling_params.watermark"
+        raise Unsupported(f"{field}: watermarks are not built", param=field)
 
 
 def _sampling(said: SamplingBody, telling: Telling, form: Form | None) -> Sampling:
