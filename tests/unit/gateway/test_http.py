@@ -118,6 +118,14 @@ async def test_chat_stream_has_role_text_end_usage_and_done_in_this_order() -> N
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+@pytest.mark.parametrize(("path", "said"), [(CHAT, {"messages": HI}), (COMPLETE, {"prompt": "a"})])
+async def test_a_session_id_by_itself_is_a_label(path: str, said: dict[str, object]) -> None:
+    async with house() as at:
+        assert (await post(at, path, said | {"session_id": "mine"}))[0] == 200
+        status, reply, _ = await post(at, path, said | {"session_params": {"id": "mine"}})
+    assert (status, cast("dict[str, str]", reply["error"])["param"]) == (400, "session_params")
+
+
 async def test_usage_comes_with_every_chunk_where_that_is_asked_for() -> None:
     async with house() as at:
         body = {"messages": HI, "stream_options": {"continuous_usage_stats": True}}

@@ -17,7 +17,7 @@ _MASKS = Refused("it is not told of", (False,))
 _COMMON = {
     name: why
     for name, why in openai.COMMON.items()
-    if name not in ("session_params", "session_id", "return_meta_info", "custom_params")
+    if name not in ("session_params", "return_meta_info", "custom_params")
 }
 
 GENERATE: Mapping[str, Refused] = {

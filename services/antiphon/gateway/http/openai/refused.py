@@ -27,7 +27,6 @@ COMMON: Mapping[str, Refused] = {
     "return_input_ids_in_sglext": _SGLEXT,
     "return_output_ids_in_sglext": _SGLEXT,
     "lora_path": Refused("LoRA adapters are not built yet", _NOTHING),
-    "session_id": _SESSIONS,
     "session_params": _SESSIONS,
     "custom_labels": Refused("metric labels are fixed", _NOTHING),
     "bootstrap_host": _ROUTING,
