@@ -294,6 +294,30 @@ async def test_a_bad_body_is_400_and_names_the_field(at: House, body: Body, para
     assert at.cluster.submits == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/open_session", {"capacity_of_str_len": 2**70}),
+        ("/open_session", {"timeout": 1e300}),
+        (GENERATE, {"text": "a", "sampling_params": {"top_k": 2**70}}),
+        (GENERATE, {"text": "a", "sampling_params": {"stream_interval": 2**70}}),
+        (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 2**70}),
+        (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": -(2**70)}),
+        (GENERATE, {"text": "a", "session_params": {"id": "s", "rid": "a", "offset": 2**70}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_k": 2**70}),
+        ("/detokenize", {"tokens": [2**70]}),
+        ("/update_weight_version", {"new_version": "v", "abort_all_requests": 2**70}),
+    ],
+)
+async def test_numbers_that_no_message_holds_are_no_error_of_the_server(
+    at: House, path: str, body: Body
+) -> None:
+    await post(at, "/open_session", {"session_id": "s"})
+    await generate(at, rid="a", session_params={"id": "s"})
+    status, reply, _ = await post(at, path, body)
+    assert status < 500, reply
+
+
 async def test_what_is_not_built_may_be_said_to_be_off(at: House) -> None:
     for off in ({"custom_params": {}}, {"custom_params": None}, {"watermark": {"enabled": False}}):
         await generate(at, sampling_params=off)

@@ -35,6 +35,7 @@ Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_MAX)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+LogprobStart = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 NamedIds = Annotated[list[TokenId], Meta(max_length=NAMED_MAX)]
 Hidden = bool | Literal["last"]
 Batch = Meta(min_length=1, max_length=BATCH_MAX)
@@ -146,7 +147,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         bool | list[bool] | None, _is("Tells the log-probability of each token.")
     ] = None
     logprob_start_len: Annotated[
-        int | list[int] | None, _is("From which token of the prompt on; -1: only of the answer.")
+        LogprobStart | list[LogprobStart] | None,
+        _is("From which token of the prompt on; -1: only of the answer."),
     ] = None
     top_logprobs_num: Annotated[
         TopLogprobs | list[TopLogprobs] | None, _is("And of so many of the likeliest.")

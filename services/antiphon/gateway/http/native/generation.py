@@ -47,7 +47,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """POST /open_session. `capacity_of_str_len` 0 sets no bound; `timeout` is of idleness, in s."""
 
-    capacity_of_str_len: Annotated[int, Meta(ge=0)] = 0
+    capacity_of_str_len: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     session_id: Name | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
 
