@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -20,3 +21,10 @@ def huge_zeros(*size: int, dtype: torch.dtype) -> Tensor:
     """
     flat: Tensor = extension.load().zeros(math.prod(size) * dtype.itemsize)
     return flat.view(dtype).view(size)
+
+
+def pool_zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros for what a step reads here and there: in huge pages, where they can be had."""
+    if device.type == "cpu" and extension.lacking() is None:
+        return huge_zeros(*size, dtype=dtype)
+    return torch.zeros(size, dtype=dtype, device=device)

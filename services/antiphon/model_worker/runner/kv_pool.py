@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from antiphon.kernels.cpu.memory import pool_zeros
 from antiphon.kernels.fp8 import in_eight_bits
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class KvPool:
         page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
         self.dtype = build.kept
         """Number format of the cache."""
-        self._data = torch.zeros(
-            (len(group.layers), spec.tensors, group.pages_total, *page),
+        self._data = pool_zeros(
+            *(len(group.layers), spec.tensors, group.pages_total, *page),
             dtype=torch.uint8 if in_eight_bits(build.kept) else build.kept,
             device=build.device,
         )
