@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.bench import page as benchmarks
+from tests.bench.page import write as benchmarks
 
 from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.bench.figures import machine
 from tests.bench.models import CACHE, SHAPES, Model, made
-from tests.bench.page import PAGE, RESULTS, write_page
+from tests.bench.page.write import PAGE, RESULTS, write_page
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.llama_cpp import LlamaCpp

@@ -13,7 +13,7 @@ from tests.bench.crowd.listeners import Listener, Tally, request
 from tests.bench.crowd.report import Crowd, CrowdReport, Profile
 from tests.bench.crowd.sampler import Sampler, Samples, read, write
 from tests.bench.figures import Machine
-from tests.bench.page import page
+from tests.bench.page.write import page
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.bench.figures import Figure, Machine
 from tests.bench.kernels.step_report import Case, Report, Result, read, write
-from tests.bench.page import page
+from tests.bench.page.write import page
 from tests.bench.peers.report import PeersReport
 from tests.bench.peers.rounds import Sample, Turn
 from tests.bench.serving import grammar, int8, radix, waiting

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.bench.figures import Machine
 from tests.bench.models import CACHE, LLAMA_135M, Model
-from tests.bench.page import page
+from tests.bench.page.write import page
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES
 from tests.bench.peers.limits import output_limit, prefill_s, step_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -261,18 +260,17 @@ def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
     letter = vocabulary.tokens.index(b"a")
     threads = WalkThreads(patience_s=0.02)
     on_the_way: list[Walk] = []
-    longest_s = 0.0
+    left_behind = 0
     for _ in range(25):
         busy = {id(walk.guide) for walk in on_the_way if not walk.done}
         walks = [Walk(guide, [letter]) for guide in slow if id(guide) not in busy]
         mine = Walk(plain, [letter])
-        began = time.perf_counter()
         threads.walk([*walks, mine])
-        longest_s = max(longest_s, time.perf_counter() - began)
+        left_behind += sum(not walk.done for walk in walks)
         while not mine.done:
             threads.wait()
         on_the_way += walks
     assert any(guide.slow for guide in slow)
-    assert longest_s < 0.5, "a step stood still"
+    assert left_behind, "a step stood still"
     for walk in on_the_way:
         threads.forget(walk)

@@ -1,0 +1,58 @@
+"""Writes docs/benchmarks.md from the committed results. The page says nothing that they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from tests.bench import loading
+from tests.bench.crowd.report import CrowdReport
+from tests.bench.kernels import attention, step_report
+from tests.bench.page.against_peers import peers
+from tests.bench.page.crowd import crowd
+from tests.bench.page.engine import grammar, int8_weights, radix, waiting
+from tests.bench.page.worker import eight_bits, loading_weights, steps
+from tests.bench.peers.report import PeersReport
+from tests.bench.serving import int8
+from tests.bench.serving.report import RESULTS, read
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Written by `make bench-peers` from the files in `tests/bench/results`, which hold every figure.
+Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
+(../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
+`make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`.
+Nothing is measured while anybody else is at work.
+"""
+
+
+def write_page() -> None:
+    """Write the page."""
+    PAGE.write_text(page(RESULTS))
+
+
+def page(results: Path) -> str:
+    """Return the page of a folder of results; what was not measured has no section."""
+    parts = [HEAD]
+    if (file := results / "peers.json").exists():
+        parts += peers(msgspec.json.decode(file.read_bytes(), type=PeersReport))
+    if (file := results / "radix.json").exists():
+        parts += radix(read(file))
+    if (file := results / "waiting.json").exists():
+        parts += waiting(read(file))
+    if (file := results / "int8.json").exists():
+        parts += int8_weights(int8.read(file), results / "perplexity.json")
+    if (file := results / "steps.json").exists():
+        parts += steps(step_report.read(file))
+    if (file := results / "loading.json").exists():
+        parts += loading_weights(msgspec.json.decode(file.read_bytes(), type=loading.Report))
+    if (file := results / "attention-fp8.json").exists():
+        parts += eight_bits(
+            msgspec.json.decode(file.read_bytes(), type=attention.Report)
+        )
+    if (file := results / "grammar.json").exists():
+        parts += grammar(read(file))
+    if (file := results / "crowd.json").exists():
+        parts += crowd(msgspec.json.decode(file.read_bytes(), type=CrowdReport))
+    return "".join(parts)
