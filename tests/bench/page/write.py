@@ -48,9 +48,7 @@ def page(results: Path) -> str:
     if (file := results / "loading.json").exists():
         parts += loading_weights(msgspec.json.decode(file.read_bytes(), type=loading.Report))
     if (file := results / "attention-fp8.json").exists():
-        parts += eight_bits(
-            msgspec.json.decode(file.read_bytes(), type=attention.Report)
-        )
+        parts += eight_bits(msgspec.json.decode(file.read_bytes(), type=attention.Report))
     if (file := results / "grammar.json").exists():
         parts += grammar(read(file))
     if (file := results / "crowd.json").exists():
