@@ -49,18 +49,20 @@ INLINE void write_out(
 }
 
 // The block of a task's keys that begins at `begin`; nothing of it is read beyond the task's end.
+template <class T>
 INLINE KeyBlock block_at(const AttentionCall &call, const AttentionTask &task, int64_t begin) {
     const int64_t window = call.shape.window;
     const int64_t from = (window ? task.position + 1 - window : 0) - begin;
     const int64_t until = task.position + task.queries - begin;
     return {
         begin, static_cast<int>(from > 0 ? from : 0),
-        static_cast<int>(until < KEYS ? until : KEYS)};
+        static_cast<int>(until < BLOCK_KEYS<T> ? until : BLOCK_KEYS<T>)};
 }
 
+template <class T>
 INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task) {
     const int64_t unseen = call.shape.window ? task.position + 1 - call.shape.window : 0;
-    return block_at(call, task, unseen > 0 ? unseen / KEYS * KEYS : 0);
+    return block_at<T>(call, task, unseen > 0 ? unseen / BLOCK_KEYS<T> * BLOCK_KEYS<T> : 0);
 }
 
 // Bytes of a number of the cache.
@@ -94,14 +96,14 @@ static void attend(
     AttentionRoom<T> room(scratch, call.shape, ahead, task.heads * task.queries * group);
     Squares squares;
     if constexpr (ON_SQUARES<T>) gather_queries(call, task, room);
-    KeyBlock block = first_block(call, task);
+    KeyBlock block = first_block<T>(call, task);
     locate(call, task.row, block, room.offsets[0]);
     for (int side = 0; block.until > 0; side ^= 1) {
-        const KeyBlock next = block_at(call, task, block.begin + KEYS);
+        const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
         const bool alike =
             following && following->head == task.head && following->heads == task.heads;
         if (next.until <= 0 && alike)
-            locate(call, following->row, first_block(call, *following), room.offsets[side ^ 1]);
+            locate(call, following->row, first_block<T>(call, *following), room.offsets[side ^ 1]);
         else
             locate(call, task.row, next, room.offsets[side ^ 1]);
         room.ahead.begin(room.offsets[side ^ 1], AHEAD_STEPS * task.heads);

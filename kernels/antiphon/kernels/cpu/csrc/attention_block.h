@@ -1,6 +1,6 @@
 // Attention over a paged cache, for any number of queries: prefill, decode and verify are one.
 //
-// Keys are taken in blocks of KEYS, counted from position 0, and every query goes through the
+// Keys are taken in blocks of BLOCK_KEYS, counted from position 0, and every query goes through the
 // blocks in that order with the running maximum and sum of an online softmax. A block is laid out
 // first: keys transposed, so that a lane is a key and its product with a query is one accumulator,
 // dimensions ascending; values in pairs of keys, so that a lane is a dimension and its sum is one
@@ -13,6 +13,7 @@
 
 // On squares a block is twice as long: sums are taken up and put down once a block.
 static constexpr int KEYS = ANTIPHON_AMX ? 128 : 64;
+template <class T> static constexpr int BLOCK_KEYS = ON_SQUARES<T> ? KEYS : 64;
 static constexpr int KEY_VECTORS = KEYS / LANES;
 // A register tile: so many queries by so many vectors.
 static constexpr int TILE_QUERIES = ANTIPHON_AVX512 ? 6 : 2;
