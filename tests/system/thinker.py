@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from antiphon import embedded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 MARKS = ("<think>", "</think>")
@@ -24,27 +24,32 @@ _THINKS = f"{_ANSWER}{{% if enable_thinking %}}{MARKS[0]}{{% endif %}}"
 
 def make_thinker(folder: Path) -> None:
     """Write the model, which thinks where the template's `enable_thinking` is set."""
-    shutil.copytree(embedded.path(), folder, dirs_exist_ok=True)
-    weights = load_file(folder / _WEIGHTS)
-    rows = weights[_EMBEDDINGS]
-    first_id = len(rows)
-    # Marks that say nothing to the model: it goes on as if they were not there.
-    weights[_EMBEDDINGS] = torch.cat([rows, rows.new_zeros(len(MARKS), rows.shape[1])])
-    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-
-    def tokenizer(config: dict[str, Any]) -> None:
-        config["added_tokens"] += [
-            config["added_tokens"][0] | {"id": first_id + n, "content": mark, "special": False}
-            for n, mark in enumerate(MARKS)
-        ]
+    copy_with_tokens(folder, MARKS)
 
     def template(config: dict[str, Any]) -> None:
         assert _ANSWER in config["chat_template"]
         config["chat_template"] = config["chat_template"].replace(_ANSWER, _THINKS)
 
-    _edit(folder / "config.json", lambda config: config.update(vocab_size=first_id + len(MARKS)))
-    _edit(folder / "tokenizer.json", tokenizer)
     _edit(folder / "tokenizer_config.json", template)
+
+
+def copy_with_tokens(folder: Path, tokens: Sequence[str]) -> None:
+    """Write the embedded model with more tokens, which say nothing to it."""
+    shutil.copytree(embedded.path(), folder, dirs_exist_ok=True)
+    weights = load_file(folder / _WEIGHTS)
+    rows = weights[_EMBEDDINGS]
+    first_id = len(rows)
+    weights[_EMBEDDINGS] = torch.cat([rows, rows.new_zeros(len(tokens), rows.shape[1])])
+    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+
+    def tokenizer(config: dict[str, Any]) -> None:
+        config["added_tokens"] += [
+            config["added_tokens"][0] | {"id": first_id + n, "content": token, "special": False}
+            for n, token in enumerate(tokens)
+        ]
+
+    _edit(folder / "config.json", lambda config: config.update(vocab_size=first_id + len(tokens)))
+    _edit(folder / "tokenizer.json", tokenizer)
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

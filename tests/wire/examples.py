@@ -268,6 +268,7 @@ EVERY: tuple[Message, ...] = (
         messages=CHAT,
         prompt="Once upon",
         pair="a time",
+        suffix="The end",
         continue_final_message=True,
         template=TemplateParams(
             generation_prompt=False, tools='[{"type": "function"}]', options='{"thinking": false}'

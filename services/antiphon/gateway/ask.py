@@ -71,6 +71,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         prompt_field: What the client called its prompt, where its API has another name for it.
         fields: What it called other fields, where its API has other names for them.
         pair: A second text, which is read together with `prompt`.
+        suffix: What comes after the gap to fill behind `prompt`.
         special_tokens: Whether a prompt of text gets those of the tokenizer.
         model: None takes the one that is served.
         tokens_max: What the client said; `tokens_field` is what it called that.
@@ -93,6 +94,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     prompt_field: str | None = None
     fields: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     pair: str | None = None
+    suffix: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()

@@ -67,6 +67,7 @@ class TokenizerCalls:
             messages=ask.messages,
             prompt=ask.prompt,
             pair=ask.pair,
+            suffix=ask.suffix,
             continue_final_message=ask.continue_final_message,
             template=ask.template,
             special_tokens=ask.special_tokens,

@@ -31,7 +31,10 @@ TEXT_END = 64
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it."""
+    """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it.
+
+    With a `suffix` there is a gap to fill between the prompt and that.
+    """
 
     messages: tuple[ChatMessage, ...] | None
     prompt: str | None
@@ -40,6 +43,7 @@ class Text:
     special_tokens: bool = True
     pair: str | None = None
     cache_salt: bytes = b""
+    suffix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ class TextEncoder:
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
-            return text.prompt
+            return text.prompt if text.suffix is None else self._around(text.prompt, text.suffix)
+        if text.suffix is not None:
+            raise InvalidRequest("suffix: a conversation has no gap to fill", param="suffix")
         if text.prompt is not None:
             raise InvalidRequest("both messages and a prompt are given", param="prompt")
         if not text.messages:
@@ -110,6 +116,16 @@ class TextEncoder:
                 param="messages",
             )
         return template.render(text.messages, text.template, continue_final=text.continue_final)
+
+    def _around(self, prompt: str, suffix: str) -> str:
+        template = self._vocabulary.completion
+        if template is None:
+            raise Unsupported(
+                "suffix: the tokenizer does not show how this model takes text with a gap to fill; "
+                "the server's --completion-template says it",
+                param="suffix",
+            )
+        return template.write(prompt, suffix)
 
 
 def decode(vocabulary: Vocabulary, request: DecodeRequest) -> tuple[str, ...]:

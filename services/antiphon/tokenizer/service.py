@@ -61,7 +61,10 @@ class TokenizerService:
         self._pooling = None if pooling is None else _pooling(pooling)
         folder = await asyncio.to_thread(tokenizer_folder, settings)
         self._vocabulary = words = await asyncio.to_thread(
-            vocabulary.read, folder, settings.model.chat_template
+            vocabulary.read,
+            folder,
+            settings.model.chat_template,
+            settings.model.completion_template,
         )
         root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
         encoder = TextEncoder(words, root, settings.tokenizer.text_bytes_max)
@@ -104,6 +107,7 @@ class TokenizerService:
             request.special_tokens,
             request.pair,
             request.cache_salt,
+            request.suffix,
         )
         self._in_flight += 1
         try:

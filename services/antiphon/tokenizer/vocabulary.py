@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Meta
 from tokenizers import Tokenizer
 
+from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
+from antiphon.tokenizer.completion import template_of
 from antiphon.tokenizer.habits import Habits, habits_of
 from antiphon.tokenizer.template import ChatTemplate
 
@@ -39,23 +41,30 @@ class TokenizerCard(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Everything that turns a conversation into ids; `habits` is what the template shows."""
+    """Everything that turns a conversation into ids.
+
+    `habits` is what the template shows, `completion` how text with a gap to fill is written; None
+    if that is not known.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     size: int
     habits: Habits
+    completion: CompletionTemplate | None = None
 
 
-def read(folder: Path, template_file: str = "") -> Vocabulary:
+def read(folder: Path, template_file: str = "", completion_template: str = "") -> Vocabulary:
     """Load a folder's tokenizer and chat template.
 
     Args:
         folder: Holds tokenizer.json and, mostly, tokenizer_config.json.
         template_file: A template that replaces the folder's own; empty: none.
+        completion_template: How text with a gap to fill is written, a name or a file; empty: the
+            tokenizer shows it.
 
     Raises:
-        ConfigError: A file is missing or malformed; the text names it.
+        ConfigError: A file is missing or malformed, or a mark is no token; the text names it.
     """
     card = _card(folder / "tokenizer_config.json")
     tokenizer = _tokenizer(folder / "tokenizer.json")
@@ -71,7 +80,8 @@ def read(folder: Path, template_file: str = "") -> Vocabulary:
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    return Vocabulary(tokenizer, template, size, habits_of(source or ""))
+    completion = template_of(tokenizer, completion_template)
+    return Vocabulary(tokenizer, template, size, habits_of(source or ""), completion)
 
 
 def _card(file: Path) -> TokenizerCard:

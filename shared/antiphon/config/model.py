@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from antiphon.config.completion_template import check_name
 from antiphon.config.quantization import Quantize
 from antiphon.config.schema import Config, Help, Seed, Threads, Tokens
 
@@ -67,6 +68,13 @@ class ModelConfig(Config):
     chat_template: Annotated[
         str, Help("File with a jinja template; empty means the tokenizer's own.")
     ] = ""
+    completion_template: Annotated[
+        str,
+        Help(
+            "How text with a gap to fill is written: deepseek_coder, star_coder, qwen_coder, or a "
+            "JSON file; empty takes the one whose marks the tokenizer has."
+        ),
+    ] = ""
     context_tokens: Annotated[
         Tokens | None, Help("Most tokens of prompt and answer; unset means what the model says.")
     ] = None
@@ -119,3 +127,6 @@ class ModelConfig(Config):
         Help("What the weights are called; an update of them comes with another name."),
     ] = "default"
     random_seed: Annotated[Seed, Help("Seed of requests that name none; -1 draws one each.")] = -1
+
+    def __post_init__(self) -> None:
+        check_name(self.completion_template)

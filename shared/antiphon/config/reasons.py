@@ -21,7 +21,6 @@ REASONS: Mapping[str, str] = {
     # Refused.
     "backends": "the worker takes the best kernel that the processor runs, and prints which at its "
     "start",
-    "completion_template": "prompts of /v1/completions are taken as they are",
     "decode_steps": "the worker decides after each step what the next one runs",
     "delete": "a model folder is never changed",
     "diffusion": "diffusion language models are not built yet",

@@ -56,7 +56,8 @@ class EncodeRequest(Message):
 
     Text is encoded with special tokens (`<bos>`) as the model's tokenizer adds them, unless
     `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
-    first of two texts, which are encoded together as the tokenizer joins them. `cache_salt` goes
+    first of two texts, which are encoded together as the tokenizer joins them. With a `suffix`,
+    `prompt` is the text before a gap to fill, and `suffix` the text behind it. `cache_salt` goes
     into the names of the prompt's blocks.
     """
 
@@ -65,6 +66,7 @@ class EncodeRequest(Message):
     messages: tuple[ChatMessage, ...] | None = None
     prompt: str | None = None
     pair: str | None = None
+    suffix: str | None = None
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True

@@ -32,6 +32,7 @@ SETTABLE = {
     "model.quantization": "fp8",
     "--torchao-config": "int8wo",
     "model.device": "cpu",
+    "model.completion_template": "qwen_coder",
     "gateway.reasoning_parser": "qwen3",
     "gateway.tool_call_parser": "qwen25",
     "model.implementation": "sglang",

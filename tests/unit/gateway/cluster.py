@@ -143,7 +143,7 @@ class Cluster:
         if text is None:
             text = "\n".join(message.content for message in request.messages or ())
         first = len(text.encode())
-        text += request.pair or ""
+        text += request.pair or request.suffix or ""
         await delivery.respond(
             EncodeReply(
                 request_id=request.request_id,

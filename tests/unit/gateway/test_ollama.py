@@ -162,6 +162,18 @@ async def test_a_raw_prompt_is_the_whole_text(at: House) -> None:
     assert sampling(at).max_new_tokens == CONTEXT_TOKENS - len("once")
 
 
+async def test_a_gap_is_filled_without_a_template(at: House) -> None:
+    bodies: tuple[Body, ...] = ({"prompt": "once"}, {"prompt": "once", "raw": True}, {})
+    for body in bodies:
+        told = await both(at, GENERATE, body | {"suffix": "end"})
+        assert told["response"] == TEXT
+        encode = at.cluster.encodes[-1]
+        assert (encode.prompt, encode.suffix) == (body.get("prompt", ""), "end")
+        assert encode.messages is None
+    await both(at, GENERATE, {"prompt": "once", "suffix": ""})
+    assert at.cluster.encodes[-1].messages is not None
+
+
 async def test_options_are_what_tokens_are_drawn_by(at: House) -> None:
     options = {
         "num_predict": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25,
@@ -335,7 +347,8 @@ async def test_nothing_to_say_asks_whether_the_model_is_there(at: House) -> None
 @pytest.mark.parametrize(
     ("path", "said", "field"),
     [
-        (GENERATE, {"suffix": "b"}, "suffix"),
+        (GENERATE, {"suffix": "b", "system": "a"}, "system"),
+        (GENERATE, {"suffix": "b", "think": True}, "think"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
         (GENERATE, {"context": [1]}, "context"),
         (GENERATE, {"images": ["aGk="]}, "images"),

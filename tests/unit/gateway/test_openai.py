@@ -97,6 +97,21 @@ async def test_an_echo_begins_with_the_prompt_and_tells_of_its_tokens(at: House)
     assert by_ids[0]["text"] == "ab" + TEXT
 
 
+async def test_a_suffix_goes_with_each_prompt_and_is_not_echoed(at: House) -> None:
+    body: Body = {"prompt": ["ab", "c"], "suffix": "def", "echo": True}
+    whole, joined = await both(at, COMPLETE, body)
+    assert [one["text"] for one in whole] == ["ab" + TEXT, "c" + TEXT]
+    assert [one["text"] for one in joined] == ["ab" + TEXT, "c" + TEXT]
+    assert {(one.prompt, one.suffix) for one in at.cluster.encodes} == {("ab", "def"), ("c", "def")}
+
+
+@pytest.mark.parametrize("suffix", ["", None])
+async def test_no_suffix_is_no_gap(at: House, suffix: str | None) -> None:
+    for prompt in ("ab", [1, 2]):
+        await both(at, COMPLETE, {"prompt": prompt, "suffix": suffix})
+    assert {one.suffix for one in at.cluster.encodes} == {None}
+
+
 async def test_an_echo_of_no_new_tokens_is_a_score_of_the_prompt(at: House) -> None:
     await post(at, COMPLETE, {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0})
     sampling = at.cluster.submits[0].sampling

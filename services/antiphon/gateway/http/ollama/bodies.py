@@ -125,5 +125,9 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     """POST /api/generate."""
 
     prompt: Annotated[str | None, _is("What the user says. Nothing: the model is ready.")] = None
+    suffix: Annotated[
+        str | None,
+        _is("What comes after a gap behind the prompt; the answer fills it, without a template."),
+    ] = None
     system: Annotated[str | None, _is("A message of the system before it.")] = None
     raw: Annotated[bool | None, _is("The prompt is the whole text, without a template.")] = None

@@ -63,12 +63,13 @@ def generate(body: OllamaGenerateBody, formats: Formats, served: ModelName) -> P
     Raises:
         InvalidRequest: Names the field at fault.
     """
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return _nothing(body, served)
-    if body.raw:
-        return _raw(body, body.prompt, served)
+    prompt = body.prompt or ""
+    if body.raw or body.suffix:
+        return _raw(body, prompt, served)
     turns = [Turn(role="system", content=body.system)] if body.system else []
-    asked = ChatBody(messages=[*turns, Turn(role="user", content=body.prompt)])
+    asked = ChatBody(messages=[*turns, Turn(role="user", content=prompt)])
     return _chat("ollama_generate", body, asked, formats, served)
 
 
@@ -115,13 +116,19 @@ def _chat(
 
 def _raw(body: OllamaGenerateBody, prompt: str, served: ModelName) -> Posted:
     if body.system:
-        raise InvalidRequest("system: a raw prompt has a place for it, if any", param="system")
+        raise InvalidRequest(
+            "system: a prompt without a template has a place for it, if any", param="system"
+        )
     if body.think:
-        raise InvalidRequest("think: a raw prompt says so itself, if at all", param="think")
+        raise InvalidRequest(
+            "think: a prompt without a template says so itself, if at all", param="think"
+        )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     asked = CompletionBody(
-        prompt=prompt, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        prompt=prompt,
+        suffix=body.suffix,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return _posted("ollama_generate", body, openai.completion(_filled(asked, body)), served)
 

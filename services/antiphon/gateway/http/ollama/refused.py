@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.fields import Refused
-from antiphon.gateway.http.openai import refused as openai
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +21,6 @@ CHAT: Mapping[str, Refused] = COMMON
 
 GENERATE: Mapping[str, Refused] = {
     **COMMON,
-    "suffix": openai.COMPLETION["suffix"],
     "template": Refused("the chat template is the operator's to say", ("",)),
     "context": Refused("send the messages of a conversation to /api/chat", ([],)),
     "images": Refused("this model reads text only", ([],)),

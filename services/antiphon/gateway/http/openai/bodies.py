@@ -251,6 +251,10 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     logprobs: Annotated[
         TopLogprobs | None, _is("Tells the log-probability of each token, and of the likeliest.")
     ] = None
+    suffix: Annotated[
+        str | None,
+        _is("What comes after a gap behind each prompt of text; the answer fills the gap."),
+    ] = None
     echo: Annotated[bool | None, _is("The text begins with the prompt.")] = None
     best_of: Annotated[
         Choices | None, _is("Makes so many answers, and returns the n likeliest by token.")

@@ -82,6 +82,7 @@ class Completions:
                     {"prompt": "Once upon a time", "max_tokens": 8},
                     {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
                     {"prompt": [1, 2, 3], "max_tokens": 4, "best_of": 2, "stop": ["\n"]},
+                    {"prompt": "1, 2, ", "suffix": ", 4", "max_tokens": 4},
                 ),
             ),
         ]

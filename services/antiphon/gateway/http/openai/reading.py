@@ -156,12 +156,16 @@ def completion(body: CompletionBody) -> Posted:
         prompt_too=bool(body.echo) and body.logprobs is not None,
     )
     prompts = _prompts(body.prompt)
+    suffix = body.suffix or None
+    if suffix is not None:
+        _check_gap(body, prompts)
     asks = (
         Ask(
             door="completions",
             model=model_of(body.model),
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_ids=None if isinstance(prompt, str) else prompt,
+            suffix=suffix,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
             detail_fields=_TEXT_FIELDS,
@@ -354,6 +358,14 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
     if len(prompt) > PROMPTS_MAX:
         raise InvalidRequest(f"at most {PROMPTS_MAX} prompts", param="prompt")
     return list(_each(prompt))
+
+
+def _check_gap(body: CompletionBody, prompts: list[str | tuple[int, ...]]) -> None:
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("suffix: it goes with prompts of text, not of ids", param="suffix")
+    if body.echo and body.logprobs is not None:
+        text = "echo: the tokens before a gap to fill are not those of the prompt; not logprobs too"
+        raise InvalidRequest(text, param="echo")
 
 
 def _each(prompts: Iterable[str | int | list[int]]) -> Iterable[str | tuple[int, ...]]:

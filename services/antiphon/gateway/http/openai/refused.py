@@ -54,7 +54,6 @@ CHAT: Mapping[str, Refused] = {
 COMPLETION: Mapping[str, Refused] = {
     **COMMON,
     "max_thinking_tokens": Refused("it is of chats and of /generate"),
-    "suffix": Refused("this model has no form of text with a gap to fill", ("",)),
 }
 
 EMBEDDING: Mapping[str, Refused] = {

@@ -1,0 +1,35 @@
+"""Which marks a model has for text with a gap to fill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.config.completion_template import TEMPLATES, read_template
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from antiphon.config.completion_template import CompletionTemplate
+
+
+def template_of(tokenizer: Tokenizer, said: str) -> CompletionTemplate | None:
+    """Take the template that the operator said, or the only one whose marks are all tokens here.
+
+    Args:
+        tokenizer: Its added tokens are those that text is never cut within.
+        said: A name or a file; empty: the tokenizer shows it.
+
+    Raises:
+        ConfigError: The template cannot be read, or this tokenizer lacks a mark of it.
+    """
+    tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if said:
+        template = read_template(said)
+        missing = [mark for mark in template.marks if mark not in tokens]
+        if missing:
+            text = f"the tokenizer has no token {', '.join(missing)}"
+            raise ConfigError(f"model.completion_template: {template.name}: {text}")
+        return template
+    found = [template for template in TEMPLATES if tokens.issuperset(template.marks)]
+    return found[0] if len(found) == 1 else None
