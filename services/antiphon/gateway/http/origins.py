@@ -1,4 +1,4 @@
-"""What is told of where an answer's tokens come from."""
+"""What is told of where the tokens of a prompt and of its answer come from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.wire.text import Origin
+
+
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the cached tokens of a prompt were: the cache has one tier."""
+
+    device: int
+    host: int = 0
 
 
 class WeightSpan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.gateway.http.openai.logprobs import LOWEST
-from antiphon.gateway.http.openai.replies import CachedTokensDetails
-from antiphon.gateway.http.origins import WeightSpan
+from antiphon.gateway.http.origins import CachedTokensDetails, WeightSpan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 

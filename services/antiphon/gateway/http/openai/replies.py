@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.gateway.http.openai.logprobs import ChatLogprobs, TextLogprobs
+from antiphon.gateway.http.origins import CachedTokensDetails
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
@@ -127,13 +128,6 @@ class TextChoice(Extras, frozen=True, kw_only=True):
     logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
-
-
-class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cached tokens of a prompt were: the cache has one tier."""
-
-    device: int
-    host: int = 0
 
 
 class Extension(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,115 @@
+"""What was heard of the answers to a request, as /generate tells it and completions may, too."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.native.replies import UNSET, MetaInfo, finish_body
+from antiphon.gateway.http.native.told import Told
+from antiphon.gateway.http.origins import CachedTokensDetails, weight_spans
+from antiphon.gateway.owner.actions import Finished
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from antiphon.gateway.chorus import Answer, Heard
+    from antiphon.gateway.http.native.reading import Telling
+    from antiphon.gateway.stream import Stream
+    from antiphon.wire.ids import InstanceId
+
+    RankOf = Callable[[InstanceId], int | None]
+
+
+class Record:
+    """The answers to every prompt of a request, numbered through all of them.
+
+    Attributes:
+        prompt_ids: Of each prompt.
+        told: Of each answer.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        tellings: Sequence[Telling],
+        *,
+        firsts: Sequence[str | None],
+        rank_of: RankOf,
+        weight_version: str,
+    ) -> None:
+        """Nothing was heard yet.
+
+        Args:
+            streams: One for each prompt.
+            tellings: What is told of its answers.
+            firsts: The text of its first token, where that is told.
+            rank_of: Tells the place of a worker among them.
+            weight_version: What the weights are called where no worker has said which answered.
+        """
+        self._streams = streams
+        self._rank_of = rank_of
+        self._weight_version = weight_version
+        self._began = time.monotonic()
+        self._choices = streams[0].submit.choices
+        self.prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
+        self.told = [
+            Told(telling, prompt_ids, first)
+            for telling, prompt_ids, first in zip(tellings, self.prompt_ids, firsts, strict=True)
+            for _ in range(self._choices)
+        ]
+        self._cached = [0] * len(streams)
+
+    def index(self, prompt: int, choice: int) -> int:
+        """The number of an answer."""
+        return prompt * self._choices + choice
+
+    def hear(self, prompt: int, heard: Heard) -> None:
+        """Note more of an answer to a prompt."""
+        told = self.told[self.index(prompt, heard.choice)]
+        if isinstance(heard, Finished):
+            told.end(heard)
+            return
+        told.hear(heard)
+        if heard.usage is not None:
+            self._cached[prompt] = heard.usage.cached_tokens
+
+    def hear_all(self, answers: Sequence[Answer]) -> None:
+        """Note answers that are told in one piece."""
+        for prompt, answer in enumerate(answers):
+            for spoken in answer.choices:
+                for said in spoken.said:
+                    self.told[self.index(prompt, said.choice)].know(said)
+                for heard in (*spoken.said, spoken.end):
+                    self.hear(prompt, heard)
+            self._cached[prompt] = answer.usage.cached_tokens
+
+    def meta_info(self, index: int) -> MetaInfo:
+        """What is known of an answer beside what it says."""
+        prompt, _ = divmod(index, self._choices)
+        told = self.told[index]
+        last = told.origins[-1] if told.origins else None
+        meta = MetaInfo(
+            id=self._name(index),
+            finish_reason=finish_body(told.finished, told.tokens),
+            prompt_tokens=len(self.prompt_ids[prompt]),
+            completion_tokens=told.tokens,
+            cached_tokens=self._cached[prompt],
+            cached_tokens_details=CachedTokensDetails(device=self._cached[prompt]),
+            weight_version=last.weights if last else self._weight_version,
+            weight_versions=weight_spans(told.origins, told.tokens) or UNSET,
+            num_retractions=last.retractions if last else 0,
+            dp_rank=self._rank_of(last.worker) if last else None,
+            e2e_latency=time.monotonic() - self._began if told.finished else UNSET,
+            response_sent_to_client_ts=time.time() if told.finished else UNSET,
+        )
+        return msgspec.structs.replace(meta, **told.meta)
+
+    def _name(self, index: int) -> str:
+        prompt, choice = divmod(index, self._choices)
+        stream = self._streams[prompt]
+        name = str(stream.submit.request_id if stream.name is None else stream.name[1])
+        return name if self._choices == 1 else f"{name}_{choice}"
