@@ -58,6 +58,7 @@ def native(**said: object) -> Body:
         (CHAT, {"messages": HI, "max_tokens": 6, "return_hidden_states": True},
          "return_hidden_states"),
         (CHAT, {"messages": HI, "n": 100, "return_token_ids": True}, "return_token_ids"),
+        (CHAT, {"messages": HI, "n": 100, "return_meta_info": True}, "return_meta_info"),
         (COMPLETE, {"prompt": "a", "n": 10, "max_tokens": 20, "logprobs": 5}, "logprobs"),
         (COMPLETE, {"prompt": ["a", "b"] * 8, "max_tokens": 20, "logprobs": 3}, "logprobs"),
         (GENERATE, native(return_logprob=True, top_logprobs_num=2), "top_logprobs_num"),

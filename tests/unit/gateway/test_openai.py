@@ -133,8 +133,11 @@ async def test_the_best_of_several_are_returned(at: House, monkeypatch: pytest.M
         return row
 
     monkeypatch.setattr(at.cluster, "row", row)
-    _, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3})
+    asked = {"return_meta_info": True, "return_output_ids_in_sglext": True, "rid": "mine"}
+    _, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3} | asked)
     (only,) = cast("list[Choice]", reply["choices"])
+    assert cast("Body", only["meta_info"])["id"] == "mine_2"
+    assert reply["sglext"] == {"output_ids": [10, 11, 12, 13]}
     assert (only["text"], only["index"], only["logprobs"]) == (TEXT, 0, None)
     assert at.cluster.submits[0].choices == 3
     status, reply, _ = await post(at, COMPLETE, {"prompt": "x", "best_of": 3, "stream": True})
@@ -363,3 +366,76 @@ async def test_it_is_told_where_cached_tokens_were(at: House) -> None:
         assert (told["choices"], told["sglext"]) == ([], details)
         assert "sglext" not in json.loads(last)
         assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HI}), (COMPLETE, {"prompt": "hi"})])
+async def test_a_choice_tells_what_generate_tells_of_it(at: House, path: str, body: Body) -> None:
+    top = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    asked = {"return_meta_info": True, "rid": "mine", "n": 2, "return_hidden_states": True}
+    whole, joined = await both(at, path, body | asked | top)
+    native: Body = {
+        "text": "hi",
+        "rid": "mine",
+        "sampling_params": {"n": 2},
+        "return_logprob": True,
+        "top_logprobs_num": 1,
+        "return_text_in_logprobs": True,
+        "return_hidden_states": "last",
+    }
+    _, replies, _ = await post(at, "/generate", native)
+    for said in (whole, joined):
+        told = [_timeless(choice["meta_info"]) for choice in said]
+        assert told == [_timeless(reply["meta_info"]) for reply in cast("list[Choice]", replies)]
+        assert [meta["id"] for meta in told] == ["mine_0", "mine_1"]
+
+
+def _timeless(told: object) -> Body:
+    """What is told of an answer, without when it ended and how long it took."""
+    meta = dict(cast("Body", told))
+    assert meta.pop("e2e_latency")
+    assert meta.pop("response_sent_to_client_ts")
+    return meta
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+async def test_meta_info_comes_with_the_end_and_changes_nothing_else(at: House, path: str) -> None:
+    body: Body = {"messages": HI} if path == CHAT else {"prompt": "hi"}
+    events = await stream(at, path, body | {"return_meta_info": True})
+    (told,) = (json.loads(event)["choices"][0] for event in events[:-1] if "meta_info" in event)
+    assert told["finish_reason"] == told["meta_info"]["finish_reason"]["type"] == "stop"
+    assert told["meta_info"]["completion_tokens"] == len(SCRIPT)
+    assert "output_token_logprobs" not in told["meta_info"]
+    assert len(events) == len(await stream(at, path, body))
+
+
+async def test_an_echo_is_told_of_in_meta_info(at: House) -> None:
+    body: Body = {"prompt": "ab", "echo": True, "logprobs": 0, "return_meta_info": True}
+    whole, joined = await both(at, COMPLETE, body)
+    for (choice,) in (whole, joined):
+        read = cast("Body", choice["meta_info"])["input_token_logprobs"]
+        assert [token[1:] for token in cast("list[list[object]]", read)] == [[97, "a"], [5, "p"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ids"),
+    [
+        (CHAT, {"messages": HI}, (list(b"hi"), [10, 11, 12, 13])),
+        (CHAT, {"messages": HI, "n": 2}, (list(b"hi"), [[10, 11, 12, 13]] * 2)),
+        (COMPLETE, {"prompt": "hi"}, (list(b"hi"), [10, 11, 12, 13])),
+        (COMPLETE, {"prompt": ["a", "bc"]}, ([[97], [98, 99]], [[10, 11, 12, 13]] * 2)),
+    ],
+)
+async def test_ids_are_told_beside_the_choices(
+    at: House, path: str, body: Body, ids: tuple[list[object], list[object]]
+) -> None:
+    asked = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+    told = {"input_ids": ids[0], "output_ids": ids[1]}
+    _, whole, _ = await post(at, path, body | asked)
+    assert whole["sglext"] == told
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, beside, _, _ = await stream(at, path, body | asked | options)
+    assert (json.loads(beside)["choices"], json.loads(beside)["sglext"]) == ([], told)
+    assert not any("sglext" in chunk or "meta_info" in chunk for chunk in chunks)
+    _, whole, _ = await post(at, path, body | {"return_input_ids_in_sglext": True})
+    assert whole["sglext"] == {"input_ids": ids[0]}
+    assert at.cluster.submits[-1].sampling.details is None

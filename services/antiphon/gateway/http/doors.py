@@ -78,7 +78,7 @@ def operations(
         timeout_s=gateway.request_timeout_s,
     )
     served = (
-        *Completions(answering, tokenizers, runtime, model).operations(),
+        *Completions(answering, tokenizers, runtime, model, workers.rank).operations(),
         *Messages(answering, tokenizers, runtime, model).operations(),
         *Responses(answering, entrance, tokenizers, runtime, model).operations(),
         *Models(runtime, model, tokenizers, access).operations(),

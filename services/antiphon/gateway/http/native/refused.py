@@ -17,7 +17,7 @@ _MASKS = Refused("it is not told of", (False,))
 _COMMON = {
     name: why
     for name, why in openai.COMMON.items()
-    if name not in ("session_params", "return_meta_info", "custom_params")
+    if name not in ("session_params", "custom_params")
 }
 
 GENERATE: Mapping[str, Refused] = {
@@ -38,6 +38,8 @@ GENERATE: Mapping[str, Refused] = {
     "return_flat_raw_output_top_logprobs": _FLAT,
     "return_flat_raw_top_logprobs_b64": _FLAT,
     "routed_experts_start_len": Refused("which experts a token went through is not told", (0, -1)),
+    "return_input_ids_in_sglext": Refused("say return_prompt_token_ids", (False,)),
+    "return_output_ids_in_sglext": Refused("the reply has output_ids", (False,)),
     "return_indexer_topk": _MASKS,
     "return_entropy": _MASKS,
     "return_sampling_mask": _MASKS,

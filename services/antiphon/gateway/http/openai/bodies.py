@@ -144,6 +144,15 @@ class Body(Sampled, frozen=True, kw_only=True):
     return_cached_tokens_details: Annotated[
         bool | None, _is("Tells where the tokens of the prompt were that were cached.")
     ] = None
+    return_meta_info: Annotated[
+        bool | None, _is("Tells in each choice, at its end, the `meta_info` of /generate.")
+    ] = None
+    return_input_ids_in_sglext: Annotated[
+        bool | None, _is("Tells the ids of the prompt in `sglext`.")
+    ] = None
+    return_output_ids_in_sglext: Annotated[
+        bool | None, _is("Tells the ids of the answer in `sglext`.")
+    ] = None
     rid: Annotated[Rid | None, _is("The client's name for it, unique while it runs.")] = None
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.chorus import Answer, Spoken
+    from antiphon.gateway.http.native.record import Record
     from antiphon.gateway.http.openai.reading import Telling
     from antiphon.gateway.http.openai.voice import Header
     from antiphon.gateway.parsing.events import Event
@@ -57,9 +58,15 @@ class ChatVoice(OpenAiVoice):
     """POST /v1/chat/completions."""
 
     def __init__(
-        self, header: Header, streams: Sequence[Stream], telling: Telling, *, cached: bool
+        self,
+        header: Header,
+        streams: Sequence[Stream],
+        telling: Telling,
+        *,
+        cached: bool,
+        record: Record | None = None,
     ) -> None:
-        super().__init__(header, streams, telling, cached=cached)
+        super().__init__(header, streams, telling, cached=cached, record=record)
         inside = streams[0].inside
         self._speeches = [Speech(telling.hearing, inside=inside) for _ in range(telling.choices)]
         self._bare = not (telling.logprobs or telling.usage_always or telling.hidden or telling.ids)
@@ -68,6 +75,8 @@ class ChatVoice(OpenAiVoice):
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object with all choices."""
         (answer,) = answers
+        if self._record is not None:
+            self._record.hear_all(answers)
         reply = ChatReply(
             id=self._header.id,
             created=self._header.created,
@@ -94,6 +103,7 @@ class ChatVoice(OpenAiVoice):
 
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
         """A chunk for each text, and one without any for the end of a choice."""
+        self._hear(prompt, events)
         return b"".join(map(self._chunk, events))
 
     def end(self, usages: Sequence[Usage]) -> bytes:
@@ -117,6 +127,7 @@ class ChatVoice(OpenAiVoice):
             hidden_states=self._states(details),
             prompt_token_ids=self._prompt_ids[0],
             response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, 0, spoken.end),
         )
 
     def _chunk(self, said: Said | Finished) -> bytes:
@@ -139,6 +150,7 @@ class ChatVoice(OpenAiVoice):
             delta=NoDelta(),
             finish_reason=_reason(said, speech),
             matched_stop=said.matched_stop,
+            meta_info=self._meta_info(said.choice, 0, said),
         )
         return b"".join([*told, self._event(end, usage=usage)])
 
@@ -158,7 +170,7 @@ class ChatVoice(OpenAiVoice):
     def _said(self, said: Said, deltas: list[Delta]) -> bytes:
         """A chunk for each delta: the first tells of the tokens, each of the usage."""
         usage = self._usage_so_far(0, said)
-        if not deltas and (said.details is not None or (usage and said.usage)):
+        if not deltas and not self._bare and (said.details is not None or (usage and said.usage)):
             deltas = [Delta(content="")]
         chunks: list[bytes] = []
         for number, delta in enumerate(deltas):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.http.budgets import budgeted
+from antiphon.gateway.http.native.record import Record
 from antiphon.gateway.http.openai import reading, refused
 from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
 from antiphon.gateway.http.openai.chat_voice import ChatVoice
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.native.record import RankOf
     from antiphon.gateway.http.openai.reading import Posted
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.parsing.formats import Formats
@@ -46,11 +48,13 @@ class Completions:
         tokenizers: TokenizerCalls,
         runtime: Runtime,
         model: ModelName,
+        rank_of: RankOf,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
+        self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
         """Both kinds of completion."""
@@ -96,8 +100,13 @@ class Completions:
         posted = await self._with_mark(posted, formats)
 
         async def voice(streams: Sequence[Stream]) -> Voice:
+            header = self._header(posted, streams)
             return ChatVoice(
-                self._header(posted, streams), streams, posted.telling, cached=self._cached
+                header,
+                streams,
+                posted.telling,
+                cached=self._cached,
+                record=self._record(header, posted, streams, [None]),
             )
 
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
@@ -108,12 +117,15 @@ class Completions:
         )
 
         async def voice(streams: Sequence[Stream]) -> Voice:
+            header = self._header(posted, streams)
+            echoes = await self._echoes(posted, streams)
             return CompletionVoice(
-                self._header(posted, streams),
+                header,
                 streams,
                 posted.telling,
                 cached=self._cached,
-                echoes=await self._echoes(posted, streams),
+                echoes=echoes,
+                record=self._record(header, posted, streams, [echo.first for echo in echoes]),
             )
 
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
@@ -142,6 +154,25 @@ class Completions:
             created=int(time.time()),
             model=self._model,
             weight_version=weight_version(self._runtime),
+        )
+
+    def _record(
+        self,
+        header: Header,
+        posted: Posted,
+        streams: Sequence[Stream],
+        firsts: Sequence[str | None],
+    ) -> Record | None:
+        """Notes what is told at the end of choices, where anything is."""
+        telling = posted.telling
+        if not (telling.meta_info or telling.output_ids):
+            return None
+        return Record(
+            streams,
+            [telling.recorded] * len(streams),
+            firsts=firsts,
+            rank_of=self._rank_of,
+            weight_version=header.weight_version,
         )
 
     async def _echoes(self, posted: Posted, streams: Sequence[Stream]) -> list[Echo]:

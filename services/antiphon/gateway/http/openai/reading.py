@@ -9,6 +9,7 @@ import msgspec
 from antiphon.gateway.ask import Ask, DetailFields, Sampling, Thinking
 from antiphon.gateway.http.chats import held, plain, shown, tool_plan
 from antiphon.gateway.http.forms import Form, one_form, plain_forms
+from antiphon.gateway.http.native import reading as native
 from antiphon.gateway.http.openai.bodies import (
     COMPLETION_TOKENS,
     PROMPTS_MAX,
@@ -63,6 +64,10 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
         ids: Whether ids of the answer are told.
         prompt_ids: Whether ids of the prompt are told.
         cached_details: Whether it is told where the cached tokens were.
+        meta_info: Whether each choice tells what /generate would of it.
+        input_ids: Whether ids of the prompts are told beside the choices.
+        output_ids: Whether those of the answers are.
+        recorded: What `meta_info` tells of tokens.
         echo: Whether the text begins with the prompt.
         hearing: How a chat's answer is taken apart.
     """
@@ -76,6 +81,10 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     ids: bool = False
     prompt_ids: bool = False
     cached_details: bool = False
+    meta_info: bool = False
+    input_ids: bool = False
+    output_ids: bool = False
+    recorded: native.Telling = native.Telling()
     echo: bool = False
     hearing: Hearing = Hearing()
 
@@ -121,11 +130,12 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True)
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
-        detail_fields=_CHAT_FIELDS,
+        detail_fields=_called(_CHAT_FIELDS, body),
     )
     telling = _telling(
         body,
         logprobs=bool(body.logprobs),
+        top=body.top_logprobs or 0,
         prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
     )
     hearing = Hearing(
@@ -168,7 +178,7 @@ def completion(body: CompletionBody) -> Posted:
             suffix=suffix,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
-            detail_fields=_TEXT_FIELDS,
+            detail_fields=_called(_TEXT_FIELDS, body),
         )
         for prompt in prompts
     )
@@ -181,6 +191,7 @@ def completion(body: CompletionBody) -> Posted:
         telling=_telling(
             body,
             logprobs=body.logprobs is not None,
+            top=body.logprobs or 0,
             prompt_ids=bool(body.return_token_ids),
             echo=bool(body.echo),
         ),
@@ -207,7 +218,9 @@ def _best_of(body: CompletionBody) -> int:
     return made
 
 
-def _telling(body: Body, *, logprobs: bool, prompt_ids: bool, echo: bool = False) -> Telling:
+def _telling(
+    body: Body, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
+) -> Telling:
     options = body.stream_options or StreamOptions()
     return Telling(
         choices=body.n or 1,
@@ -219,14 +232,39 @@ def _telling(body: Body, *, logprobs: bool, prompt_ids: bool, echo: bool = False
         ids=bool(body.return_token_ids),
         prompt_ids=prompt_ids,
         cached_details=bool(body.return_cached_tokens_details),
+        meta_info=bool(body.return_meta_info),
+        input_ids=bool(body.return_input_ids_in_sglext),
+        output_ids=bool(body.return_output_ids_in_sglext),
+        recorded=native.Telling(
+            logprobs=logprobs,
+            start=0 if echo and logprobs else -1,
+            top=top,
+            texts=True,
+            hidden="last" if body.return_hidden_states else "",
+        ),
         echo=echo,
     )
+
+
+def _ids_wanted(body: Body) -> dict[str, bool | None]:
+    """The fields for which ids of the answer have to be known; `meta_info` counts them."""
+    return {
+        "return_token_ids": body.return_token_ids,
+        "return_output_ids_in_sglext": body.return_output_ids_in_sglext,
+        "return_meta_info": body.return_meta_info,
+    }
+
+
+def _called(fields: DetailFields, body: Body) -> DetailFields:
+    """Call ids of the answer by the field that wants them."""
+    wanting = [name for name, wants in _ids_wanted(body).items() if wants]
+    return msgspec.structs.replace(fields, ids=wanting[0]) if wanting else fields
 
 
 def _wanted(
     body: Body, *, logprobs: bool, top: int, prompt_too: bool = False
 ) -> DetailParams | None:
-    hidden, ids = bool(body.return_hidden_states), bool(body.return_token_ids)
+    hidden, ids = bool(body.return_hidden_states), any(_ids_wanted(body).values())
     if not (logprobs or hidden or ids):
         return None
     return DetailParams(

@@ -13,7 +13,6 @@ _NOTHING: tuple[object, ...] = ({}, [], "")
 _ROUTING = Refused("where a request runs is the scheduler's to say")
 _EXPERTS = Refused("which experts a token went through is not told", (False,))
 _SESSIONS = Refused("sessions are of /generate only", _NOTHING)
-_SGLEXT = Refused("say return_token_ids, or return_prompt_token_ids", (False,))
 _MODALITIES = Refused("this model answers in text", (["text"], []))
 
 COMMON: Mapping[str, Refused] = {
@@ -23,9 +22,6 @@ COMMON: Mapping[str, Refused] = {
     "watermark": Refused("watermarks are not built", (*_NOTHING, {"enabled": False})),
     "return_routed_experts": _EXPERTS,
     "return_spec_tokens_details": Refused("speculative decoding is not built yet", (False,)),
-    "return_meta_info": Refused("it is of /generate", (False,)),
-    "return_input_ids_in_sglext": _SGLEXT,
-    "return_output_ids_in_sglext": _SGLEXT,
     "lora_path": Refused("LoRA adapters are not built yet", _NOTHING),
     "session_params": _SESSIONS,
     "custom_labels": Refused("metric labels are fixed", _NOTHING),

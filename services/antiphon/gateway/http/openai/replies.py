@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from antiphon.gateway.http.native.replies import MetaInfo
 from antiphon.gateway.http.openai.logprobs import ChatLogprobs, TextLogprobs
 from antiphon.gateway.http.origins import CachedTokensDetails
 from antiphon.wire.base import FinishReason
@@ -98,6 +99,7 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True):
     hidden_states: list[list[float]] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     response_token_ids: list[int] | UnsetType = UNSET
+    meta_info: MetaInfo | UnsetType = UNSET
 
 
 class ChatChoice(Extras, frozen=True, kw_only=True):
@@ -131,9 +133,18 @@ class TextChoice(Extras, frozen=True, kw_only=True):
 
 
 class Extension(msgspec.Struct, frozen=True, kw_only=True):
-    """What SGLang tells beside OpenAI's fields, where it was asked for."""
+    """What SGLang tells beside OpenAI's fields, where it was asked for.
 
-    cached_tokens_details: CachedTokensDetails
+    Attributes:
+        cached_tokens_details: Of all prompts together.
+        input_ids: Of the prompt; of several prompts, a list for each.
+        output_ids: Of the answer; of several choices (`n`, several prompts), a list for each, in
+            their order.
+    """
+
+    cached_tokens_details: CachedTokensDetails | UnsetType = UNSET
+    input_ids: list[int | list[int]] | UnsetType = UNSET
+    output_ids: list[int | list[int]] | UnsetType = UNSET
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -190,13 +201,6 @@ class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[TextChoice]
     usage: UsageBody | None = None
     sglext: Extension | UnsetType = UNSET
-
-
-def extension(usage: Usage, *, cached: bool) -> Extension | UnsetType:
-    """Write what is told beside, if it is wanted."""
-    if not cached:
-        return UNSET
-    return Extension(cached_tokens_details=CachedTokensDetails(device=usage.cached_tokens))
 
 
 def usage_body(usage: Usage, *, cached: bool = False) -> UsageBody:

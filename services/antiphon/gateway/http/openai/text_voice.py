@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from antiphon.gateway.chorus import Answer, Spoken
+    from antiphon.gateway.http.native.record import Record
     from antiphon.gateway.http.openai.logprobs import TextLogprobs
     from antiphon.gateway.http.openai.reading import Telling
     from antiphon.gateway.http.openai.voice import Header
@@ -54,14 +55,17 @@ class CompletionVoice(OpenAiVoice):
         *,
         cached: bool,
         echoes: Sequence[Echo],
+        record: Record | None = None,
     ) -> None:
-        super().__init__(header, streams, telling, cached=cached)
+        super().__init__(header, streams, telling, cached=cached, record=record)
         self._echoes = echoes
         self._characters = [0] * (telling.choices * len(streams))
         self._begun: set[int] = set()
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object with the choices of every prompt, the best of each where more were made."""
+        if self._record is not None:
+            self._record.hear_all(answers)
         reply = TextReply(
             id=self._header.id,
             created=self._header.created,
@@ -83,6 +87,7 @@ class CompletionVoice(OpenAiVoice):
 
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
         """A chunk for each text; the last one of a choice carries its end."""
+        self._hear(prompt, events)
         return b"".join(
             self._event(
                 self._piece(prompt, choice, said, finished),
@@ -115,6 +120,7 @@ class CompletionVoice(OpenAiVoice):
             hidden_states=self._states(details),
             prompt_token_ids=self._prompt_once(prompt, choice),
             response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, finished) if finished else UNSET,
         )
 
     def _logprobs(self, index: int, details: DetailPiece | None, echo: Echo) -> TextLogprobs | None:
@@ -138,6 +144,7 @@ class CompletionVoice(OpenAiVoice):
             hidden_states=self._states(details),
             prompt_token_ids=self._prompt_ids[prompt],
             response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, spoken.end),
         )
 
     def _event(

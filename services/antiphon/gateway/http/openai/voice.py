@@ -12,9 +12,9 @@ from antiphon.gateway.http.openai.replies import (
     Extension,
     UnsetType,
     UsageBody,
-    extension,
     usage_body,
 )
+from antiphon.gateway.http.origins import CachedTokensDetails
 from antiphon.gateway.http.sse import DONE, event
 from antiphon.gateway.http.voice import Voice, total
 from antiphon.wire.base import Usage
@@ -23,8 +23,10 @@ from antiphon.wire.codec import unpack_ids
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.gateway.http.native.record import Record
+    from antiphon.gateway.http.native.replies import MetaInfo
     from antiphon.gateway.http.openai.reading import Telling
-    from antiphon.gateway.owner.actions import Said
+    from antiphon.gateway.owner.actions import Finished, Said
     from antiphon.gateway.stream import Stream
     from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
@@ -46,11 +48,29 @@ class OpenAiVoice(Voice):
     """What chats and text completions have in common. Choices are numbered through all prompts."""
 
     def __init__(
-        self, header: Header, streams: Sequence[Stream], telling: Telling, *, cached: bool
+        self,
+        header: Header,
+        streams: Sequence[Stream],
+        telling: Telling,
+        *,
+        cached: bool,
+        record: Record | None = None,
     ) -> None:
+        """Nothing is told yet.
+
+        Args:
+            header: What stands on every object.
+            streams: One for each prompt.
+            telling: What is told beside the text.
+            cached: Whether the usage tells of the prefix cache.
+            record: Notes what is told at the end, where anything is.
+        """
         self._header = header
         self._telling = telling
         self._cached = cached
+        self._record = record
+        self._streams = streams
+        self._shown: dict[int, list[int]] = {}
         self._usages = [
             Usage(prompt_tokens=len(unpack_ids(stream.submit.prompt_ids)))
             if telling.usage_always
@@ -74,7 +94,34 @@ class OpenAiVoice(Voice):
         return usage_body(total(usages), cached=self._cached)
 
     def _extension(self, usages: Sequence[Usage]) -> Extension | UnsetType:
-        return extension(total(usages), cached=self._telling.cached_details)
+        """Write what is told beside the choices, once all of them are; unset: nothing is."""
+        telling = self._telling
+        if not (telling.cached_details or telling.input_ids or telling.output_ids):
+            return UNSET
+        device = total(usages).cached_tokens
+        prompts = [list(unpack_ids(stream.submit.prompt_ids)) for stream in self._streams]
+        answers = [ids for _, ids in sorted(self._shown.items())]
+        return Extension(
+            cached_tokens_details=CachedTokensDetails(device=device)
+            if telling.cached_details
+            else UNSET,
+            input_ids=_flat(prompts) if telling.input_ids else UNSET,
+            output_ids=_flat(answers) if telling.output_ids else UNSET,
+        )
+
+    def _hear(self, prompt: int, events: Sequence[Said | Finished]) -> None:
+        """Note what comes, where it is told of at the end."""
+        if self._record is not None:
+            for each in events:
+                self._record.hear(prompt, each)
+
+    def _meta_info(self, index: int, prompt: int, finished: Finished) -> MetaInfo | UnsetType:
+        """What /generate tells of a choice that has ended; its ids are told beside, at the end."""
+        if self._record is None:
+            return UNSET
+        number = self._record.index(prompt, finished.choice)
+        self._shown[index] = self._record.told[number].ids
+        return self._record.meta_info(number) if self._telling.meta_info else UNSET
 
     def _usage_so_far(self, prompt: int, said: Said | None) -> UsageBody | None:
         if not self._telling.usage_always:
@@ -102,3 +149,8 @@ class OpenAiVoice(Voice):
             return UNSET
         ids = unpack_ids(piece.details.token_ids)
         return [token for token in ids[max(0, -piece.offset) :] if token >= 0]
+
+
+def _flat(rows: list[list[int]]) -> list[int | list[int]]:
+    """Lists of ids; one alone by itself."""
+    return [*rows[0]] if len(rows) == 1 else [*rows]

@@ -10,6 +10,7 @@ from antiphon.gateway.http.openai.refused import COMMON
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_ELSEWHERE = Refused("it is told by /generate and by completions", (False,))
 _NAMES = Refused("a response is called by its id")
 
 RESPONSES: Mapping[str, Refused] = {
@@ -27,7 +28,10 @@ RESPONSES: Mapping[str, Refused] = {
     "n": Refused("a response is one answer", (1,)),
     "response_format": Refused("say text.format", ({"type": "text"},)),
     "reasoning_effort": Refused("say reasoning.effort"),
-    "return_hidden_states": Refused("they are of /generate and of completions", (False,)),
+    "return_hidden_states": _ELSEWHERE,
+    "return_meta_info": _ELSEWHERE,
+    "return_input_ids_in_sglext": _ELSEWHERE,
+    "return_output_ids_in_sglext": _ELSEWHERE,
     "moderation": Refused("answers are not moderated"),
     "image": Refused("this model makes no images"),
     "access_programs": Refused("there are none"),
