@@ -411,6 +411,42 @@ async def test_a_session_goes_on_from_what_was_said(at: House) -> None:
     assert status == 400
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_text_completions_and_generate_go_on_in_the_same_session(
+    at: House, streamed: bool
+) -> None:
+    _, name, _ = await post(at, "/open_session", {})
+
+    async def complete(prompt: str, **said: object) -> list[Reply]:
+        body = said | {"prompt": prompt, "session_params": {"id": name} | place}
+        if streamed:
+            events = (await stream(at, "/v1/completions", body))[:-1]
+            return [json.loads(event) for event in events]
+        status, reply, _ = await post(at, "/v1/completions", body)
+        assert status == 200, reply
+        return [cast("Reply", reply)]
+
+    said = [10, 11, 12, 13]
+    place: Body = {}
+    (*_, first) = await complete("ab")
+    place = {"rid": first["id"]}
+    told = await complete("c", rid="mine", echo=True)
+    assert list(unpack_ids(at.cluster.submits[-1].prompt_ids)) == [97, 98, *said, 99]
+    assert "".join(str(each["choices"][0]["text"]) for each in told).endswith("c" + TEXT)  # type: ignore[index]
+    assert {str(each["id"]) for each in told} == {"mine"}
+    await generate(at, text="d", session_params={"id": name, "rid": "mine"})
+    prompt_ids = [97, 98, *said, 99, *said, 100]
+    assert list(unpack_ids(at.cluster.submits[-1].prompt_ids)) == prompt_ids
+
+
+@pytest.mark.parametrize("said", [{"prompt": ["a", "b"]}, {"n": 2}, {"best_of": 2}])
+async def test_a_session_takes_one_text_at_a_time(at: House, said: Body) -> None:
+    _, name, _ = await post(at, "/open_session", {})
+    body: Body = {"prompt": "a", "session_params": {"id": name}}
+    status, reply, _ = await post(at, "/v1/completions", body | said)
+    assert (status, cast("Reply", reply["error"])["param"]) == (400, "session_params")
+
+
 async def _post_plain(at: House, path: str, body: Body) -> tuple[int, str, str]:
     async with aiohttp.ClientSession() as session, session.post(at.url + path, json=body) as reply:
         return reply.status, await reply.text(), reply.content_type

@@ -10,6 +10,7 @@ from antiphon.gateway.http.native.control import Control
 from antiphon.gateway.http.native.encoding import Encoding
 from antiphon.gateway.http.native.generation import Generation
 from antiphon.gateway.http.native.health import Health
+from antiphon.gateway.http.native.in_session import InSession
 from antiphon.gateway.http.native.info import Info
 from antiphon.gateway.http.native.parsing import Parsing
 from antiphon.gateway.http.ollama.embedding import OllamaEmbedding
@@ -77,8 +78,9 @@ def operations(
         keep_s=runtime.settings.sessions.keep_s,
         timeout_s=gateway.request_timeout_s,
     )
+    in_session = InSession(answering, tokenizers, sessions, runtime)
     served = (
-        *Completions(answering, tokenizers, runtime, model, workers.rank).operations(),
+        *Completions(answering, tokenizers, runtime, model, in_session, workers.rank).operations(),
         *Messages(answering, tokenizers, runtime, model).operations(),
         *Responses(answering, entrance, tokenizers, runtime, model).operations(),
         *Models(runtime, model, tokenizers, access).operations(),
@@ -88,7 +90,9 @@ def operations(
         *Classifying(answering, vectors, model).operations(),
         *Reranking(answering, vectors, tokenizers).operations(),
         *Encoding(answering, vectors, runtime).operations(),
-        *Generation(answering, tokenizers, sessions, runtime, workers.rank).operations(),
+        *Generation(
+            answering, tokenizers, sessions, in_session, runtime, workers.rank
+        ).operations(),
         *OllamaEmbedding(answering, vectors, model).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -18,28 +17,21 @@ from antiphon.gateway.http.native.voice import GenerateVoice
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.sessions.session import Place
-from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import unpack_ids
-from antiphon.wire.errors import EngineError
-from antiphon.wire.ids import ClientKey, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from antiphon.gateway.ask import Ask
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering, VoiceOf
-    from antiphon.gateway.http.native.bodies import SessionParams
+    from antiphon.gateway.http.native.in_session import InSession
     from antiphon.gateway.http.native.reading import Posted
-    from antiphon.gateway.http.native.voice import Keep
+    from antiphon.gateway.http.native.record import Keep, RankOf
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.sessions.sessions import Sessions
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
-    from antiphon.wire.ids import InstanceId, TenantId
-
-log = logging.getLogger(__name__)
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -69,12 +61,14 @@ class Generation:
         answering: Answering,
         tokenizers: TokenizerCalls,
         sessions: Sessions,
+        in_session: InSession,
         runtime: Runtime,
-        rank_of: Callable[[InstanceId], int | None],
+        rank_of: RankOf,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._sessions = sessions
+        self._in_session = in_session
         self._runtime = runtime
         self._rank_of = rank_of
 
@@ -125,7 +119,15 @@ class Generation:
         if posted.budget is not None:
             posted = await self._budgeted(posted, posted.budget)
         if params is not None:
-            return await self._in_session(request, posted, params)
+            (ask,) = posted.asks
+
+            async def voice(whole: Ask, streams: Sequence[Stream], keep: Keep) -> Voice:
+                asked = msgspec.structs.replace(posted, asks=(whole,))
+                return await self._voice(asked, streams, keep)
+
+            return await self._in_session.answer(
+                request, ask, params, voice, streamed=posted.stream
+            )
         return await self._answering.answer(
             request, posted.asks, self._voices(posted), streamed=posted.stream
         )
@@ -174,71 +176,6 @@ class Generation:
         )
         return [next(texts) if telling.names_first else None for telling in posted.tellings]
 
-    async def _in_session(
-        self, request: web.Request, posted: Posted, params: SessionParams
-    ) -> web.StreamResponse:
-        place = Place(
-            params.id,
-            params.rid,
-            params.offset,
-            bool(params.replace),
-            bool(params.drop_previous_output),
-        )
-        (ask,) = posted.asks
-        tenant, sessions = tenant_of(request), self._sessions
-        before = await sessions.before(tenant, place)
-        characters = await self._characters(ask)
-        prompt_ids = before + await self._ids(ask, begins=not before)
-        rid = str(ask.key or new_request_id())
-        ask = msgspec.structs.replace(ask, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid))
-        posted = msgspec.structs.replace(posted, asks=(ask,))
-        kept = False
-
-        async def keep(stream: Stream, heard: GenerateVoice) -> None:
-            nonlocal kept
-            if _whole(stream):
-                answer = (prompt_ids, tuple(heard.first_ids), heard.first_text)
-                await sessions.end(tenant, place, rid, answer)
-                kept = True
-
-        async def voice(streams: Sequence[Stream]) -> Voice:
-            await sessions.accept(tenant, place, rid)
-            return await self._voice(posted, streams, keep)
-
-        await sessions.begin(tenant, place, rid, characters)
-        try:
-            return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
-        finally:
-            if not kept:
-                await self._give_up(tenant, place, rid)
-
-    async def _give_up(self, tenant: TenantId, place: Place, rid: str) -> None:
-        """Nothing goes on from a request that broke off."""
-        try:
-            await self._sessions.end(tenant, place, rid, None)
-        except EngineError as error:
-            log.info("session not told of an end", extra={"code": error.code})
-
-    async def _characters(self, ask: Ask) -> int:
-        """The characters of what is new, however it was given."""
-        if ask.prompt_ids is None:
-            return len(ask.prompt or "")
-        (text,) = await self._tokenizers.decode([ask.prompt_ids], skip_special_tokens=False)
-        return len(text)
-
-    async def _ids(self, ask: Ask, *, begins: bool) -> tuple[int, ...]:
-        """The ids of what is new. Special tokens stand at the beginning of a session only."""
-        if ask.prompt_ids is not None:
-            return ask.prompt_ids
-        timeout_s = self._runtime.settings.gateway.request_timeout_s
-        encoded = await self._tokenizers.encode(
-            msgspec.structs.replace(ask, special_tokens=begins),
-            new_request_id(),
-            deadline_in(timeout_s, self._runtime.clock),
-            None,
-        )
-        return tuple(unpack_ids(encoded.token_ids))
-
     async def _open(self, request: web.Request) -> web.Response:
         body = await self._answering.read(
             request, OpenSession, lambda body: body, {"streaming": _STREAMING}
@@ -252,11 +189,6 @@ class Generation:
         body = await self._answering.read(request, CloseSession, lambda body: body)
         await self._sessions.close(tenant_of(request), body.session_id)
         return web.Response()
-
-
-def _whole(stream: Stream) -> bool:
-    """Whether all of an answer was heard: one that broke off is nothing to go on from."""
-    return stream.ended is not None and stream.ended.error is None and not stream.waiting
 
 
 _STREAMING = refused.Refused("a session is kept as ids; none holds pages of the cache", (False,))

@@ -14,7 +14,7 @@ from antiphon.gateway.owner.actions import Finished
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from antiphon.gateway.chorus import Answer, Heard
     from antiphon.gateway.http.native.reading import Telling
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import InstanceId
 
     RankOf = Callable[[InstanceId], int | None]
+    Keep = Callable[[Stream, Told], Awaitable[None]]
 
 
 class Record:
@@ -40,6 +41,7 @@ class Record:
         firsts: Sequence[str | None],
         rank_of: RankOf,
         weight_version: str,
+        keep: Keep | None = None,
     ) -> None:
         """Nothing was heard yet.
 
@@ -49,10 +51,12 @@ class Record:
             firsts: The text of its first token, where that is told.
             rank_of: Tells the place of a worker among them.
             weight_version: What the weights are called where no worker has said which answered.
+            keep: Puts by the first answer, where it stands in a session.
         """
         self._streams = streams
         self._rank_of = rank_of
         self._weight_version = weight_version
+        self._keep = keep
         self._began = time.monotonic()
         self._choices = streams[0].submit.choices
         self.prompt_ids = [unpack_ids(stream.submit.prompt_ids) for stream in streams]
@@ -86,6 +90,15 @@ class Record:
                 for heard in (*spoken.said, spoken.end):
                     self.hear(prompt, heard)
             self._cached[prompt] = answer.usage.cached_tokens
+
+    async def keep(self) -> None:
+        """Put by what a session goes on from.
+
+        Raises:
+            EngineError: It could not be put by.
+        """
+        if self._keep is not None:
+            await self._keep(self._streams[0], self.told[0])
 
     def meta_info(self, index: int) -> MetaInfo:
         """What is known of an answer beside what it says."""

@@ -14,11 +14,7 @@ _NOTHING: tuple[object, ...] = ({}, [], "")
 _MEDIA = Refused("this model reads text only", _NOTHING)
 _FLAT = Refused("log-probabilities are told as lists", (False,))
 _MASKS = Refused("it is not told of", (False,))
-_COMMON = {
-    name: why
-    for name, why in openai.COMMON.items()
-    if name not in ("session_params", "custom_params")
-}
+_COMMON = {name: why for name, why in openai.COMMON.items() if name != "custom_params"}
 
 GENERATE: Mapping[str, Refused] = {
     **_COMMON,

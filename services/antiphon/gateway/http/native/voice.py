@@ -13,17 +13,15 @@ from antiphon.gateway.http.sse import DONE, event
 from antiphon.gateway.http.voice import Voice
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from antiphon.gateway.chorus import Answer
     from antiphon.gateway.http.native.reading import Posted
-    from antiphon.gateway.http.native.record import RankOf
+    from antiphon.gateway.http.native.record import Keep, RankOf
     from antiphon.gateway.owner.actions import Finished, Said
     from antiphon.gateway.stream import Stream
     from antiphon.wire.base import Usage
     from antiphon.wire.errors import EngineError
-
-    Keep = Callable[[Stream, "GenerateVoice"], Awaitable[None]]
 
 
 class GenerateVoice(Voice):
@@ -41,28 +39,17 @@ class GenerateVoice(Voice):
         keep: Keep | None = None,
     ) -> None:
         self._posted = posted
-        self._streams = streams
         self._news = news
-        self._keep = keep
         self._record = Record(
             streams,
             posted.tellings,
             firsts=firsts,
             rank_of=rank_of,
             weight_version=weight_version,
+            keep=keep,
         )
         self._told = self._record.told
         self._told_to = [0] * len(self._told)
-
-    @property
-    def first_ids(self) -> list[int]:
-        """The ids of the first answer, once all is told."""
-        return self._told[0].ids
-
-    @property
-    def first_text(self) -> str:
-        """Its text."""
-        return "".join(self._told[0].texts)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object, or a list of them."""
@@ -92,8 +79,7 @@ class GenerateVoice(Voice):
 
     async def keep(self) -> None:
         """Put by what a session goes on from."""
-        if self._keep is not None:
-            await self._keep(self._streams[0], self)
+        await self._record.keep()
 
     def _due(self, prompt: int, index: int) -> bool:
         """Whether an answer has said so much that an event is worth it: its first token has."""

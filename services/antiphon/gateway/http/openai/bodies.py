@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
+from antiphon.gateway.http.native.bodies import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.sampling import (
@@ -265,6 +266,9 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         _is("What comes after a gap behind each prompt of text; the answer fills the gap."),
     ] = None
     echo: Annotated[bool | None, _is("The text begins with the prompt.")] = None
+    session_params: Annotated[
+        SessionParams | None, _is("Where in a session the request stands.")
+    ] = None
     best_of: Annotated[
         Choices | None, _is("Makes so many answers, and returns the n likeliest by token.")
     ] = None

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from antiphon.gateway.ask import Ask
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.native.record import RankOf
+    from antiphon.gateway.http.native.in_session import InSession
+    from antiphon.gateway.http.native.record import Keep, RankOf
     from antiphon.gateway.http.openai.reading import Posted
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.parsing.formats import Formats
@@ -48,12 +50,14 @@ class Completions:
         tokenizers: TokenizerCalls,
         runtime: Runtime,
         model: ModelName,
+        in_session: InSession,
         rank_of: RankOf,
     ) -> None:
         self._answering = answering
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
+        self._in_session = in_session
         self._rank_of = rank_of
 
     def operations(self) -> list[Operation]:
@@ -112,23 +116,41 @@ class Completions:
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        posted = await self._answering.read(
-            request, CompletionBody, reading.completion, refused.COMPLETION
+        posted, params = await self._answering.read(
+            request,
+            CompletionBody,
+            lambda body: (reading.completion(body), body.session_params),
+            refused.COMPLETION,
         )
+        if params is not None:
+            (ask,) = posted.asks
 
-        async def voice(streams: Sequence[Stream]) -> Voice:
-            header = self._header(posted, streams)
-            echoes = await self._echoes(posted, streams)
-            return CompletionVoice(
-                header,
-                streams,
-                posted.telling,
-                cached=self._cached,
-                echoes=echoes,
-                record=self._record(header, posted, streams, [echo.first for echo in echoes]),
+            async def voice_in_session(whole: Ask, streams: Sequence[Stream], keep: Keep) -> Voice:
+                asked = msgspec.structs.replace(posted, asks=(whole,))
+                return await self._text_voice(asked, streams, keep)
+
+            return await self._in_session.answer(
+                request, ask, params, voice_in_session, streamed=posted.stream
             )
 
+        async def voice(streams: Sequence[Stream]) -> Voice:
+            return await self._text_voice(posted, streams)
+
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
+
+    async def _text_voice(
+        self, posted: Posted, streams: Sequence[Stream], keep: Keep | None = None
+    ) -> CompletionVoice:
+        header = self._header(posted, streams)
+        echoes = await self._echoes(posted, streams)
+        return CompletionVoice(
+            header,
+            streams,
+            posted.telling,
+            cached=self._cached,
+            echoes=echoes,
+            record=self._record(header, posted, streams, [echo.first for echo in echoes], keep),
+        )
 
     async def _with_mark(self, posted: Posted, formats: Formats) -> Posted:
         """Find out which token ends the thinking, where a form or a budget needs it."""
@@ -150,7 +172,7 @@ class Completions:
 
     def _header(self, posted: Posted, streams: Sequence[Stream]) -> Header:
         return Header(
-            id=posted.telling.name or streams[0].submit.request_id,
+            id=posted.telling.name or str(posted.asks[0].key or streams[0].submit.request_id),
             created=int(time.time()),
             model=self._model,
             weight_version=weight_version(self._runtime),
@@ -162,10 +184,11 @@ class Completions:
         posted: Posted,
         streams: Sequence[Stream],
         firsts: Sequence[str | None],
+        keep: Keep | None = None,
     ) -> Record | None:
-        """Notes what is told at the end of choices, where anything is."""
+        """Notes what is told at the end of choices, or kept, where anything is."""
         telling = posted.telling
-        if not (telling.meta_info or telling.output_ids):
+        if not (telling.meta_info or telling.output_ids or keep):
             return None
         return Record(
             streams,
@@ -173,6 +196,7 @@ class Completions:
             firsts=firsts,
             rank_of=self._rank_of,
             weight_version=header.weight_version,
+            keep=keep,
         )
 
     async def _echoes(self, posted: Posted, streams: Sequence[Stream]) -> list[Echo]:

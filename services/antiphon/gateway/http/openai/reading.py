@@ -169,6 +169,10 @@ def completion(body: CompletionBody) -> Posted:
     suffix = body.suffix or None
     if suffix is not None:
         _check_gap(body, prompts)
+    if body.session_params is not None and (len(prompts), choices) != (1, 1):
+        raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+    if body.session_params is not None and suffix is not None:
+        raise InvalidRequest("a session takes no suffix", param="suffix")
     asks = (
         Ask(
             door="completions",
@@ -247,11 +251,12 @@ def _telling(
 
 
 def _ids_wanted(body: Body) -> dict[str, bool | None]:
-    """The fields for which ids of the answer have to be known; `meta_info` counts them."""
+    """The fields for which ids of the answer have to be known: `meta_info` counts them."""
     return {
         "return_token_ids": body.return_token_ids,
         "return_output_ids_in_sglext": body.return_output_ids_in_sglext,
         "return_meta_info": body.return_meta_info,
+        "session_params": isinstance(body, CompletionBody) and body.session_params is not None,
     }
 
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 _NOTHING: tuple[object, ...] = ({}, [], "")
 _ROUTING = Refused("where a request runs is the scheduler's to say")
 _EXPERTS = Refused("which experts a token went through is not told", (False,))
-_SESSIONS = Refused("sessions are of /generate only", _NOTHING)
+SESSION_PARAMS = Refused(
+    "a chat brings all of its turns; /generate and /v1/completions go on in sessions", _NOTHING
+)
 _MODALITIES = Refused("this model answers in text", (["text"], []))
 
 COMMON: Mapping[str, Refused] = {
@@ -23,7 +25,6 @@ COMMON: Mapping[str, Refused] = {
     "return_routed_experts": _EXPERTS,
     "return_spec_tokens_details": Refused("speculative decoding is not built yet", (False,)),
     "lora_path": Refused("LoRA adapters are not built yet", _NOTHING),
-    "session_params": _SESSIONS,
     "custom_labels": Refused("metric labels are fixed", _NOTHING),
     "bootstrap_host": _ROUTING,
     "bootstrap_port": _ROUTING,
@@ -36,6 +37,7 @@ COMMON: Mapping[str, Refused] = {
 
 CHAT: Mapping[str, Refused] = {
     **COMMON,
+    "session_params": SESSION_PARAMS,
     "functions": Refused("say tools", _NOTHING),
     "function_call": Refused("say tool_choice", ("none", "auto")),
     "modalities": _MODALITIES,

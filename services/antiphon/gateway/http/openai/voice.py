@@ -63,7 +63,7 @@ class OpenAiVoice(Voice):
             streams: One for each prompt.
             telling: What is told beside the text.
             cached: Whether the usage tells of the prefix cache.
-            record: Notes what is told at the end, where anything is.
+            record: Notes what is told at the end, or kept, where anything is.
         """
         self._header = header
         self._telling = telling
@@ -86,6 +86,11 @@ class OpenAiVoice(Voice):
     def failure(self, error: EngineError) -> bytes:
         """The error, and the mark of the end."""
         return event(msgspec.json.encode(envelope(error))) + DONE
+
+    async def keep(self) -> None:
+        """Put by what a session goes on from."""
+        if self._record is not None:
+            await self._record.keep()
 
     def _index(self, prompt: int, choice: int) -> int:
         return prompt * self._telling.choices + choice
@@ -110,7 +115,7 @@ class OpenAiVoice(Voice):
         )
 
     def _hear(self, prompt: int, events: Sequence[Said | Finished]) -> None:
-        """Note what comes, where it is told of at the end."""
+        """Note what comes, where that is told at the end, or kept."""
         if self._record is not None:
             for each in events:
                 self._record.hear(prompt, each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.fields import Refused
-from antiphon.gateway.http.openai.refused import COMMON
+from antiphon.gateway.http.openai.refused import COMMON, SESSION_PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +15,7 @@ _NAMES = Refused("a response is called by its id")
 
 RESPONSES: Mapping[str, Refused] = {
     **COMMON,
+    "session_params": SESSION_PARAMS,
     "return_cached_tokens_details": Refused("usage tells of cached tokens", (False,)),
     "max_thinking_tokens": Refused("it is of chats and of /generate"),
     "rid": _NAMES,
