@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from antiphon.gateway.http.openai.chat_voice import ChatVoice
-from antiphon.gateway.http.openai.reading import Telling
 from antiphon.gateway.http.openai.replies import ChatChunk, ChatChunkChoice, Delta
+from antiphon.gateway.http.openai.telling import Telling
 from antiphon.gateway.http.openai.voice import Header
 from antiphon.gateway.http.sse import event
 from antiphon.gateway.owner.actions import Said

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.chorus import Answer
     from antiphon.gateway.http.openai.logprobs import TokenLogprob
-    from antiphon.gateway.http.openai.reading import Telling
+    from antiphon.gateway.http.openai.telling import Telling
     from antiphon.gateway.parsing.events import Call, Event
     from antiphon.gateway.stream import Stream
     from antiphon.wire.base import Usage

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.chorus import Answer, Spoken
     from antiphon.gateway.http.native.record import Record
-    from antiphon.gateway.http.openai.reading import Telling
+    from antiphon.gateway.http.openai.telling import Telling
     from antiphon.gateway.http.openai.voice import Header
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream import Stream

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from antiphon.gateway.ask import Ask, DetailFields, Sampling, Thinking
+from antiphon.gateway.ask import Ask, Sampling, Thinking
 from antiphon.gateway.http.chats import held, plain, shown, tool_plan
 from antiphon.gateway.http.forms import Form, one_form, plain_forms
-from antiphon.gateway.http.native import reading as native
 from antiphon.gateway.http.openai.bodies import (
     COMPLETION_TOKENS,
     PROMPTS_MAX,
@@ -17,9 +16,16 @@ from antiphon.gateway.http.openai.bodies import (
     ChatBody,
     CompletionBody,
     ResponseFormat,
-    StreamOptions,
 )
 from antiphon.gateway.http.openai.speech import Hearing
+from antiphon.gateway.http.openai.telling import (
+    CHAT_FIELDS,
+    TEXT_FIELDS,
+    Telling,
+    details_wanted,
+    named,
+    telling_of,
+)
 from antiphon.gateway.http.openai.turns import begins_answer, conversation
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import read_choice
@@ -41,52 +47,6 @@ if TYPE_CHECKING:
 
 _MODEL = "default"
 """What SGLang's clients call the model when they do not care."""
-_CHAT_FIELDS = DetailFields(
-    ids="return_token_ids",
-    logprobs="logprobs",
-    top="top_logprobs",
-    named_ids="logprobs",
-    hidden="return_hidden_states",
-)
-_TEXT_FIELDS = msgspec.structs.replace(_CHAT_FIELDS, top="logprobs")
-
-
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client wants to be told beside the text.
-
-    Attributes:
-        choices: Answers to each prompt that it wants.
-        name: Its own for the answer.
-        logprobs: Whether log-probabilities are told.
-        usage_last: Whether a stream ends with a chunk of the tokens.
-        usage_always: Whether each chunk of it has them.
-        hidden: Whether hidden states are told.
-        ids: Whether ids of the answer are told.
-        prompt_ids: Whether ids of the prompt are told.
-        cached_details: Whether it is told where the cached tokens were.
-        meta_info: Whether each choice tells what /generate would of it.
-        input_ids: Whether ids of the prompts are told beside the choices.
-        output_ids: Whether those of the answers are.
-        recorded: What `meta_info` tells of tokens.
-        echo: Whether the text begins with the prompt.
-        hearing: How a chat's answer is taken apart.
-    """
-
-    choices: int = 1
-    name: str | None = None
-    logprobs: bool = False
-    usage_last: bool = False
-    usage_always: bool = False
-    hidden: bool = False
-    ids: bool = False
-    prompt_ids: bool = False
-    cached_details: bool = False
-    meta_info: bool = False
-    input_ids: bool = False
-    output_ids: bool = False
-    recorded: native.Telling = native.Telling()
-    echo: bool = False
-    hearing: Hearing = Hearing()
 
 
 class Posted(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +75,7 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True)
     completing = body.max_completion_tokens is not None
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    wanted = _wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    wanted = details_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
     plan = _plan(body, formats.tools, insists=insists)
     messages = conversation(body.messages)
     ask = Ask(
@@ -130,9 +90,9 @@ def chat(body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True)
         tokens_max=body.max_completion_tokens if completing else body.max_tokens,
         tokens_field="max_completion_tokens" if completing else "max_tokens",
         model_defaults=True,
-        detail_fields=_called(_CHAT_FIELDS, body),
+        detail_fields=named(CHAT_FIELDS, body),
     )
-    telling = _telling(
+    telling = telling_of(
         body,
         logprobs=bool(body.logprobs),
         top=body.top_logprobs or 0,
@@ -159,7 +119,7 @@ def completion(body: CompletionBody) -> Posted:
         InvalidRequest: `param` names the field at fault.
     """
     choices = _best_of(body)
-    wanted = _wanted(
+    wanted = details_wanted(
         body,
         logprobs=body.logprobs is not None or choices > (body.n or 1),
         top=body.logprobs or 0,
@@ -182,7 +142,7 @@ def completion(body: CompletionBody) -> Posted:
             suffix=suffix,
             tokens_max=body.max_tokens,
             tokens_default=COMPLETION_TOKENS,
-            detail_fields=_called(_TEXT_FIELDS, body),
+            detail_fields=named(TEXT_FIELDS, body),
         )
         for prompt in prompts
     )
@@ -192,7 +152,7 @@ def completion(body: CompletionBody) -> Posted:
             for index, ask in enumerate(asks)
         ),
         stream=bool(body.stream),
-        telling=_telling(
+        telling=telling_of(
             body,
             logprobs=body.logprobs is not None,
             top=body.logprobs or 0,
@@ -220,61 +180,6 @@ def _best_of(body: CompletionBody) -> int:
     if made > shown and body.stream:
         raise InvalidRequest("the best of several cannot be streamed", param="best_of")
     return made
-
-
-def _telling(
-    body: Body, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False
-) -> Telling:
-    options = body.stream_options or StreamOptions()
-    return Telling(
-        choices=body.n or 1,
-        name=body.rid,
-        logprobs=logprobs,
-        usage_last=bool(options.include_usage),
-        usage_always=bool(options.continuous_usage_stats),
-        hidden=bool(body.return_hidden_states),
-        ids=bool(body.return_token_ids),
-        prompt_ids=prompt_ids,
-        cached_details=bool(body.return_cached_tokens_details),
-        meta_info=bool(body.return_meta_info),
-        input_ids=bool(body.return_input_ids_in_sglext),
-        output_ids=bool(body.return_output_ids_in_sglext),
-        recorded=native.Telling(
-            logprobs=logprobs,
-            start=0 if echo and logprobs else -1,
-            top=top,
-            texts=True,
-            hidden="last" if body.return_hidden_states else "",
-        ),
-        echo=echo,
-    )
-
-
-def _ids_wanted(body: Body) -> dict[str, bool | None]:
-    """The fields for which ids of the answer have to be known: `meta_info` counts them."""
-    return {
-        "return_token_ids": body.return_token_ids,
-        "return_output_ids_in_sglext": body.return_output_ids_in_sglext,
-        "return_meta_info": body.return_meta_info,
-        "session_params": isinstance(body, CompletionBody) and body.session_params is not None,
-    }
-
-
-def _called(fields: DetailFields, body: Body) -> DetailFields:
-    """Call ids of the answer by the field that wants them."""
-    wanting = [name for name, wants in _ids_wanted(body).items() if wants]
-    return msgspec.structs.replace(fields, ids=wanting[0]) if wanting else fields
-
-
-def _wanted(
-    body: Body, *, logprobs: bool, top: int, prompt_too: bool = False
-) -> DetailParams | None:
-    hidden, ids = bool(body.return_hidden_states), any(_ids_wanted(body).values())
-    if not (logprobs or hidden or ids):
-        return None
-    return DetailParams(
-        ids=ids, logprobs=logprobs, top=top, hidden=hidden, prompt_start=0 if prompt_too else -1
-    )
 
 
 def _filled(

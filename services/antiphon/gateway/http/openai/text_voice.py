@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.chorus import Answer, Spoken
     from antiphon.gateway.http.native.record import Record
     from antiphon.gateway.http.openai.logprobs import TextLogprobs
-    from antiphon.gateway.http.openai.reading import Telling
+    from antiphon.gateway.http.openai.telling import Telling
     from antiphon.gateway.http.openai.voice import Header
     from antiphon.gateway.stream import Stream
     from antiphon.wire.base import Usage

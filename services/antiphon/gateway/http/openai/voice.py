@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.http.native.record import Record
     from antiphon.gateway.http.native.replies import MetaInfo
-    from antiphon.gateway.http.openai.reading import Telling
+    from antiphon.gateway.http.openai.telling import Telling
     from antiphon.gateway.owner.actions import Finished, Said
     from antiphon.gateway.stream import Stream
     from antiphon.wire.details import DetailPiece
