@@ -33,6 +33,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "telemetry.otlp_endpoint": st.sampled_from(["", "http://collector:4318"]),
     "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
     "access.allowed_origins": st.sampled_from(["", "*", "https://a.example,http://[::1]:80"]),
+    "model.completion_template": st.sampled_from(["", "qwen_coder", "gaps.json"]),
     "grammar.whitespace_max": st.integers(1, 256),
     "responses.replicas": st.integers(1, 5),
     "sessions.replicas": st.integers(1, 5),
