@@ -39,7 +39,7 @@ from antiphon.wire.errors import (
 from antiphon.wire.heartbeat import StreamSeq
 from antiphon.wire.ids import RequestId
 from antiphon.wire.notice import LostRequest, NoticeBatch
-from antiphon.wire.submit import OpenList, SubmitAccepted
+from antiphon.wire.submit import SubmitAccepted
 from antiphon.wire.text import TextBatch, TextRow
 
 if TYPE_CHECKING:
@@ -351,32 +351,3 @@ def ended_in(actions: Sequence[Action]) -> Ended:
 
 def cancels(actions: Sequence[Action]) -> list[RequestId]:
     return [a.message.request_id for a in actions if isinstance(a, Cancel)]
-
-
-def test_long_lists_go_whole_less_often() -> None:
-    """Each hearer reads all of one, so twice as many requests may not cost twice as much."""
-    assert whole_lists(100, for_s=16.0) == [100] * 32
-    assert whole_lists(2000, for_s=16.0) == [2000] * 8
-    assert whole_lists(3000, for_s=16.0) == [3000] * 8
-
-
-def whole_lists(requests: int, for_s: float) -> list[int]:
-    """Lengths of the whole lists that an owner of so many requests sends."""
-    world = World(1)
-    owner, clock = world.owner, world.clock
-    owner.tick()
-    for number in range(requests):
-        owner.open(submission(f"r{number}", clock, timeout_s=1000.0))
-    clock.advance(4.0)
-    owner.tick()
-    until = clock.now() + for_s
-    lengths: list[int] = []
-    while owner.wake_at() <= until:
-        clock.advance(owner.wake_at() - clock.now())
-        lengths += [len(each.opened) for each in whole(owner.tick())]
-    return lengths
-
-
-def whole(actions: Sequence[Action]) -> list[OpenList]:
-    told = [action.message for action in actions if isinstance(action, Announce)]
-    return [message for message in told if message.whole]

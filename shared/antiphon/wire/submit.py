@@ -78,9 +78,8 @@ class OpenRequest(Value):
 class OpenList(Message):
     """What a gateway owns and has not ended.
 
-    The whole list goes each 0.5 s, of more than 500 less often; changes go at once (`whole` false:
-    `opened` are new, `closed` have ended). `version` grows by one a message, so that a late one is
-    told apart.
+    The whole list goes each 0.5 s; changes go at once (`whole` false: `opened` are new, `closed`
+    have ended). `version` grows by one a message, so that a late one is told apart.
     """
 
     model: ModelName

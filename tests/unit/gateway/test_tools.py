@@ -30,6 +30,7 @@ TOOLS = [
         },
     }
 ]
+ANTHROPIC = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call>'
 
 
@@ -263,3 +264,22 @@ async def test_thinking_is_ended_by_its_budget(path: str) -> None:
             status, reply, _ = await post(at, path, prompt | {"max_thinking_tokens": 5})
             assert status == 400
             assert "'param': 'max_thinking_tokens'" in str(reply)
+
+
+@pytest.mark.parametrize(
+    ("door", "said", "named"),
+    [
+        (CHAT, {"tools": TOOLS}, "tools: it is not known how this model calls them"),
+        ("/v1/messages", {"max_tokens": 8, "tools": [ANTHROPIC]}, "tools: it is not known"),
+        ("/api/chat", {"tools": TOOLS}, "tools: it is not known how this model calls them"),
+        ("/api/chat", {"think": True}, "think: it is not known how this model marks its thinking"),
+    ],
+)
+async def test_a_model_of_no_known_form_is_offered_no_tools(
+    door: str, said: Body, named: str
+) -> None:
+    async with house() as world:
+        status, reply, _ = await post(world, door, {"model": MODEL, "messages": HI} | said)
+        assert status == 400
+        assert named in json.dumps(reply)
+        assert not world.cluster.encodes

@@ -237,8 +237,7 @@ class Owner:
         while (key := self._timers.pop_due(now)) is not None:
             match key:
                 case ("list",):
-                    pause_s = rules.list_pause_s(self._limits.open_list_s, len(self._requests))
-                    self._timers.set(_LIST, now + pause_s)
+                    self._timers.set(_LIST, now + self._limits.open_list_s)
                     self._actions.append(Announce(self._ledger.whole(self._requests.values())))
                 case ("feed", detokenizer):
                     self._check(detokenizer)

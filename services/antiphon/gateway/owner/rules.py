@@ -15,16 +15,11 @@ SUBMIT_PATIENCE_S = 5.0
 """How long a new request waits for any leader: a standby leads within 3 s."""
 QUIET_S = 2.0
 """How long an answer may fall silent before the leader is asked for it again."""
-UNHEARD_S = 30.0
+UNHEARD_S = 8.0
 """The same for one that has not begun. It may just wait for its turn: a leader that has accepted it
 forgets it only with its life, and the next leader is asked at once."""
 QUIET_MAX_S = 64.0
 """The pause doubles up to this: 2,000 that wait would be asked for again every few milliseconds."""
-LISTED_BRISKLY = 500
-"""Up to so many open requests the whole list goes as often as it is set; beyond, less often: it is
-for repair, changes go at once, and whoever hears it reads all of it beside their work."""
-LIST_PAUSES_MAX = 4.0
-"""And at least once in so many pauses: a new leader waits for it."""
 TOMBSTONE_S = 10.0
 """How long past the deadline a cancel is repeated."""
 PACE_S = 0.001
@@ -39,11 +34,6 @@ PROMPT_READ_S = 5.0
 """How long more than the bound may wait of what is told of a prompt, and in which time a client
 must take as much as the bound."""
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-def list_pause_s(least_s: float, open_count: int) -> float:
-    """Pause until the next whole list of so many requests."""
-    return least_s * min(LIST_PAUSES_MAX, max(1.0, open_count / LISTED_BRISKLY))
 
 
 def passes(error: EngineError, *, accepted: bool) -> bool:
