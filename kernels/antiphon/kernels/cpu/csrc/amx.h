@@ -44,19 +44,20 @@ class Squares {
     // Give the squares of sums, and their squares of rows, so many rows.
     void shape(int64_t upper, int64_t lower) {
         if (upper == upper_ && lower == lower_) return;
-        TileShapes shapes;
-        const auto set = [&](int tile, int64_t rows) {
-            shapes.rows[tile] = static_cast<uint8_t>(rows);
-            shapes.row_bytes[tile] = rows ? 64 : 0;
-        };
-        constexpr int UPPER[] = {0, 1, 4}, LOWER[] = {2, 3, 5}, PANELS[] = {6, 7};
-        for (const int tile : UPPER) set(tile, upper);
-        for (const int tile : LOWER) set(tile, lower);
-        for (const int tile : PANELS) set(tile, SQUARE);
-        written();
-        _tile_loadconfig(&shapes);
         upper_ = upper;
         lower_ = lower;
+        set({upper, upper, lower, lower, upper, lower, SQUARE, SQUARE});
+    }
+
+    // Give each tile so many rows.
+    static void set(const std::array<int64_t, 8> &rows) {
+        TileShapes shapes;
+        for (int tile = 0; tile < 8; ++tile) {
+            shapes.rows[tile] = static_cast<uint8_t>(rows[tile]);
+            shapes.row_bytes[tile] = rows[tile] ? 64 : 0;
+        }
+        written();
+        _tile_loadconfig(&shapes);
     }
 
     // The intrinsics of GCC 12 do not say that they read memory: said before they do.

@@ -91,15 +91,16 @@ INLINE void mix_on_squares(float *sums, const AttentionRoom<bf16> &room, int64_t
     }
 }
 
-// Multiply what some queries have summed by what becomes of it, and fill up the steps of keys.
+// Multiply what some queries have summed (queries, width) by what becomes of it, and fill up the
+// steps of keys in their shares (queries, KEYS).
 INLINE void ready_sums(
-    float *sums, int64_t queries, const KeyBlock &block, const float *kept,
-    AttentionRoom<bf16> &room) {
-    for (int64_t r = 0; r < queries; ++r, sums += room.width) {
-        for (int64_t d = 0; kept[r] != 1.0f && d < room.width; d += LANES)
+    float *sums, int64_t width, bf16 *shares, int64_t queries, const KeyBlock &block,
+    const float *kept) {
+    for (int64_t r = 0; r < queries; ++r, sums += width, shares += KEYS) {
+        for (int64_t d = 0; kept[r] != 1.0f && d < width; d += LANES)
             store(sums + d, mul(load(sums + d), all(kept[r])));
         // What a step has beyond the keys weighs nothing.
-        if (block.vectors() % 2) store(room.shares[r] + block.vectors() * LANES, zeros());
+        if (block.vectors() % 2) store(shares + block.vectors() * LANES, zeros());
     }
 }
 
@@ -123,15 +124,17 @@ static void meet_on_squares(
     for (int64_t query = first; query < last; query += SQUARE) {
         float *sums = room.sums + (before + query) * room.width;
         float kept[SQUARE];
-        weigh_all(call, task, head, query, static_cast<int>(height), block, room, kept);
-        room.ahead.step();
-        ready_sums(sums, height, block, kept, room);
+        weigh_all(
+            call, task, query, static_cast<int>(height), block, room.scores[0],
+            room.top + before + query, room.mass + before + query, room.shares[0], kept);
+        room.step();
+        ready_sums(sums, room.width, room.shares[0], height, block, kept);
         // Squares wait for what has just been written, so others are computed in between.
         const int64_t here = height;
         if (query + SQUARE < last) height = score(query + SQUARE);
         squares.shape(here, here);
         mix_on_squares(sums, room, steps);
-        room.ahead.step();
+        room.step();
     }
 }
 

@@ -25,19 +25,19 @@ INLINE void meet_in_tiles(
     }
 }
 
-// The weighted sums divided by the weights, as the rows of the result.
+// The weighted sums (rows, width) divided by the weights (rows,), as the rows of the result.
 template <class T>
 INLINE void write_out(
-    const AttentionCall &call, const AttentionTask &task, const AttentionRoom<T> &room) {
+    const AttentionCall &call, const AttentionTask &task, const float *sums, int64_t width,
+    const float *mass) {
     const int64_t group = call.shape.queries_per_head, size = call.shape.head_size;
-    const float *sums = room.sums;
     for (int64_t head = 0, row = 0; head < task.heads; ++head)
-        for (int64_t i = 0; i < task.queries * group; ++i, ++row, sums += room.width) {
+        for (int64_t i = 0; i < task.queries * group; ++i, ++row, sums += width) {
             const int64_t token = task.token + i / group;
             const int64_t query_head = (task.head + head) * group + i % group;
             const int64_t at = (token * call.shape.heads * group + query_head) * size;
             T *out = static_cast<T *>(call.out) + at;
-            const F32 inverse = all(call.cache.value_scale / room.mass[row]);
+            const F32 inverse = all(call.cache.value_scale / mass[row]);
             for (int64_t d = 0; d < size; d += LANES) {
                 // Adding zero makes one zero of both: the sign of a zero product may depend on
                 // keys beyond the query.
@@ -65,10 +65,38 @@ INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task
     return block_at<T>(call, task, unseen > 0 ? unseen / BLOCK_KEYS<T> * BLOCK_KEYS<T> : 0);
 }
 
+// Where the tokens of the next block lie, after the last that of the task that most likely follows.
+template <class T>
+INLINE void locate_coming(
+    const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
+    const KeyBlock &next, int64_t (&offsets)[KEYS]) {
+    const bool alike =
+        following && following->head == task.head && following->heads == task.heads;
+    if (next.until <= 0 && alike)
+        locate(call, following->row, first_block<T>(call, *following), offsets);
+    else locate(call, task.row, next, offsets);
+}
+
 // Bytes of a number of the cache.
 INLINE int item_bytes(const CacheShape &shape) {
     if (shape.kept != Kept::number) return 1;
     return shape.number == Number::bf16 ? sizeof(bf16) : sizeof(float);
+}
+
+// Where the keys and values of a task's first head begin in the cache.
+struct TaskBases {
+    const char *keys, *values;
+
+    TaskBases(const AttentionCall &call, const AttentionTask &task) {
+        const int64_t before = task.head * call.shape.head_size * item_bytes(call.shape);
+        keys = static_cast<const char *>(call.cache.keys) + before;
+        values = static_cast<const char *>(call.cache.values) + before;
+    }
+};
+
+INLINE Ahead ahead_of(const AttentionCall &call, const AttentionTask &task) {
+    const int64_t item = item_bytes(call.shape);
+    return {task.heads * call.shape.head_size * item, item};
 }
 
 template <class T>
@@ -87,26 +115,17 @@ static void attend(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
     static thread_local Scratch scratch;
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
-    const int item = item_bytes(call.shape);
-    const int64_t offset = task.head * call.shape.head_size * item;
-    const Ahead ahead(
-        static_cast<const char *>(call.cache.keys) + offset,
-        static_cast<const char *>(call.cache.values) + offset,
-        task.heads * call.shape.head_size * item, item);
-    AttentionRoom<T> room(scratch, call.shape, ahead, task.heads * task.queries * group);
+    const TaskBases bases(call, task);
+    AttentionRoom<T> room(scratch, call, task, ahead_of(call, task));
     Squares squares;
     if constexpr (ON_SQUARES<T>) gather_queries(call, task, room);
     KeyBlock block = first_block<T>(call, task);
     locate(call, task.row, block, room.offsets[0]);
     for (int side = 0; block.until > 0; side ^= 1) {
         const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
-        const bool alike =
-            following && following->head == task.head && following->heads == task.heads;
-        if (next.until <= 0 && alike)
-            locate(call, following->row, first_block<T>(call, *following), room.offsets[side ^ 1]);
-        else
-            locate(call, task.row, next, room.offsets[side ^ 1]);
-        room.ahead.begin(room.offsets[side ^ 1], AHEAD_STEPS * task.heads);
+        const int64_t *coming = room.offsets[side ^ 1];
+        locate_coming<T>(call, task, following, next, room.offsets[side ^ 1]);
+        room.ahead.begin({bases.keys, coming, KEYS}, {bases.values, coming, KEYS}, {});
         // Queries before the block see nothing of it, nor do those whose window lies behind it.
         const int64_t first = block.begin > task.position ? block.begin - task.position : 0;
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
@@ -120,24 +139,5 @@ static void attend(
         }
         block = next;
     }
-    write_out(call, task, room);
-}
-
-// Compute one of a call's tasks; they may be computed in any order, by any thread, of which there
-// are so many.
-static void attention_task(
-    const AttentionCall &call, const AttentionTask *tasks, int64_t count, int64_t i, int threads) {
-    // Most likely this thread's next one, whose keys it asks the memory for at the end of this.
-    const AttentionTask *following = i + threads < count ? tasks + i + threads : nullptr;
-    if (call.shape.number == Number::bf16) attend<bf16>(call, tasks[i], following);
-    else attend<float>(call, tasks[i], following);
-}
-
-// All tasks of a call, with a team of its own.
-static void attention_call(
-    const AttentionCall &call, const AttentionTask *tasks, int64_t count, int threads) {
-    Phase phase = {};
-    in_team(threads, &phase, [&](Member &team) {
-        team.run(count, [&](int64_t i) { attention_task(call, tasks, count, i, team.threads()); });
-    });
+    write_out<T>(call, task, room.sums, room.width, room.mass);
 }

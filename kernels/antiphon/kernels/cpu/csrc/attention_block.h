@@ -34,41 +34,58 @@ struct KeyBlock {
     int vectors() const { return (until + LANES - 1) / LANES; }
 };
 
-// Asks the memory for the next block's tokens, a few at a time between the sums of this block: the
-// pages lie apart, so the hardware does not see where it goes on, and it holds few questions. Keys
-// are asked for before values, since it sees a run within a page.
+// Asks the memory for tokens to come, a few lines at a time between the sums of what is there: pages
+// lie apart, so the hardware does not see where it goes on, and it holds few questions.
 class Ahead {
   public:
-    // What is read of each token lies `bytes` long at its offset from either base.
-    Ahead(const void *keys, const void *values, int64_t bytes, int item)
-        : keys_(static_cast<const char *>(keys)),
-          values_(static_cast<const char *>(values)),
-          bytes_(bytes),
-          item_(item) {}
+    // Tokens of keys or of values, by where they lie from their base on; -1: nothing is read.
+    struct Run {
+        const void *base;
+        const int64_t *offsets;
+        int64_t tokens;
+    };
 
-    // From now on, ask for a block's tokens in so many steps.
-    void begin(const int64_t (&offsets)[KEYS], int64_t steps) {
-        offsets_ = offsets;
-        done_ = 0;
-        share_ = ceil_div(2 * KEYS, steps);
+    // Of each token `bytes` are read, in values of `item` bytes.
+    Ahead(int64_t bytes, int64_t item) : bytes_(bytes), item_(item) {}
+
+    // From now on, ask for these.
+    void begin(const Run &first, const Run &second, const Run &third) {
+        runs_ = {first, second, third};
+        run_ = token_ = 0;
+        at_ = end_ = nullptr;
     }
 
-    void step() {
-        const int64_t until = done_ + share_ < 2 * KEYS ? done_ + share_ : 2 * KEYS;
-        for (; done_ < until; ++done_) {
-            const int64_t offset = offsets_[done_ % KEYS];
-            if (offset < 0) continue;
-            const char *at = (done_ < KEYS ? keys_ : values_) + offset * item_;
-            for (int64_t byte = 0; byte < bytes_; byte += 64)
-                _mm_prefetch(at + byte, _MM_HINT_T0);
-        }
+    int64_t lines(int64_t tokens) const { return tokens * ceil_div(bytes_, LINE); }
+
+    // Ask for so many lines: into the first level of caches, or into the second.
+    template <_mm_hint LEVEL>
+    __attribute__((always_inline)) void step(int64_t lines) {
+        for (; lines > 0 && (at_ < end_ || next_token()); --lines, at_ += LINE)
+            _mm_prefetch(at_, LEVEL);
+        // GCC takes a function that does nothing else for one that does nothing.
+        __asm__ volatile("" ::: "memory");
     }
 
   private:
-    const char *keys_, *values_;
+    static constexpr int64_t LINE = 64;
+
+    bool next_token() {
+        for (; run_ < runs_.size(); ++run_, token_ = 0)
+            for (const Run &run = runs_[run_]; token_ < run.tokens;) {
+                const int64_t offset = run.offsets[token_++];
+                if (offset < 0) continue;
+                at_ = static_cast<const char *>(run.base) + offset * item_;
+                end_ = at_ + bytes_;
+                return true;
+            }
+        return false;
+    }
+
     int64_t bytes_, item_;
-    const int64_t *offsets_ = nullptr;
-    int64_t done_ = 2 * KEYS, share_ = 0;
+    std::array<Run, 3> runs_ = {};
+    size_t run_ = 0;
+    int64_t token_ = 0;
+    const char *at_ = nullptr, *end_ = nullptr;
 };
 
 // What one task works in, cut from the thread's scratch memory.
@@ -86,9 +103,14 @@ template <class T> struct AttentionRoom {
     // Offsets of a block's tokens in the cache, in values; -1 for those that nobody may read.
     int64_t offsets[2][KEYS];
     Ahead ahead;
+    int64_t lines_ahead;  // that are asked for at a time
 
-    AttentionRoom(Scratch &scratch, const CacheShape &shape, const Ahead &ahead, int64_t queries)
-        : ahead(ahead) {
+    AttentionRoom(
+        Scratch &scratch, const AttentionCall &call, const AttentionTask &task, const Ahead &ahead)
+        : ahead(ahead),
+          lines_ahead(ceil_div(ahead.lines(2 * KEYS), AHEAD_STEPS * task.heads)) {
+        const CacheShape &shape = call.shape;
+        const int64_t queries = task.heads * task.queries * shape.queries_per_head;
         words = shape.head_size / WORD_VALUES<T>;
         width = ceil_div(shape.head_size, LANES) * LANES;
         const int64_t padded = ceil_div(queries, LANES) * LANES;
@@ -113,6 +135,8 @@ template <class T> struct AttentionRoom {
         std::memset(sums, 0, others * sizeof(float));
         for (int64_t i = 0; i < padded; ++i) top[i] = LOWEST;
     }
+
+    void step() { ahead.step<_MM_HINT_T0>(lines_ahead); }
 };
 
 // Where the tokens of a block lie in the cache.
@@ -146,11 +170,11 @@ INLINE void lay_out(
         const K *rows[LANES];
         for (int i = 0; i < LANES; ++i) rows[i] = find(call.cache.keys, v * LANES + i);
         transpose<T>(rows, room.words, room.keys + v * LANES, KEYS);
-        room.ahead.step();
+        room.step();
     }
     constexpr int step = WORD_VALUES<T>;
     for (int key = 0; key < block.until; key += step) {
-        if (key % LANES == 0) room.ahead.step();
+        if (key % LANES == 0) room.step();
         lay_rows<T>(
             find(call.cache.values, key), find(call.cache.values, key + step - 1), size,
             room.values + key / step * room.width);
@@ -253,24 +277,21 @@ INLINE const T *query_at(
     return q + ((task.head + head) * group + index % group) * call.shape.head_size;
 }
 
-// The scores of some queries, from `first` of the task's on, become weights; `kept` is what becomes
-// of what each has summed.
+// The scores (queries, KEYS) of some queries of a head, from `first` of the task's on, become
+// weights; `kept` is what becomes of what each has summed.
 template <class T>
 INLINE void weigh_all(
-    const AttentionCall &call, const AttentionTask &task, int64_t head, int64_t first, int queries,
-    const KeyBlock &block, AttentionRoom<T> &room, float *kept) {
+    const AttentionCall &call, const AttentionTask &task, int64_t first, int queries,
+    const KeyBlock &block, const float *scores, float *top, float *mass, T *shares, float *kept) {
     const int64_t group = call.shape.queries_per_head, window = call.shape.window;
-    const int64_t row = head * task.queries * group + first;
-    for (int r = 0; r < queries; ++r) {
+    for (int r = 0; r < queries; ++r, scores += KEYS, shares += KEYS) {
         const int64_t position = task.position + (first + r) / group;
         const int64_t seen = position + 1 - block.begin, unseen = window ? seen - window : 0;
         const int until = static_cast<int>(seen < KEYS ? seen : KEYS);
         const int from = static_cast<int>(unseen > KEYS ? KEYS : unseen < 0 ? 0 : unseen);
         const float scale = call.scale * call.cache.key_scale * LOG2_E;
         const auto weigh_in = [&](auto vectors) {
-            return weigh<T, vectors>(
-                room.scores[r], scale, from, until, room.top[row + r], room.mass[row + r],
-                room.shares[r]);
+            return weigh<T, vectors>(scores, scale, from, until, top[r], mass[r], shares);
         };
         kept[r] = by_vectors(block.vectors(), weigh_in);
     }
@@ -292,12 +313,14 @@ static void meet_block(
             for (int i = 0; i < count; ++i) store(room.scores[r] + (v + i) * LANES, acc[r][i]);
     });
 
-    room.ahead.step();
+    room.step();
     const int64_t row = head * task.queries * call.shape.queries_per_head + first;
     float kept[R];
-    weigh_all(call, task, head, first, R, block, room, kept);
+    weigh_all(
+        call, task, first, R, block, room.scores[0], room.top + row, room.mass + row, room.shares[0],
+        kept);
 
-    room.ahead.step();
+    room.step();
     for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]);
     in_tiles(room.width / LANES, [&](auto count, int64_t v) {
         F32 acc[R][count];

@@ -6,10 +6,12 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "table.h"

@@ -1,0 +1,291 @@
+// A task of few queries on AMX: the keys of all its heads are read where they lie.
+//
+// Sixteen keys as the cache has them, by the queries turned, are a square of scores: the products
+// that amx_attention.h has the other way around, added in the same order, so with the same bits.
+// A decode step reads more than it computes, so pages are gone through once and as they lie, all
+// heads of one before the next, and the memory is asked for each a few pages before.
+
+#if ANTIPHON_AMX
+
+// Such a task has so many queries a head at most.
+INLINE bool are_few(const AttentionCall &call, const AttentionTask &task) {
+    return call.shape.number == Number::bf16 &&
+        task.queries * call.shape.queries_per_head <= SQUARE;
+}
+
+// What such a task works in, cut from the thread's scratch memory.
+struct FewRoom {
+    int64_t queries, columns;  // of a head; in whole fours, as scores are turned
+    int64_t words, width;      // of a head, in whole steps; of a row of sums, in whole vectors
+    uint32_t *asked;           // (heads, words, SQUARE) queries, turned
+    float *squares;            // (2, heads, SQUARE keys, SQUARE queries) scores of two squares
+    float *scores;             // (heads, columns, KEYS)
+    bf16 *shares;              // (heads, queries, KEYS)
+    bf16 *copies;              // (SQUARE, 2 * words) keys that cannot be read in place
+    uint32_t *values;          // (2, SQUARE pairs of keys, width) of two steps
+    bf16 *nothing;             // (2 * words,) zeros, in the place of keys that nobody may read
+    float *sums;               // (heads, queries, width)
+    float *top, *mass;         // (heads, queries) running maximum and sum
+    int64_t offsets[2][KEYS];  // of a block's tokens in the cache, in values; -1: not to be read
+
+    FewRoom(Scratch &scratch, const AttentionCall &call, const AttentionTask &task) {
+        const int64_t size = call.shape.head_size, heads = task.heads;
+        queries = task.queries * call.shape.queries_per_head;
+        columns = ceil_div(queries, 4) * 4;
+        words = ceil_div(size, STEP) * SQUARE;
+        width = ceil_div(size, LANES) * LANES;
+        const int64_t rows = ceil_div(heads * queries, LANES) * LANES;
+        const std::array<int64_t, 10> sizes = {
+            heads * words * SQUARE,
+            2 * heads * SQUARE * SQUARE,
+            heads * columns * KEYS,
+            rows * KEYS / 2,
+            SQUARE * words,
+            2 * SQUARE * width,
+            words,
+            rows * width,
+            rows,
+            rows};
+        int64_t total = 0;
+        for (const int64_t size : sizes) total += size;
+        auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
+        const auto cut = [&](int i) { return std::exchange(at, at + sizes[i]); };
+        asked = cut(0);
+        squares = reinterpret_cast<float *>(cut(1));
+        scores = reinterpret_cast<float *>(cut(2));
+        shares = reinterpret_cast<bf16 *>(cut(3));
+        copies = reinterpret_cast<bf16 *>(cut(4));
+        values = cut(5);
+        nothing = reinterpret_cast<bf16 *>(cut(6));
+        sums = reinterpret_cast<float *>(cut(7));
+        top = reinterpret_cast<float *>(cut(8));
+        mass = reinterpret_cast<float *>(cut(9));
+        std::memset(nothing, 0, sizes[6] * sizeof(uint32_t));
+        std::memset(sums, 0, sizes[7] * sizeof(float));
+        std::memset(mass, 0, sizes[9] * sizeof(float));
+        std::fill_n(top, rows, LOWEST);
+        // Columns beyond the head are read, and so must hold numbers.
+        if (width != size) std::memset(values, 0, sizes[5] * sizeof(uint32_t));
+    }
+};
+
+// Tiles 0 and 1 are sums, 4 the shares that 6 and 7, values, are multiplied by; 5 is a square of
+// scores, of keys in 6 and queries in 7. K is what keys and values are kept as.
+template <class K> class FewQueries {
+  public:
+    FewQueries(const AttentionCall &call, const AttentionTask &task, FewRoom &room)
+        : call_(call),
+          task_(task),
+          room_(room),
+          bases_(call, task),
+          ahead_(ahead_of(call, task)),
+          size_(call.shape.head_size) {
+        const int64_t rows = room.queries;
+        Squares::set({rows, rows, 0, 0, rows, SQUARE, SQUARE, SQUARE});
+        for (int64_t head = 0; head < task.heads; ++head) turn_queries(head);
+    }
+    FewQueries(const FewQueries &) = delete;
+    FewQueries &operator=(const FewQueries &) = delete;
+    ~FewQueries() { _tile_release(); }
+
+    // Meet a block whose tokens lie at `offsets`; after it come those at `coming`.
+    void meet(const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
+        const int64_t squares = ceil_div(block.until, SQUARE);
+        ahead_.begin(
+            {bases_.keys, offsets + TOKENS_AHEAD, squares * SQUARE - TOKENS_AHEAD},
+            {bases_.values, offsets, block.until}, {bases_.keys, coming, TOKENS_AHEAD});
+        for (int64_t i = 0; i < squares; ++i) {
+            for (int64_t head = 0; head < task_.heads; ++head)
+                score(head, offsets + i * SQUARE, square_of(i, head));
+            // Squares wait for what has just been written, so others are computed in between.
+            if (i > 0) turn_scores(i - 1);
+        }
+        turn_scores(squares - 1);
+        for (int64_t head = 0; head < task_.heads; ++head) weigh_head(head, block);
+        const int64_t count = ceil_div(block.until, STEP) * task_.heads;
+        for (int64_t i = 0; i < count; ++i) {
+            lay_values(i % task_.heads, offsets + i / task_.heads * STEP, values_of(i));
+            if (i > 0) mix(i - 1);
+        }
+        mix(count - 1);
+    }
+
+  private:
+    // How far the memory is asked ahead: into the second level, which also holds a step's weights.
+    static constexpr int64_t TOKENS_AHEAD = 3 * SQUARE;
+
+    float *square_of(int64_t i, int64_t head) const {
+        return room_.squares + (i % 2 * task_.heads + head) * SQUARE * SQUARE;
+    }
+    uint32_t *values_of(int64_t i) const { return room_.values + i % 2 * SQUARE * room_.width; }
+
+    void turn_queries(int64_t head) const {
+        const bf16 *rows[LANES];
+        for (int64_t i = 0; i < LANES; ++i)
+            rows[i] = i < room_.queries ? query_at<bf16>(call_, task_, head, i) : room_.nothing;
+        const int64_t words = size_ / 2;
+        uint32_t *to = room_.asked + head * room_.words * SQUARE;
+        transpose<bf16>(rows, words, to, SQUARE);
+        std::memset(to + words * SQUARE, 0, (room_.words - words) * SQUARE * sizeof(uint32_t));
+    }
+
+    const K *find(const char *base, int64_t head, int64_t offset) const {
+        const char *at = offset < 0 ? reinterpret_cast<const char *>(room_.nothing)
+                                    : base + (head * size_ + offset) * sizeof(K);
+        return reinterpret_cast<const K *>(at);
+    }
+
+    // Sixteen keys are read where they lie if all are there, at one distance, in whole steps.
+    bool in_place(const int64_t *offsets) const {
+        return !IN_BYTES<K> && offsets[0] >= 0 && offsets[SQUARE - 1] >= 0 &&
+            call_.shape.page_tokens % SQUARE == 0 && size_ % STEP == 0;
+    }
+
+    void copy_keys(int64_t head, const int64_t *offsets) const {
+        bf16 *to = room_.copies;
+        for (int64_t i = 0; i < SQUARE; ++i, to += 2 * room_.words) {
+            copy_key(find(bases_.keys, head, offsets[i]), to);
+            std::memset(to + size_, 0, (2 * room_.words - size_) * sizeof(bf16));
+        }
+    }
+
+    void copy_key(const K *key, bf16 *to) const {
+        if constexpr (!IN_BYTES<K>) {
+            std::memcpy(to, key, size_ * sizeof(bf16));
+        } else {
+            int64_t d = 0;
+            for (; d + 2 * LANES <= size_; d += 2 * LANES) {
+                const auto *codes = reinterpret_cast<const __m256i *>(key + d);
+                store_int(to + d, widen_codes<K>(_mm256_loadu_si256(codes)));
+            }
+            for (; d < size_; ++d) to[d] = widened(key[d]);
+        }
+    }
+
+    // A head's scores of the sixteen keys that lie at `offsets`.
+    void score(int64_t head, const int64_t *offsets, float *square) {
+        const void *keys = room_.copies;
+        int64_t bytes = room_.words * sizeof(uint32_t);
+        if (in_place(offsets)) {
+            keys = find(bases_.keys, head, offsets[0]);
+            bytes = call_.shape.heads * size_ * sizeof(K);
+        } else {
+            copy_keys(head, offsets);
+        }
+        const auto *words = static_cast<const char *>(keys);
+        const uint32_t *queries = room_.asked + head * room_.words * SQUARE;
+        Squares::written();
+        _tile_zero(5);
+        for (int64_t word = 0; word < room_.words; word += SQUARE) {
+            ahead_.step<_MM_HINT_T1>(SQUARE / 2);
+            _tile_loadd(6, words + word * sizeof(uint32_t), bytes);
+            ahead_.step<_MM_HINT_T1>(SQUARE / 2);
+            _tile_loadd(7, queries + word * SQUARE, SQUARE * sizeof(uint32_t));
+            _tile_dpbf16ps(5, 6, 7);
+        }
+        _tile_stored(5, square, SQUARE * sizeof(float));
+        Squares::written();
+    }
+
+    // The scores of all heads' `i`-th squares, a row a query.
+    void turn_scores(int64_t i) const {
+        for (int64_t head = 0; head < task_.heads; ++head) {
+            const float *rows[LANES];
+            for (int row = 0; row < LANES; ++row) rows[row] = square_of(i, head) + row * SQUARE;
+            float *to = room_.scores + head * room_.columns * KEYS + i * SQUARE;
+            transpose<float>(rows, room_.columns, reinterpret_cast<uint32_t *>(to), KEYS);
+        }
+    }
+
+    void weigh_head(int64_t head, const KeyBlock &block) const {
+        const int64_t row = head * room_.queries;
+        bf16 *shares = room_.shares + row * KEYS;
+        float kept[SQUARE];
+        weigh_all(
+            call_, task_, 0, static_cast<int>(room_.queries), block,
+            room_.scores + head * room_.columns * KEYS, room_.top + row, room_.mass + row, shares,
+            kept);
+        ready_sums(
+            room_.sums + row * room_.width, room_.width, shares, room_.queries, block, kept);
+    }
+
+    // A head's values of a step, in pairs of keys.
+    void lay_values(int64_t head, const int64_t *offsets, uint32_t *to) {
+        const int64_t lines = ceil_div(2 * size_ * static_cast<int64_t>(sizeof(K)), 64);
+        for (int64_t i = 0; i < STEP; i += 2, to += room_.width) {
+            ahead_.step<_MM_HINT_T1>(lines);
+            lay_rows<bf16>(
+                find(bases_.values, head, offsets[i]), find(bases_.values, head, offsets[i + 1]),
+                size_, to);
+        }
+    }
+
+    // Add the values that were laid out as the block's `i`-th to the sums of their head.
+    void mix(int64_t i) const {
+        const int64_t row = i % task_.heads * room_.queries, step = i / task_.heads;
+        const int64_t bytes = room_.width * sizeof(float);
+        const uint32_t *values = values_of(i);
+        float *sums = room_.sums + row * room_.width;
+        Squares::written();
+        _tile_loadd(4, room_.shares + row * KEYS + step * STEP, KEYS * sizeof(bf16));
+        int64_t d = 0;
+        for (; d + 2 * SQUARE <= room_.width; d += 2 * SQUARE) {
+            _tile_loadd(0, sums + d, bytes);
+            _tile_loadd(6, values + d, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(1, sums + d + SQUARE, bytes);
+            _tile_loadd(7, values + d + SQUARE, bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_stored(0, sums + d, bytes);
+            _tile_stored(1, sums + d + SQUARE, bytes);
+        }
+        if (d < room_.width) {
+            _tile_loadd(0, sums + d, bytes);
+            _tile_loadd(6, values + d, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_stored(0, sums + d, bytes);
+        }
+        Squares::written();
+    }
+
+    const AttentionCall &call_;
+    const AttentionTask &task_;
+    FewRoom &room_;
+    const TaskBases bases_;
+    Ahead ahead_;
+    const int64_t size_;
+};
+
+template <class K>
+static void attend_few_of(
+    const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
+    static thread_local Scratch scratch;
+    FewRoom room(scratch, call, task);
+    FewQueries<K> few(call, task, room);
+    KeyBlock block = first_block<bf16>(call, task);
+    locate(call, task.row, block, room.offsets[0]);
+    for (int side = 0; block.until > 0; side ^= 1) {
+        const KeyBlock next = block_at<bf16>(call, task, block.begin + KEYS);
+        locate_coming<bf16>(call, task, following, next, room.offsets[side ^ 1]);
+        few.meet(block, room.offsets[side], room.offsets[side ^ 1]);
+        block = next;
+    }
+    write_out<bf16>(call, task, room.sums, room.width, room.mass);
+}
+
+static void attend_few(
+    const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
+    switch (call.shape.kept) {
+        case Kept::number: return attend_few_of<bf16>(call, task, following);
+        case Kept::e4m3: return attend_few_of<E4m3>(call, task, following);
+        case Kept::e5m2: return attend_few_of<E5m2>(call, task, following);
+    }
+}
+
+#else
+
+INLINE bool are_few(const AttentionCall &, const AttentionTask &) { return false; }
+static void attend_few(
+    const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
+
+#endif
