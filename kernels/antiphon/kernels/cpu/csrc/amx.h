@@ -19,6 +19,16 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
+// Pairs of inputs of a panel of bytes as bf16; its scales are still to come.
+INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to) {
+    constexpr int64_t PAIR = 2 * PANEL;
+    for (int64_t i = 0; i < pairs; ++i, panel += PAIR, to += PAIR) {
+        prefetch_step(panel, PAIR);
+        store_int(to, bf16_pairs(panel));
+        store_int(to + PANEL, bf16_pairs(panel + PANEL));
+    }
+}
+
 // The tile registers of this thread, while it lives. Tiles 0 to 3 are sums, first by rows, then by
 // outputs; 4 and 5 are of x; 6 and 7 of the panel.
 class Squares {
@@ -68,19 +78,23 @@ class Squares {
     void multiply(const Block<bf16> &block, int64_t row, float *sums) const {
         const int64_t inputs = block.linear.inputs, whole = inputs / STEP * STEP;
         const bf16 *x = block.x + row * inputs;
-        const auto *panel = static_cast<const bf16 *>(block.weights);
         _tile_zero(0);
         _tile_zero(1);
         if constexpr (BOTH) {
             _tile_zero(2);
             _tile_zero(3);
         }
-        for (int64_t k = 0; k < whole; k += STEP) {
-            // From the second tile of a block on, the panel is in the second-level cache.
-            if (row == 0) prefetch_step(panel + k * PANEL, STEP * PANEL * sizeof(bf16));
-            step<BOTH>(x + k, inputs, panel + k * PANEL);
+        if (block.unpacked) {
+            const auto *panel = static_cast<const bf16 *>(block.weights);
+            for (int64_t k = 0; k < whole; k += STEP) {
+                // From the second tile of a block on, the panel is in the second-level cache.
+                if (row == 0) prefetch_step(panel + k * PANEL, STEP * PANEL * sizeof(bf16));
+                step<BOTH>(x + k, inputs, panel + k * PANEL);
+            }
+            if (whole < inputs) last_step<BOTH>(x + whole, inputs, panel + whole * PANEL);
+        } else {
+            multiply_bytes<BOTH>(block, x, whole);
         }
-        if (whole < inputs) last_step<BOTH>(x + whole, inputs, panel + whole * PANEL);
         constexpr int64_t STRIDE = PANEL * sizeof(float);
         _tile_stored(0, sums, STRIDE);
         _tile_stored(1, sums + SQUARE, STRIDE);
@@ -88,6 +102,24 @@ class Squares {
             _tile_stored(2, sums + SQUARE * PANEL, STRIDE);
             _tile_stored(3, sums + SQUARE * PANEL + SQUARE, STRIDE);
         }
+    }
+
+    // A panel of bytes, unpacked a step before its products, and read once.
+    template <bool BOTH>
+    void multiply_bytes(const Block<bf16> &block, const bf16 *x, int64_t whole) const {
+        alignas(64) bf16 room[2][STEP * PANEL];
+        const int64_t inputs = block.linear.inputs;
+        const auto *panel = static_cast<const int8_t *>(block.weights);
+        if (whole) unpack_pairs(panel, SQUARE, room[0]);
+        for (int64_t k = 0, side = 0; k < whole; k += STEP, side ^= 1) {
+            if (k + STEP < whole)
+                unpack_pairs(panel + (k + STEP) * PANEL, SQUARE, room[side ^ 1]);
+            written();
+            step<BOTH>(x + k, inputs, room[side]);
+        }
+        if (whole == inputs) return;
+        unpack_pairs(panel + whole * PANEL, ceil_div(inputs - whole, 2), room[0]);
+        last_step<BOTH>(x + whole, inputs, room[0]);
     }
 
     template <bool BOTH>
@@ -122,8 +154,20 @@ class Squares {
     int64_t upper_ = 0, lower_ = 0;
 };
 
+// A whole panel of bytes as one of bf16, in memory of this thread.
+static const bf16 *unpacked_panel(const void *panel, int64_t inputs) {
+    static thread_local Scratch scratch;
+    const int64_t pairs = ceil_div(inputs, 2);
+    auto *to = static_cast<bf16 *>(scratch.room(pairs * 2 * PANEL * sizeof(bf16)));
+    unpack_pairs(static_cast<const int8_t *>(panel), pairs, to);
+    return to;
+}
+
 // Whether a linear is computed so, and attention over numbers of a kind.
-INLINE bool on_squares(const PackedLinear &linear) { return linear.weights == Weights::bf16; }
+INLINE bool on_squares(const PackedLinear &linear) {
+    return linear.number == Number::bf16 &&
+        (linear.weights == Weights::bf16 || linear.weights == Weights::int8);
+}
 template <class T> static constexpr bool ON_SQUARES = std::is_same_v<T, bf16>;
 
 #else
@@ -133,6 +177,7 @@ struct Squares {
     void multiply(const Block<bf16> &, int64_t, int64_t, void *, Epilogue) {}
 };
 INLINE bool on_squares(const PackedLinear &) { return false; }
+INLINE const void *unpacked_panel(const void *panel, int64_t) { return panel; }
 template <class T> static constexpr bool ON_SQUARES = false;
 
 #endif
