@@ -35,9 +35,18 @@ class Socket(TcpTransport):
         if self._io_writer is not None:
             self._io_writer.transport.abort()
 
+    @property
+    def idle(self) -> bool:
+        """Whether the kernel has taken all that was written."""
+        writer = self._io_writer
+        return writer is not None and writer.transport.get_write_buffer_size() == 0
+
 
 class Connection(Client):
     """A client that reconnects after every error, and publishes nothing of the time before."""
+
+    _writes = False
+    """Whether what is pending is written at the end of this turn of the event loop."""
 
     def forget(self) -> None:
         """Drop the commands that were not written yet, and fail the flushes that wait for a pong.
@@ -89,6 +98,25 @@ class Connection(Client):
         else:
             await self._error_cb(Error(f"nats: {err_msg}"))
             await self._process_op_err(StaleConnectionError())
+
+    async def _flush_pending(self, force_flush: bool = False) -> None:
+        """Write what is published in a turn of the event loop at its end, all at once.
+
+        nats-py wakes a task for it each time, which costs as much as all else of a small message.
+        It still does while the broker is slow to read, since it waits for it.
+        """
+        if force_flush or not isinstance(self._transport, Socket) or not self._transport.idle:
+            await super()._flush_pending(force_flush)
+        elif not self._writes:
+            self._writes = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        self._writes = False
+        if self.is_connected and self._transport is not None and self._pending:
+            self._transport.writelines(self._pending)
+            self._pending = []
+            self._pending_data_size = 0
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         """Send a ping behind all that was published.
