@@ -8,9 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 from tests.bus.worlds import Mailbox, bus_config, flood
 
 from antiphon.bus import nats as transport_module
+from antiphon.bus.connection import Socket
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
@@ -52,6 +54,34 @@ async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
         await until(lambda: transport.link.up)
         await transport.publish("news", b"after")
         assert await box.wait(1) == [b"after"]
+
+
+def test_a_socket_that_closes_before_the_end_of_the_turn_is_not_written_to(
+    server: NatsServer,
+) -> None:
+    """On the event loop of services, which raises there what others pass over."""
+    failures: list[dict[str, object]] = []
+
+    async def publish_to_a_closed_socket() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: failures.append(what))
+        async with NatsTransport(bus_config(server.url), name="test") as transport:
+            box = Mailbox()
+            await transport.subscribe("news", box.receive)
+            joins = transport.link.joins
+            socket = transport._connection._transport
+            assert isinstance(socket, Socket)
+            assert socket.idle
+            await transport.publish("news", b"before")
+            socket.close()
+            assert not socket.open
+            await until(lambda: transport.link.joins > joins and transport.link.up)
+            await transport.publish("news", b"after")
+            await transport.publish("news", b"that")
+            assert await box.wait(2) == [b"after", b"that"]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(publish_to_a_closed_socket())
+    assert not failures
 
 
 async def test_publishing_to_a_frozen_broker_ends_in_an_error_not_in_memory(

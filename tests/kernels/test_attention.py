@@ -38,8 +38,9 @@ def a_shape(
     head_size: int = 8,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    page_tokens: int = PAGE_TOKENS,
 ) -> KvShape:
-    return KvShape(PAGE_TOKENS, heads, group, head_size, dtype, window)
+    return KvShape(page_tokens, heads, group, head_size, dtype, window)
 
 
 def one_by_one(
@@ -55,7 +56,8 @@ def one_by_one(
             if rows.shape.chunk is not None:
                 first = position // rows.shape.chunk * rows.shape.chunk
             seen = np.arange(first, position + 1)
-            pages, offsets = rows.page_table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS
+            page_tokens = rows.shape.page_tokens
+            pages, offsets = rows.page_table[row, seen // page_tokens], seen % page_tokens
             for head in range(q.shape[1]):
                 kv_head = head // rows.shape.queries_per_head
                 k, v = keys[pages, offsets, kv_head], values[pages, offsets, kv_head]
@@ -70,13 +72,13 @@ class Case:
         random = np.random.default_rng(seed)
         generator = torch.Generator().manual_seed(seed)
         query, kv = ints(query_len), ints(query_len) + ints(prefix)
-        needed = -(-kv // PAGE_TOKENS)
+        needed = -(-kv // shape.page_tokens)
         table = np.full((len(query), needed.max()), -1, np.int32)
         free = random.permutation(PAGES).astype(np.int32)
         for row, count in enumerate(needed):
             table[row, :count], free = free[:count], free[count:]
         self.rows = AttentionRows(shape, table, query, kv)
-        cache = (PAGES, PAGE_TOKENS, shape.heads, shape.head_size)
+        cache = (PAGES, shape.page_tokens, shape.heads, shape.head_size)
         self.keys = torch.full(cache, torch.nan, dtype=shape.dtype)
         self.values = self.keys.clone()
         self._fill(generator, kv)
@@ -92,7 +94,8 @@ class Case:
             if shape.window is not None:
                 first = length - self.rows.query_len[row] - shape.window + 1
                 seen = seen[max(0, first) :]
-            pages, offsets = self.rows.page_table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS
+            table = self.rows.page_table[row]
+            pages, offsets = table[seen // shape.page_tokens], seen % shape.page_tokens
             size = (len(seen), shape.heads, shape.head_size)
             self.keys[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
             self.values[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
@@ -181,6 +184,42 @@ def test_heads_may_have_any_even_size(attention: Row, head_size: int, dtype: tor
     )
 
 
+LENGTHS = {**ROWS, "many decodes": ([1] * 40, [0, 1, 15, 16, 17, 63, 127, 128, 129, 200] * 4)}
+
+
+@every_backend
+@pytest.mark.parametrize("window", [None, 1, 50, 70])
+@pytest.mark.parametrize("head_size", [32, 40, 64])
+@pytest.mark.parametrize("page_tokens", [16, 32, 48])
+@pytest.mark.parametrize(("query_len", "prefix"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_pages_may_be_longer(
+    attention: Row,
+    query_len: list[int],
+    prefix: list[int],
+    page_tokens: int,
+    head_size: int,
+    window: int | None,
+) -> None:
+    """Keys of whole pages may be read where they lie, sixteen at a time, and no others."""
+    shape = a_shape(2, 3, head_size, torch.bfloat16, window, page_tokens)
+    assert_equals_the_textbook(attention, shape, query_len, prefix, tolerance=0.02)
+
+
+@every_invariant_backend
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("head_size", [40, 64])
+def test_the_length_of_a_page_changes_nothing(
+    attention: Row, head_size: int, window: int | None
+) -> None:
+    lengths = ROWS["decodes of many lengths"]
+    cases = [
+        Case(8, *lengths, a_shape(3, 3, head_size, torch.bfloat16, window, tokens))
+        for tokens in (4, 16, 64)
+    ]
+    results = [attention(*case.arguments()) for case in cases]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_in_half_precision_is_close_to_the_textbook(
@@ -203,11 +242,12 @@ def test_scores_far_apart_leave_one_key(attention: Row) -> None:
 
 @every_invariant_backend
 @pytest.mark.parametrize("window", [None, 1, 50, 70])
+@pytest.mark.parametrize("page_tokens", [4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
-    attention: Row, dtype: torch.dtype, window: int | None
+    attention: Row, dtype: torch.dtype, page_tokens: int, window: int | None
 ) -> None:
-    case = Case(5, *ROWS["all at once"], a_shape(2, 3, 16, dtype, window))
+    case = Case(5, *ROWS["all at once"], a_shape(2, 3, 32, dtype, window, page_tokens))
     together = attention(*case.arguments())
     for row, length in enumerate(case.rows.query_len):
         for size in (1, 5, 64, 200):
@@ -220,8 +260,10 @@ def test_a_query_has_the_same_bits_alone_in_a_batch_and_in_any_chunk(
 
 
 @every_invariant_backend
-def test_a_decode_row_has_the_same_bits_in_a_batch_of_64(attention: Row) -> None:
-    case = Case(6, [1] * 64, [3, 15, 16, 17] * 16, a_shape(dtype=torch.bfloat16, head_size=64))
+@pytest.mark.parametrize("page_tokens", [4, 16])
+def test_a_decode_row_has_the_same_bits_in_a_batch_of_64(attention: Row, page_tokens: int) -> None:
+    shape = a_shape(dtype=torch.bfloat16, head_size=64, page_tokens=page_tokens)
+    case = Case(6, [1] * 64, [3, 15, 16, 17] * 16, shape)
     together = attention(*case.arguments())
     for row in range(64):
         q, where = case.piece(row, 0, 1)

@@ -36,16 +36,21 @@ class Socket(TcpTransport):
             self._io_writer.transport.abort()
 
     @property
+    def open(self) -> bool:
+        """Whether it may be written to."""
+        return self._io_writer is not None and not self._io_writer.transport.is_closing()
+
+    @property
     def idle(self) -> bool:
-        """Whether the kernel has taken all that was written."""
+        """Whether it is open and has passed on all that was written."""
         writer = self._io_writer
-        return writer is not None and writer.transport.get_write_buffer_size() == 0
+        return writer is not None and self.open and not writer.transport.get_write_buffer_size()
 
 
 class Connection(Client):
     """A client that reconnects after every error, and publishes nothing of the time before."""
 
-    _writes = False
+    _write_due = False
     """Whether what is pending is written at the end of this turn of the event loop."""
 
     def forget(self) -> None:
@@ -105,16 +110,20 @@ class Connection(Client):
         nats-py wakes a task for it each time, which costs as much as all else of a small message.
         It still does while the broker is slow to read, since it waits for it.
         """
-        if force_flush or not isinstance(self._transport, Socket) or not self._transport.idle:
+        socket, flusher = self._transport, self._flusher_task
+        idle = isinstance(socket, Socket) and socket.idle
+        if force_flush or not idle or flusher is None or flusher.done():
             await super()._flush_pending(force_flush)
-        elif not self._writes:
-            self._writes = True
+        elif not self._write_due:
+            self._write_due = True
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
-        self._writes = False
-        if self.is_connected and self._transport is not None and self._pending:
-            self._transport.writelines(self._pending)
+        """Write what is pending; on a socket that has closed meanwhile it waits to be forgotten."""
+        self._write_due = False
+        socket = self._transport
+        if self.is_connected and self._pending and isinstance(socket, Socket) and socket.open:
+            socket.writelines(self._pending)
             self._pending = []
             self._pending_data_size = 0
 

@@ -40,14 +40,15 @@ class Squares {
         if (upper_) _tile_release();
     }
 
-    // Up to SQUARE_ROWS rows, from `row` of the block on, by its panel.
+    // Up to SQUARE_ROWS rows, from `row` of the block on, by its panel of bf16, or of bytes.
     void multiply(
-        const Block<bf16> &block, int64_t row, int64_t height, void *y, Epilogue epilogue) {
+        const Block<bf16> &block, int64_t row, int64_t height, bool in_bytes, void *y,
+        Epilogue epilogue) {
         const int64_t upper = height < SQUARE ? height : SQUARE;
         shape(upper, height - upper);
         alignas(64) float sums[SQUARE_ROWS][PANEL];
-        if (height > SQUARE) multiply<true>(block, row, sums[0]);
-        else multiply<false>(block, row, sums[0]);
+        if (height > SQUARE) multiply<true>(block, row, in_bytes, sums[0]);
+        else multiply<false>(block, row, in_bytes, sums[0]);
         finish(block, row, height, sums[0], y, epilogue);
     }
 
@@ -56,11 +57,22 @@ class Squares {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper;
         lower_ = lower;
-        set({upper, upper, lower, lower, upper, lower, SQUARE, SQUARE});
+        load({upper, upper, lower, lower, upper, lower, SQUARE, SQUARE});
     }
 
-    // Give each tile so many rows.
-    static void set(const std::array<int64_t, 8> &rows) {
+    // Give all squares of sums, and tile 4, so many rows, and tile 5 sixteen: it is a sum as well.
+    void shape_for_few(int64_t rows) {
+        upper_ = rows;
+        lower_ = -1;
+        load({rows, rows, rows, rows, rows, SQUARE, SQUARE, SQUARE});
+    }
+
+    // The intrinsics of GCC 12 do not say that they read memory: said before they do, and before
+    // what they have read is written over.
+    static void written() { __asm__ volatile("" ::: "memory"); }
+
+  private:
+    static void load(const std::array<int64_t, 8> &rows) {
         TileShapes shapes;
         for (int tile = 0; tile < 8; ++tile) {
             shapes.rows[tile] = static_cast<uint8_t>(rows[tile]);
@@ -70,12 +82,8 @@ class Squares {
         _tile_loadconfig(&shapes);
     }
 
-    // The intrinsics of GCC 12 do not say that they read memory: said before they do.
-    static void written() { __asm__ volatile("" ::: "memory"); }
-
-  private:
     template <bool BOTH>
-    void multiply(const Block<bf16> &block, int64_t row, float *sums) const {
+    void multiply(const Block<bf16> &block, int64_t row, bool in_bytes, float *sums) const {
         const int64_t inputs = block.linear.inputs, whole = inputs / STEP * STEP;
         const bf16 *x = block.x + row * inputs;
         _tile_zero(0);
@@ -84,7 +92,9 @@ class Squares {
             _tile_zero(2);
             _tile_zero(3);
         }
-        if (block.unpacked) {
+        if (in_bytes) {
+            multiply_bytes<BOTH>(block, x, whole);
+        } else {
             const auto *panel = static_cast<const bf16 *>(block.weights);
             for (int64_t k = 0; k < whole; k += STEP) {
                 // From the second tile of a block on, the panel is in the second-level cache.
@@ -92,8 +102,6 @@ class Squares {
                 step<BOTH>(x + k, inputs, panel + k * PANEL);
             }
             if (whole < inputs) last_step<BOTH>(x + whole, inputs, panel + whole * PANEL);
-        } else {
-            multiply_bytes<BOTH>(block, x, whole);
         }
         constexpr int64_t STRIDE = PANEL * sizeof(float);
         _tile_stored(0, sums, STRIDE);
@@ -114,7 +122,6 @@ class Squares {
         for (int64_t k = 0, side = 0; k < whole; k += STEP, side ^= 1) {
             if (k + STEP < whole)
                 unpack_pairs(panel + (k + STEP) * PANEL, SQUARE, room[side ^ 1]);
-            written();
             step<BOTH>(x + k, inputs, room[side]);
         }
         if (whole == inputs) return;
@@ -126,6 +133,7 @@ class Squares {
     static void step(const bf16 *x, int64_t stride, const bf16 *panel) {
         constexpr int64_t PAIRS = 2 * PANEL * sizeof(bf16);
         const int64_t bytes = stride * static_cast<int64_t>(sizeof(bf16));
+        written();
         _tile_stream_loadd(6, panel, PAIRS);
         _tile_loadd(4, x, bytes);
         _tile_dpbf16ps(0, 4, 6);
@@ -136,6 +144,7 @@ class Squares {
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        written();
     }
 
     // Fewer inputs than a step has: what lies behind them is others', and must count for nothing.
@@ -147,7 +156,6 @@ class Squares {
         for (int64_t r = 0; r < upper_ + lower_; ++r)
             std::memcpy(rows[r], x + r * inputs, rest * sizeof(bf16));
         std::memcpy(pairs, panel, ceil_div(rest, 2) * sizeof(pairs[0]));
-        written();
         step<BOTH>(rows[0], STEP, pairs[0]);
     }
 
@@ -174,7 +182,7 @@ template <class T> static constexpr bool ON_SQUARES = std::is_same_v<T, bf16>;
 
 static constexpr int SQUARE = 1, SQUARE_ROWS = TILE_ROWS;
 struct Squares {
-    void multiply(const Block<bf16> &, int64_t, int64_t, void *, Epilogue) {}
+    void multiply(const Block<bf16> &, int64_t, int64_t, bool, void *, Epilogue) {}
 };
 INLINE bool on_squares(const PackedLinear &) { return false; }
 INLINE const void *unpacked_panel(const void *panel, int64_t) { return panel; }

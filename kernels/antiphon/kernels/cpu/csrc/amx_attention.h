@@ -45,17 +45,17 @@ INLINE void score_on_squares(
     }
 }
 
-// Add the block's values to N squares of sums, 16 dimensions each.
+// Add values to N squares of sums, 16 dimensions each.
 template <int N>
 INLINE void mix_squares(
-    float *sums, const uint32_t *values, const AttentionRoom<bf16> &room, int64_t steps) {
-    const int64_t bytes = room.width * sizeof(float);
+    float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
+    const int64_t bytes = width * sizeof(float);
     _tile_loadd(0, sums, bytes);
     if constexpr (N > 1) _tile_loadd(1, sums + SQUARE, bytes);
     if constexpr (N > 2) _tile_loadd(2, sums + 2 * SQUARE, bytes);
     if constexpr (N > 3) _tile_loadd(3, sums + 3 * SQUARE, bytes);
-    for (int64_t step = 0; step < steps; ++step, values += SQUARE * room.width) {
-        _tile_loadd(4, room.shares[0] + step * STEP, KEYS * sizeof(bf16));
+    for (int64_t step = 0; step < steps; ++step, values += SQUARE * width) {
+        _tile_loadd(4, shares + step * STEP, KEYS * sizeof(bf16));
         _tile_loadd(6, values, bytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (N > 1) {
@@ -77,18 +77,20 @@ INLINE void mix_squares(
     if constexpr (N > 3) _tile_stored(3, sums + 3 * SQUARE, bytes);
 }
 
-// Add the block's values to the sums of a tile of queries.
-INLINE void mix_on_squares(float *sums, const AttentionRoom<bf16> &room, int64_t steps) {
+// Add values (steps * SQUARE pairs of keys, width) by their shares (queries, KEYS) to the sums
+// (queries, width) of a tile of queries.
+INLINE void mix_on_squares(
+    float *sums, int64_t width, const bf16 *shares, const uint32_t *values, int64_t steps) {
     Squares::written();
-    const uint32_t *values = room.values;
-    int64_t left = room.width / SQUARE;
+    int64_t left = width / SQUARE;
     for (; left >= 4; left -= 4, sums += 4 * SQUARE, values += 4 * SQUARE)
-        mix_squares<4>(sums, values, room, steps);
+        mix_squares<4>(sums, width, shares, values, steps);
     switch (left) {
-        case 3: return mix_squares<3>(sums, values, room, steps);
-        case 2: return mix_squares<2>(sums, values, room, steps);
-        case 1: return mix_squares<1>(sums, values, room, steps);
+        case 3: mix_squares<3>(sums, width, shares, values, steps); break;
+        case 2: mix_squares<2>(sums, width, shares, values, steps); break;
+        case 1: mix_squares<1>(sums, width, shares, values, steps); break;
     }
+    Squares::written();
 }
 
 // Multiply what some queries have summed (queries, width) by what becomes of it, and fill up the
@@ -133,7 +135,7 @@ static void meet_on_squares(
         const int64_t here = height;
         if (query + SQUARE < last) height = score(query + SQUARE);
         squares.shape(here, here);
-        mix_on_squares(sums, room, steps);
+        mix_on_squares(sums, room.width, room.shares[0], room.values, steps);
         room.step();
     }
 }

@@ -7,7 +7,7 @@
 
 #if ANTIPHON_AMX
 
-// Such a task has so many queries a head at most.
+// Queries of a head are the columns of one tile.
 INLINE bool are_few(const AttentionCall &call, const AttentionTask &task) {
     return call.shape.number == Number::bf16 &&
         task.queries * call.shape.queries_per_head <= SQUARE;
@@ -35,41 +35,38 @@ struct FewRoom {
         words = ceil_div(size, STEP) * SQUARE;
         width = ceil_div(size, LANES) * LANES;
         const int64_t rows = ceil_div(heads * queries, LANES) * LANES;
-        const std::array<int64_t, 10> sizes = {
-            heads * words * SQUARE,
-            2 * heads * SQUARE * SQUARE,
-            heads * columns * KEYS,
-            rows * KEYS / 2,
-            SQUARE * words,
-            2 * SQUARE * width,
-            words,
-            rows * width,
-            rows,
-            rows};
         int64_t total = 0;
-        for (const int64_t size : sizes) total += size;
+        const auto reserve = [&](int64_t size) { return std::exchange(total, total + size); };
+        const int64_t asked_at = reserve(heads * words * SQUARE);
+        const int64_t squares_at = reserve(2 * heads * SQUARE * SQUARE);
+        const int64_t scores_at = reserve(heads * columns * KEYS);
+        const int64_t shares_at = reserve(rows * KEYS / 2);
+        const int64_t copies_at = reserve(SQUARE * words);
+        const int64_t values_at = reserve(2 * SQUARE * width);
+        const int64_t nothing_at = reserve(words);
+        const int64_t sums_at = reserve(rows * width);
+        const int64_t top_at = reserve(rows), mass_at = reserve(rows);
         auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
-        const auto cut = [&](int i) { return std::exchange(at, at + sizes[i]); };
-        asked = cut(0);
-        squares = reinterpret_cast<float *>(cut(1));
-        scores = reinterpret_cast<float *>(cut(2));
-        shares = reinterpret_cast<bf16 *>(cut(3));
-        copies = reinterpret_cast<bf16 *>(cut(4));
-        values = cut(5);
-        nothing = reinterpret_cast<bf16 *>(cut(6));
-        sums = reinterpret_cast<float *>(cut(7));
-        top = reinterpret_cast<float *>(cut(8));
-        mass = reinterpret_cast<float *>(cut(9));
-        std::memset(nothing, 0, sizes[6] * sizeof(uint32_t));
-        std::memset(sums, 0, sizes[7] * sizeof(float));
-        std::memset(mass, 0, sizes[9] * sizeof(float));
-        std::fill_n(top, rows, LOWEST);
+        asked = at + asked_at;
+        squares = reinterpret_cast<float *>(at + squares_at);
+        scores = reinterpret_cast<float *>(at + scores_at);
+        shares = reinterpret_cast<bf16 *>(at + shares_at);
+        copies = reinterpret_cast<bf16 *>(at + copies_at);
+        values = at + values_at;
+        nothing = reinterpret_cast<bf16 *>(at + nothing_at);
+        sums = reinterpret_cast<float *>(at + sums_at);
+        top = reinterpret_cast<float *>(at + top_at);
+        mass = reinterpret_cast<float *>(at + mass_at);
+        std::memset(nothing, 0, words * sizeof(uint32_t));
+        std::memset(sums, 0, rows * width * sizeof(float));
+        std::memset(mass, 0, rows * sizeof(float));
+        for (int64_t i = 0; i < rows; ++i) top[i] = LOWEST;
         // Columns beyond the head are read, and so must hold numbers.
-        if (width != size) std::memset(values, 0, sizes[5] * sizeof(uint32_t));
+        if (width != size) std::memset(values, 0, 2 * SQUARE * width * sizeof(uint32_t));
     }
 };
 
-// Tiles 0 and 1 are sums, 4 the shares that 6 and 7, values, are multiplied by; 5 is a square of
+// Tiles 0 to 3 are sums, 4 the shares that 6 and 7, values, are multiplied by; 5 is a square of
 // scores, of keys in 6 and queries in 7. K is what keys and values are kept as.
 template <class K> class FewQueries {
   public:
@@ -80,15 +77,12 @@ template <class K> class FewQueries {
           bases_(call, task),
           ahead_(ahead_of(call, task)),
           size_(call.shape.head_size) {
-        const int64_t rows = room.queries;
-        Squares::set({rows, rows, 0, 0, rows, SQUARE, SQUARE, SQUARE});
+        squares_.shape_for_few(room.queries);
         for (int64_t head = 0; head < task.heads; ++head) turn_queries(head);
     }
-    FewQueries(const FewQueries &) = delete;
-    FewQueries &operator=(const FewQueries &) = delete;
-    ~FewQueries() { _tile_release(); }
 
-    // Meet a block whose tokens lie at `offsets`; after it come those at `coming`.
+    // Meet a block whose tokens lie at `offsets`; after it come those at `coming`. Queries that see
+    // nothing of it meet it too, with no weight.
     void meet(const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
         const int64_t squares = ceil_div(block.until, SQUARE);
         ahead_.begin(
@@ -113,6 +107,8 @@ template <class K> class FewQueries {
   private:
     // How far the memory is asked ahead: into the second level, which also holds a step's weights.
     static constexpr int64_t TOKENS_AHEAD = 3 * SQUARE;
+    // Half of what a step of a square of scores reads.
+    static constexpr int64_t LINES = SQUARE * STEP * sizeof(K) / Ahead::LINE / 2;
 
     float *square_of(int64_t i, int64_t head) const {
         return room_.squares + (i % 2 * task_.heads + head) * SQUARE * SQUARE;
@@ -177,9 +173,9 @@ template <class K> class FewQueries {
         Squares::written();
         _tile_zero(5);
         for (int64_t word = 0; word < room_.words; word += SQUARE) {
-            ahead_.step<_MM_HINT_T1>(SQUARE / 2);
+            ahead_.step<_MM_HINT_T1>(LINES);
             _tile_loadd(6, words + word * sizeof(uint32_t), bytes);
-            ahead_.step<_MM_HINT_T1>(SQUARE / 2);
+            ahead_.step<_MM_HINT_T1>(LINES);
             _tile_loadd(7, queries + word * SQUARE, SQUARE * sizeof(uint32_t));
             _tile_dpbf16ps(5, 6, 7);
         }
@@ -211,7 +207,7 @@ template <class K> class FewQueries {
 
     // A head's values of a step, in pairs of keys.
     void lay_values(int64_t head, const int64_t *offsets, uint32_t *to) {
-        const int64_t lines = ceil_div(2 * size_ * static_cast<int64_t>(sizeof(K)), 64);
+        const int64_t bytes = 2 * size_ * sizeof(K), lines = ceil_div(bytes, Ahead::LINE);
         for (int64_t i = 0; i < STEP; i += 2, to += room_.width) {
             ahead_.step<_MM_HINT_T1>(lines);
             lay_rows<bf16>(
@@ -223,29 +219,9 @@ template <class K> class FewQueries {
     // Add the values that were laid out as the block's `i`-th to the sums of their head.
     void mix(int64_t i) const {
         const int64_t row = i % task_.heads * room_.queries, step = i / task_.heads;
-        const int64_t bytes = room_.width * sizeof(float);
-        const uint32_t *values = values_of(i);
-        float *sums = room_.sums + row * room_.width;
-        Squares::written();
-        _tile_loadd(4, room_.shares + row * KEYS + step * STEP, KEYS * sizeof(bf16));
-        int64_t d = 0;
-        for (; d + 2 * SQUARE <= room_.width; d += 2 * SQUARE) {
-            _tile_loadd(0, sums + d, bytes);
-            _tile_loadd(6, values + d, bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(1, sums + d + SQUARE, bytes);
-            _tile_loadd(7, values + d + SQUARE, bytes);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_stored(0, sums + d, bytes);
-            _tile_stored(1, sums + d + SQUARE, bytes);
-        }
-        if (d < room_.width) {
-            _tile_loadd(0, sums + d, bytes);
-            _tile_loadd(6, values + d, bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_stored(0, sums + d, bytes);
-        }
-        Squares::written();
+        mix_on_squares(
+            room_.sums + row * room_.width, room_.width,
+            room_.shares + row * KEYS + step * STEP, values_of(i), 1);
     }
 
     const AttentionCall &call_;
@@ -254,38 +230,27 @@ template <class K> class FewQueries {
     const TaskBases bases_;
     Ahead ahead_;
     const int64_t size_;
+    Squares squares_;
 };
-
-template <class K>
-static void attend_few_of(
-    const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
-    static thread_local Scratch scratch;
-    FewRoom room(scratch, call, task);
-    FewQueries<K> few(call, task, room);
-    KeyBlock block = first_block<bf16>(call, task);
-    locate(call, task.row, block, room.offsets[0]);
-    for (int side = 0; block.until > 0; side ^= 1) {
-        const KeyBlock next = block_at<bf16>(call, task, block.begin + KEYS);
-        locate_coming<bf16>(call, task, following, next, room.offsets[side ^ 1]);
-        few.meet(block, room.offsets[side], room.offsets[side ^ 1]);
-        block = next;
-    }
-    write_out<bf16>(call, task, room.sums, room.width, room.mass);
-}
 
 static void attend_few(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following) {
-    switch (call.shape.kept) {
-        case Kept::number: return attend_few_of<bf16>(call, task, following);
-        case Kept::e4m3: return attend_few_of<E4m3>(call, task, following);
-        case Kept::e5m2: return attend_few_of<E5m2>(call, task, following);
-    }
+    static thread_local Scratch scratch;
+    FewRoom room(scratch, call, task);
+    by_kept<bf16>(call.shape, [&](auto kept) {
+        FewQueries<decltype(kept)> few(call, task, room);
+        through_blocks<bf16>(
+            call, task, following, room.offsets,
+            [&](const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
+                few.meet(block, offsets, coming);
+            });
+    });
+    write_out<bf16>(call, task, room.sums, room.width, room.mass);
 }
 
 #else
 
 INLINE bool are_few(const AttentionCall &, const AttentionTask &) { return false; }
-static void attend_few(
-    const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
+static void attend_few(const AttentionCall &, const AttentionTask &, const AttentionTask *) {}
 
 #endif

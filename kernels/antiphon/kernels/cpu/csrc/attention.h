@@ -65,7 +65,8 @@ INLINE KeyBlock first_block(const AttentionCall &call, const AttentionTask &task
     return block_at<T>(call, task, unseen > 0 ? unseen / BLOCK_KEYS<T> * BLOCK_KEYS<T> : 0);
 }
 
-// Where the tokens of the next block lie, after the last that of the task that most likely follows.
+// Where the tokens of the next block lie; after the last one, those of the first block of the task
+// that most likely follows.
 template <class T>
 INLINE void locate_coming(
     const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
@@ -99,14 +100,27 @@ INLINE Ahead ahead_of(const AttentionCall &call, const AttentionTask &task) {
     return {task.heads * call.shape.head_size * item, item};
 }
 
-template <class T>
-static void lay_out_kept(
-    const AttentionCall &call, int64_t head, const KeyBlock &block, const int64_t *offsets,
-    AttentionRoom<T> &room) {
-    switch (call.shape.kept) {
-        case Kept::number: return lay_out<T, T>(call, head, block, offsets, room);
-        case Kept::e4m3: return lay_out<T, E4m3>(call, head, block, offsets, room);
-        case Kept::e5m2: return lay_out<T, E5m2>(call, head, block, offsets, room);
+// Call `body` with a number of what keys and values are kept as.
+template <class T, class Body> INLINE void by_kept(const CacheShape &shape, Body &&body) {
+    switch (shape.kept) {
+        case Kept::number: return body(T());
+        case Kept::e4m3: return body(E4m3());
+        case Kept::e5m2: return body(E5m2());
+    }
+}
+
+// Call `body` for each block of a task's keys, with where its tokens lie and those that come next.
+template <class T, class Body>
+INLINE void through_blocks(
+    const AttentionCall &call, const AttentionTask &task, const AttentionTask *following,
+    int64_t (&offsets)[2][KEYS], Body &&body) {
+    KeyBlock block = first_block<T>(call, task);
+    locate(call, task.row, block, offsets[0]);
+    for (int side = 0; block.until > 0; side ^= 1) {
+        const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
+        locate_coming<T>(call, task, following, next, offsets[side ^ 1]);
+        body(block, offsets[side], offsets[side ^ 1]);
+        block = next;
     }
 }
 
@@ -119,25 +133,22 @@ static void attend(
     AttentionRoom<T> room(scratch, call, task, ahead_of(call, task));
     Squares squares;
     if constexpr (ON_SQUARES<T>) gather_queries(call, task, room);
-    KeyBlock block = first_block<T>(call, task);
-    locate(call, task.row, block, room.offsets[0]);
-    for (int side = 0; block.until > 0; side ^= 1) {
-        const KeyBlock next = block_at<T>(call, task, block.begin + BLOCK_KEYS<T>);
-        const int64_t *coming = room.offsets[side ^ 1];
-        locate_coming<T>(call, task, following, next, room.offsets[side ^ 1]);
+    const auto meet = [&](const KeyBlock &block, const int64_t *offsets, const int64_t *coming) {
         room.ahead.begin({bases.keys, coming, KEYS}, {bases.values, coming, KEYS}, {});
         // Queries before the block see nothing of it, nor do those whose window lies behind it.
         const int64_t first = block.begin > task.position ? block.begin - task.position : 0;
         const int64_t seeing = block.begin + block.until + window - 1 - task.position;
         const int64_t last = window && seeing < task.queries ? seeing : task.queries;
         for (int64_t head = 0; head < task.heads; ++head) {
-            lay_out_kept(call, task.head + head, block, room.offsets[side], room);
+            by_kept<T>(call.shape, [&](auto kept) {
+                lay_out<T, decltype(kept)>(call, task.head + head, block, offsets, room);
+            });
             if constexpr (ON_SQUARES<T>)
                 meet_on_squares(
                     call, task, head, first * group, last * group, block, room, squares);
             else meet_in_tiles(call, task, head, first * group, last * group, block, room);
         }
-        block = next;
-    }
+    };
+    through_blocks<T>(call, task, following, room.offsets, meet);
     write_out<T>(call, task, room.sums, room.width, room.mass);
 }

@@ -34,10 +34,12 @@ struct KeyBlock {
     int vectors() const { return (until + LANES - 1) / LANES; }
 };
 
-// Asks the memory for tokens to come, a few lines at a time between the sums of what is there: pages
-// lie apart, so the hardware does not see where it goes on, and it holds few questions.
+// Asks the memory for tokens to come, a few lines at a time between the sums of what is there: the
+// pages lie apart, so the hardware does not see where it goes on, and it holds few questions.
 class Ahead {
   public:
+    static constexpr int64_t LINE = 64;
+
     // Tokens of keys or of values, by where they lie from their base on; -1: nothing is read.
     struct Run {
         const void *base;
@@ -67,17 +69,17 @@ class Ahead {
     }
 
   private:
-    static constexpr int64_t LINE = 64;
-
     bool next_token() {
-        for (; run_ < runs_.size(); ++run_, token_ = 0)
-            for (const Run &run = runs_[run_]; token_ < run.tokens;) {
+        for (; run_ < runs_.size(); ++run_, token_ = 0) {
+            const Run &run = runs_[run_];
+            while (token_ < run.tokens) {
                 const int64_t offset = run.offsets[token_++];
                 if (offset < 0) continue;
                 at_ = static_cast<const char *>(run.base) + offset * item_;
                 end_ = at_ + bytes_;
                 return true;
             }
+        }
         return false;
     }
 
@@ -117,7 +119,8 @@ template <class T> struct AttentionRoom {
         square_words = ceil_div(words, SQUARE) * SQUARE;
         const int64_t sizes[] = {
             square_words * KEYS, KEYS / WORD_VALUES<T> * width, padded * width, padded, padded,
-            ceil_div(shape.heads * words, LANES) * LANES, ON_SQUARES<T> ? padded * square_words : 0};
+            ceil_div(shape.heads * words, LANES) * LANES,
+            ON_SQUARES<T> ? padded * square_words : 0};
         int64_t total = 0;
         for (const int64_t size : sizes) total += size;
         auto *at = static_cast<uint32_t *>(scratch.room(total * sizeof(uint32_t)));
@@ -317,8 +320,8 @@ static void meet_block(
     const int64_t row = head * task.queries * call.shape.queries_per_head + first;
     float kept[R];
     weigh_all(
-        call, task, first, R, block, room.scores[0], room.top + row, room.mass + row, room.shares[0],
-        kept);
+        call, task, first, R, block, room.scores[0], room.top + row, room.mass + row,
+        room.shares[0], kept);
 
     room.step();
     for (int r = 0; r < R; ++r) each[r] = words_of(room.shares[r]);

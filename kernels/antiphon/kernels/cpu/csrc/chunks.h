@@ -55,7 +55,7 @@ template <class T>
 static void linear_block(
     const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const T *x, int64_t first,
     int64_t rows, void *y, Epilogue epilogue) {
-    Block<T> block{linear, 0, first, nullptr, true, x + first * linear.inputs, {}};
+    Block<T> block{linear, 0, first, nullptr, x + first * linear.inputs, {}};
     if (linear.weights == Weights::int8_dynamic)
         block.bytes = cut_rows(block.x, linear.inputs, rows);
     const int64_t tiles = ceil_div(rows, pace_of(linear).tile_rows);
@@ -77,19 +77,20 @@ static void linear_block(
     if constexpr (std::is_same_v<T, bf16>)
         if (on_squares(linear)) {
             Squares squares;
+            const bool bytes = linear.weights == Weights::int8, unpacks = bytes && tiles > 1;
             const auto multiply = [&](int64_t row, int64_t height) {
-                squares.multiply(block, row, height, y, epilogue);
+                squares.multiply(block, row, height, bytes && !unpacks, y, epilogue);
             };
-            if (linear.weights == Weights::int8) {
-                block.unpacked = tiles > 1;
+            if (unpacks)
                 by_panels([&] {
-                    if (block.unpacked) block.weights = unpacked_panel(block.weights, linear.inputs);
+                    block.weights = unpacked_panel(block.weights, linear.inputs);
                     by_tiles(multiply);
                 });
-                return;
-            }
             // The rows of a tile stay in the first-level cache, and panels come by from the second.
-            by_tiles([&](int64_t row, int64_t height) { by_panels([&] { multiply(row, height); }); });
+            else
+                by_tiles([&](int64_t row, int64_t height) {
+                    by_panels([&] { multiply(row, height); });
+                });
             return;
         }
     // A panel stays in the first-level cache, and rows come by.

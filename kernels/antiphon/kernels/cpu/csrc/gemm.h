@@ -157,7 +157,6 @@ template <class T> struct Block {
     const PackedLinear &linear;
     int64_t panel, first;  // row
     const void *weights;   // of the panel
-    bool unpacked;         // they are numbers of x's kind
     const T *x;            // of the first row
     Bytes bytes;           // int8_dynamic
 };
