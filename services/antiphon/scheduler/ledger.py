@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -93,6 +93,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[RequestId, Entry] = {}
+        self._owners: Counter[Process] = Counter()
         self._accounts: defaultdict[Process, Account] = defaultdict(Account)
         self._numbers = itertools.count(1)
 
@@ -107,12 +108,16 @@ class Ledger:
         """Begin to keep a request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
+        self._owners[entry.owner] += 1
         entry.number = next(self._numbers)
 
     def remove(self, entry: Entry) -> None:
         """Keep a request no more."""
         self.unbind(entry)
         del self._entries[entry.request_id]
+        self._owners[entry.owner] -= 1
+        if not self._owners[entry.owner]:
+            del self._owners[entry.owner]
 
     def bind(self, entry: Entry, binding: Binding, charge: Charge | None = None) -> None:
         """Note where a request runs, in place of where it ran.
@@ -134,6 +139,10 @@ class Ledger:
     def entries(self) -> list[Entry]:
         """Return all of them, oldest first."""
         return list(self._entries.values())
+
+    def owners(self) -> list[Process]:
+        """Return the gateways that own any."""
+        return list(self._owners)
 
     def owned(self, owner: Process) -> list[Entry]:
         """Return one gateway's."""

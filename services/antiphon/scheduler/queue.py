@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from antiphon.service.precedence import Overtaken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, KeysView
 
     from antiphon.wire.ids import RequestId
 
@@ -53,6 +53,11 @@ class Queue:
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._waiting
+
+    @property
+    def names(self) -> KeysView[RequestId]:
+        """Who waits, for whoever asks of many: a call for each costs as much as the answer."""
+        return self._waiting.keys()
 
     @property
     def full(self) -> bool:

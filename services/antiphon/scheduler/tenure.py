@@ -96,13 +96,14 @@ class Tenure:
         if entry is None:
             self._refuse_unheard(request)
             self._accept(request)
+            self.bind_waiting()
         elif entry.owner != request.owner or _differs(entry.submit, request):
             raise DuplicateRequest("a live request has this id")
         else:
             entry.submit = request
             if request.attempt_floor is not None:
                 self.follow(entry, request.attempt_floor)
-        self.bind_waiting()
+                self.bind_waiting()
         return SubmitAccepted(
             request_id=request.request_id,
             term=self.term,
