@@ -197,6 +197,31 @@ def test_notice_of_the_leader_ends_a_request_unless_a_later_attempt_is_shown() -
     assert heard(world).text == "text"
 
 
+def test_what_waits_is_not_submitted_again_every_few_seconds() -> None:
+    world = waiting()
+    assert resubmitted(world, for_s=15.0) == []
+
+
+def test_what_the_leader_has_forgotten_is_submitted_to_it_again() -> None:
+    world = waiting()
+    world.do(world.owner.noticed(lacking(world)))
+    world.do(world.owner.noticed(lacking(world)))
+    assert resubmitted(world, for_s=1.0) == ["r"]
+    world.do(world.owner.noticed(lacking(world)))
+    assert resubmitted(world, for_s=1.0) == [], "it is under way"
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    world.do(world.owner.noticed(lacking(world)))
+    assert resubmitted(world, for_s=1.0) == ["r"]
+
+
+def test_what_another_leader_lacks_is_not_its_to_ask_for() -> None:
+    world = waiting()
+    newer = msgspec.structs.replace(world.term, number=2)
+    stranger = msgspec.structs.replace(lacking(world), leader=newer)
+    world.do(world.owner.noticed(stranger))
+    assert resubmitted(world, for_s=1.0) == []
+
+
 def test_batch_for_an_earlier_life_of_the_gateway_is_ignored() -> None:
     world, _ = talking("text")
     earlier = msgspec.structs.replace(ME, incarnation="earlier")
@@ -341,6 +366,30 @@ def notice(world: World, n: int) -> NoticeBatch:
         requests=(lost,),
         not_after_unix_ms=world.clock.unix_ms() + 1000,
     )
+
+
+def lacking(world: World) -> NoticeBatch:
+    """The leader knows nothing of the request."""
+    return msgspec.structs.replace(notice(world, n=1), requests=(), lacking=(RequestId("r"),))
+
+
+def waiting() -> World:
+    """A world whose one request has been accepted and waits for its turn."""
+    world = World(0, loss=1.0)
+    world.open(RequestId("r"))
+    world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
+    return world
+
+
+def resubmitted(world: World, for_s: float) -> list[RequestId]:
+    """What the owner submits meanwhile; nobody answers."""
+    until = world.clock.now() + for_s
+    found: list[RequestId] = []
+    while (at := world.owner.wake_at()) <= until:
+        world.clock.advance(max(0.0, at - world.clock.now()))
+        found += [a.message.request_id for a in world.owner.tick() if isinstance(a, Submit)]
+    world.clock.advance(until - world.clock.now())
+    return found
 
 
 def ended_in(actions: Sequence[Action]) -> Ended:

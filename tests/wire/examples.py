@@ -384,6 +384,7 @@ EVERY: tuple[Message, ...] = (
         leader=TERM,
         gateway=GATEWAY,
         requests=(LostRequest(request_id=REQUEST, attempt=FIRST, error=ERROR),),
+        lacking=(OTHER_REQUEST,),
         not_after_unix_ms=DEADLINE,
     ),
     CommandBatch(

@@ -15,6 +15,8 @@ from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.parts import parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.scheduler.ledger import Entry
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Attempt, Process, Term
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ENVELOPE_BYTES = 8 * 1024
 """More than an admit needs besides its prompt, stop strings and sampling parameters."""
+LACKING_MAX = 1_000
+"""How many requests a gateway is asked for at once; the others have their turn at its next list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Outbox:
         self._seqs = SeqSender()
         self._commands: dict[Process, list[Command]] = {}
         self._lost: dict[Process, dict[RequestId, Lost]] = {}
+        self._lacking: dict[Process, tuple[RequestId, ...]] = {}
         self._actions: list[Action] = []
 
     def command(self, worker: Process, command: Command) -> None:
@@ -57,6 +62,10 @@ class Outbox:
         """Add to the gateway's next notice."""
         self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
 
+    def lack(self, gateway: Process, requests: Sequence[RequestId]) -> None:
+        """Tell the gateway in its next notice that these are not known here."""
+        self._lacking[gateway] = tuple(requests[:LACKING_MAX])
+
     def note(self, action: Action) -> None:
         """Add anything else."""
         self._actions.append(action)
@@ -64,7 +73,7 @@ class Outbox:
     def take(self) -> list[Action]:
         """Return everything collected, and begin anew."""
         actions = [*self._batches(), *self._notices(), *self._actions]
-        self._commands, self._lost, self._actions = {}, {}, []
+        self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
         return actions
 
     def forget(self, worker: Process) -> None:
@@ -93,12 +102,13 @@ class Outbox:
                     gateway=gateway,
                     requests=tuple(
                         LostRequest(request_id=one.request_id, attempt=one.attempt, error=one.error)
-                        for one in lost.values()
+                        for one in self._lost.get(gateway, {}).values()
                     ),
+                    lacking=self._lacking.get(gateway, ()),
                     not_after_unix_ms=self._not_after(),
                 )
             )
-            for gateway, lost in self._lost.items()
+            for gateway in {**self._lost, **self._lacking}
         ]
 
     def _not_after(self) -> int:

@@ -3,7 +3,7 @@
 | it is                                | then                                                    |
 |--------------------------------------|---------------------------------------------------------|
 | open, unknown, running               | adopted                                                 |
-| open, unknown, not running           | its owner submits again; lost if text of it was shown   |
+| open, unknown, not running           | its owner is asked for it; lost if text of it was shown |
 | running, not open                    | aborted after a grace                                   |
 | accepted, not open                   | dropped after a grace                                   |
 | bound, not running                   | admitted again, as the same attempt                     |
@@ -87,10 +87,12 @@ class Reconciliation:
         """Compare what a gateway has open with what was accepted from it."""
         for request_id in change.closed:
             self._close(request_id, change.owner)
-        for line in change.opened:
-            self._line(change.owner, line)
+        lacking = [line.request_id for line in change.opened if not self._line(change.owner, line)]
         if change.whole:
             self._drop_unlisted(change)
+            # Whoever has only just begun to lead is sent everything anyway.
+            if lacking and self._tenure.settled:
+                self._tenure.ask(change.owner, lacking)
         self._tenure.bind_waiting()
 
     def worker_died(self, worker: Process) -> None:
@@ -221,22 +223,27 @@ class Reconciliation:
         elif now - silent_since >= give_up_s:
             self._tenure.lose(entry, WorkerLost("the detokenizer of the request has died"))
 
-    def _line(self, owner: Process, line: OpenRequest) -> None:
-        """Take in one line of an open list."""
+    def _line(self, owner: Process, line: OpenRequest) -> bool:
+        """Take in one line of an open list. False where only a submit can tell what it is."""
         entry = self._ledger.find(line.request_id)
         if entry is None:
-            self._open_unknown(owner, line)
-        elif entry.owner == owner:
+            return self._open_unknown(owner, line)
+        if entry.owner == owner:
             entry.unlisted = 0
             if line.attempt is not None:
                 self._tenure.follow(entry, line.attempt)
+        return True
 
-    def _open_unknown(self, owner: Process, line: OpenRequest) -> None:
-        """Keep a request of an earlier leader's that runs, or that can only end as lost."""
-        ended = line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost
+    def _open_unknown(self, owner: Process, line: OpenRequest) -> bool:
+        """Keep a request of an earlier leader's that runs, or that can only end as lost.
+
+        False for one that does neither.
+        """
+        if line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost:
+            return True
         held = self._holdings.find(line.request_id, line.attempt)
-        if ended or (held is None and line.attempt is None):
-            return
+        if held is None and line.attempt is None:
+            return False
         now = self._clock.now()
         entry = Entry(
             line.request_id,
@@ -251,6 +258,7 @@ class Reconciliation:
         self._ledger.add(entry)
         if held is not None:
             self._tenure.adopt(entry, held)
+        return True
 
     def _close(self, request_id: RequestId, owner: Process) -> None:
         """The owner has ended a request. Its submit may still be under way."""

@@ -35,6 +35,8 @@ from antiphon.wire.errors import (
 from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, SubmitRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.scheduler.caches import Caches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peers
@@ -238,6 +240,10 @@ class Tenure:
             self.lose(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
+
+    def ask(self, owner: Process, requests: Sequence[RequestId]) -> None:
+        """Have an owner submit again what it has open and nobody here knows."""
+        self._outbox.lack(owner, requests)
 
     def tell_lost(self) -> None:
         """Say again what was given up, to the owners that still list it."""

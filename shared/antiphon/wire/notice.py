@@ -1,4 +1,4 @@
-"""Scheduler to gateway: the requests that the leader gave up after it had accepted them."""
+"""Scheduler to gateway: what the leader gave up after it had accepted it, and what it lacks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ class LostRequest(Value):
 
 
 class NoticeBatch(Message):
-    """What one gateway must end. Said again each heartbeat until its open list lacks the request.
+    """What one gateway must end, and what it must submit again.
 
-    It carries no `seq`: a repeat is harmless and a loss is repaired by the next one.
+    Said again, of what is lost each heartbeat until the gateway's open list lacks the request, of
+    what is lacking at each whole list that names it. It carries no `seq`: a repeat is harmless and
+    a loss is repaired by the next one.
+
+    Attributes:
+        requests: Given up.
+        lacking: Open by the gateway's list and unknown to the leader. What was not submitted to it
+            yet is under way and no news to the gateway; what it had accepted it has forgotten.
     """
 
     leader: Term
     gateway: Process
     requests: tuple[LostRequest, ...]
+    lacking: tuple[RequestId, ...] = ()
     not_after_unix_ms: int

@@ -210,6 +210,10 @@ class Stage:
         batches = [action.batch for action in self.heard if isinstance(action, SendNotice)]
         return [lost for batch in batches for lost in batch.requests]
 
+    def asked(self) -> list[RequestId]:
+        batches = [action.batch for action in self.heard if isinstance(action, SendNotice)]
+        return [request_id for batch in batches for request_id in batch.lacking]
+
     def batches(self) -> list[CommandBatch]:
         return [action.batch for action in self.heard if isinstance(action, SendCommands)]
 

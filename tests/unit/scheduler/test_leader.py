@@ -305,6 +305,41 @@ def test_a_list_that_comes_late_changes_nothing() -> None:
     assert stage.leader.kept == 1
 
 
+def test_an_owner_is_asked_for_what_it_has_open_and_nobody_knows_until_it_has_submitted_it() -> (
+    None
+):
+    stage = Stage()
+    gateway, _, _ = stage.usual()
+    request = stage.request("r")
+    gateway.open[request.request_id] = OpenRequest(
+        request_id=request.request_id, deadline_unix_ms=request.deadline_unix_ms
+    )
+    gateway.list(whole=False)
+    stage.listen()
+    assert not stage.asked(), "its submit is under way"
+    stage.pass_s(1.0)
+    assert stage.asked() == ["r", "r"], "once a list"
+    stage.heard.clear()
+    stage.leader.submit(request)
+    stage.pass_s(1.0)
+    assert not stage.asked()
+
+
+def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
+    stage = Stage()
+    gateway, worker, _ = stage.usual()
+    request = stage.submit("r")
+    (admit,) = stage.admits()
+    worker.runs(running(admit))
+    gateway.follows(request.request_id, admit.attempt)
+    stage.actors.remove(worker)
+    stage.pass_s(4.0)
+    assert {lost.request_id for lost in stage.lost()} == {"r"}
+    stage.cancel(request)
+    stage.pass_s(1.0)
+    assert not stage.asked()
+
+
 def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
     stage = Stage(Rules(look_ahead=1))
     gateway, worker, _ = stage.usual()

@@ -41,6 +41,8 @@ from antiphon.wire.submit import CancelRequest, SubmitAccepted
 from antiphon.wire.text import ResumeText
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import StreamSeq
@@ -214,7 +216,10 @@ class Owner:
         return self._take()
 
     def noticed(self, batch: NoticeBatch) -> list[Action]:
-        """End what the leader has given up, unless a later attempt is being shown."""
+        """End what the leader has given up, unless a later attempt is being shown.
+
+        What it had accepted and lacks now is submitted again; anything else is under way to it.
+        """
         stale = self._term is not None and batch.leader < self._term
         if batch.gateway != self._process or stale:
             return []
@@ -224,6 +229,13 @@ class Owner:
             request = self._requests.get(lost.request_id)
             if request is not None and not request.beyond(lost.attempt):
                 self._end(request, decode_error(lost.error))
+        forgotten = [
+            request
+            for request_id in batch.lacking
+            if (request := self._requests.get(request_id)) is not None
+            if request.rests and request.term == batch.leader
+        ]
+        self._submit_soon(forgotten)
         return self._take()
 
     def leader_spoke(self, term: Term) -> list[Action]:
@@ -288,11 +300,13 @@ class Owner:
         if self._term is not None and term <= self._term:
             return
         self._term = term
-        for number, request in enumerate(self._requests.values()):
-            if request.term != term:
-                request.tries = max(request.tries, 1)  # due, whatever was heard meanwhile
-                at = self._clock.now() + number * rules.PACE_S
-                self._timers.set(("submit", request.id), at)
+        self._submit_soon([each for each in self._requests.values() if each.term != term])
+
+    def _submit_soon(self, requests: Iterable[Request]) -> None:
+        """Submit these again, whatever was heard of them meanwhile, one after the other."""
+        for number, request in enumerate(requests):
+            request.tries = max(request.tries, 1)
+            self._timers.set(("submit", request.id), self._clock.now() + number * rules.PACE_S)
 
     def _know(self, request: Request) -> None:
         """Note that a leader has the request: it said so, or text came."""

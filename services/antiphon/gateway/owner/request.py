@@ -124,6 +124,11 @@ class Request:
         return all(choice.finished for choice in self._choices)
 
     @property
+    def rests(self) -> bool:
+        """Whether a leader has it, for all that we know, and no submit is due or under way."""
+        return self.accepted and not self.asking and not self.tries
+
+    @property
     def lacks_text(self) -> bool:
         """Whether something was said beyond a hole."""
         return any(choice.lacks_text for choice in self._choices)
