@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -51,6 +52,12 @@ def altered(message: type[Message], path: str, value: object) -> bytes:
 def test_field_of_a_later_version_is_ignored(example: Message) -> None:
     later = altered(type(example), "field_of_tomorrow", {"deep": [1, 2]})
     assert decode(later, (type(example),)) == example
+
+
+@pytest.mark.parametrize("example", EVERY, ids=lambda message: type(message).__name__)
+def test_garbage_collector_follows_no_message(example: Message) -> None:
+    """It would be set off by long lists, and stop a worker for as long as several steps."""
+    assert not gc.is_tracked(decode(encode(example), (type(example),)))
 
 
 def test_field_left_out_takes_its_default() -> None:

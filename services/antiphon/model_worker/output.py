@@ -181,8 +181,9 @@ class Output:
         if message.version > version:
             self._lists[message.owner] = (message.version, now_ms)
             if message.whole:
-                gone |= self._unlisted(message, now_ms)
-                self._repeat_ends(message)
+                listed = {line.request_id for line in message.opened}
+                gone |= self._unlisted(message.owner, listed, now_ms)
+                self._repeat_ends(message.owner, listed)
         return [
             action
             for request_id in gone
@@ -323,26 +324,24 @@ class Output:
             self.refuse(key, decode_error(abort.error))
         return [Drop(key) for key in keys]
 
-    def _unlisted(self, message: OpenList, now_ms: int) -> set[RequestId]:
-        listed = {line.request_id for line in message.opened}
+    def _unlisted(self, owner: Process, listed: set[RequestId], now_ms: int) -> set[RequestId]:
         return {
             held.request_id
             for held in self._held.values()
-            if held.owner == message.owner
+            if held.owner == owner
             and held.request_id not in listed
             and now_ms - held.admitted_ms >= OPEN_GRACE_MS
         }
 
-    def _repeat_ends(self, message: OpenList) -> None:
+    def _repeat_ends(self, owner: Process, listed: set[RequestId]) -> None:
         """Say again how a request ended, if its owner still waits two lists later.
 
         A running request repairs itself, for its next row shows that one before it is lost. After
         the last row nothing follows: should that one be lost, or the detokenizer's call for it,
         only this tells that something is missing.
         """
-        for line in message.opened:
-            held = self._held.get(line.request_id)
-            if held is None or held.live or held.owner != message.owner:
+        for held in self._held.values():
+            if held.request_id not in listed or held.live or held.owner != owner:
                 continue
             if held.listed_after_end:
                 held.repeat_end()

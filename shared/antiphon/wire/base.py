@@ -1,4 +1,9 @@
-"""The two kinds of struct on the wire, and the few types that every conversation shares."""
+"""The two kinds of struct on the wire, and the few types that every conversation shares.
+
+The garbage collector does not follow them (`gc=False`): what was decoded is a tree and dies with
+its last reference. A list of 2,000 open requests twice a second would set it off again and again,
+and to look at all of a worker's objects takes it 0.2 s, in which no step begins.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,11 @@ WIRE_VERSION = 1
 """Major version of the messages; part of every subject. Additive change keeps it."""
 
 
-class Value(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True):
+class Value(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, gc=False):
     """A part of a message: it has no tag of its own."""
 
 
-class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True):
+class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True, gc=False):
     """What is published. Its class name is its tag, so a renamed class is a new message."""
 
 
