@@ -24,7 +24,7 @@ RADIX_HEAD = """
 WAITING_HEAD = """
 ## A long queue
 
-Decode of 64 requests, alone and with 2,000 waiting in the worker: medians of {pairs} pairs.
+Decode of 64 requests, alone and with 2,000 waiting: medians of {pairs} pairs.
 """
 GRAMMAR_HEAD = """
 ## Grammars
