@@ -1,9 +1,8 @@
 """What a long queue costs those who run: decode at batch 64 beside 2,000 that wait, and alone.
 
 The requests that run are the same in both, and what is compared is the same stretch of their
-answers, so that nothing differs but the queue. It stands in the worker, where planning sees it
-each step; a scheduler would by itself keep it back. Expected: nothing within the noise, since a
-queue that is looked at only when there is room costs nothing while there is none.
+answers, so that nothing differs but the queue. Expected: nothing within the noise, since a queue
+that is looked at only when there is room costs nothing while there is none.
 
     python -m tests.bench.serving.waiting
 """

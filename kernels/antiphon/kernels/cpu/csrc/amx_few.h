@@ -105,7 +105,7 @@ template <class K> class FewQueries {
     }
 
   private:
-    // How far the memory is asked ahead: into the second level, which also holds a step's weights.
+    // How many tokens ahead the memory is asked.
     static constexpr int64_t TOKENS_AHEAD = 3 * SQUARE;
     // Half of what a step of a square of scores reads.
     static constexpr int64_t LINES = SQUARE * STEP * sizeof(K) / Ahead::LINE / 2;
