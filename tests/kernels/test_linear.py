@@ -117,6 +117,21 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
         assert torch.equal(linear.multiply_wide(x[row : row + 1]), whole[row : row + 1])
 
 
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_row_has_the_same_bits_in_blocks_of_rows(
+    dtype: torch.dtype, format_: Format, halves: bool
+) -> None:
+    """The first and the last rows of many, cut into blocks, against the same rows by themselves."""
+    x = drawn(520, 70, dtype=dtype, seed=1)
+    linear = packed(drawn(160, 70, dtype=dtype), None, format_, halves=halves).linear
+    for rows in (127, 128, 255, 256, 257, 520):
+        whole = linear.multiply_wide(x[:rows])
+        assert torch.equal(whole[:5], linear.multiply_wide(x[:5]))
+        assert torch.equal(whole[-5:], linear.multiply_wide(x[rows - 5 : rows]))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_row_has_the_same_bits_from_any_number_of_threads(threads: int) -> None:
     weight = drawn(300, 200, dtype=torch.bfloat16)

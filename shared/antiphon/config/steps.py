@@ -19,6 +19,10 @@ CPU_CHUNK_TOKENS = 512
 CPU_FILL_TOKENS = 256
 """With this many rows a CPU computes at nearly the rate of any more: layers of a small model, a
 core with bf16 instructions, 128 rows 88 %, 256 rows 98 % and 512 rows 97 % of the rate of 1,024."""
+TILES_FILL_TOKENS = 512
+"""The same of one with tiles of bf16, which computes faster, and reads the weights no faster: the
+same model, prompts of 128, 1 of them 68 %, 2 of them 85 % and 4 of them 90 % of the rate of 16."""
+TILES_ISA = "amx"
 BOTH_WAYS = "a token sees what comes after it"
 
 
@@ -78,9 +82,10 @@ def _fill(settings: Settings, device: Device, step_tokens: int) -> Decided[int]:
     batching = settings.batching
     if batching.fill_tokens is not None:
         return Decided(batching.fill_tokens, "batching.fill_tokens")
-    if device.kind == "cpu" and step_tokens > CPU_FILL_TOKENS:
+    enough = TILES_FILL_TOKENS if device.arithmetic.get("isa") == TILES_ISA else CPU_FILL_TOKENS
+    if device.kind == "cpu" and step_tokens > enough:
         reason = "keeps a CPU busy; more would only make the first prompts wait for the last"
-        return Decided(CPU_FILL_TOKENS, reason)
+        return Decided(enough, reason)
     return Decided(step_tokens, "a step takes what fits")
 
 

@@ -63,6 +63,13 @@ def test_what_the_operator_left_open_is_decided() -> None:
     assert (plan.mixed.value, plan.whole_prompts.value) == (True, False)
 
 
+def test_a_processor_with_tiles_takes_more_prompts_at_once() -> None:
+    device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"})
+    assert decide_on(device).fill_tokens.value == 512
+    assert decide_on(device, batching__fill_tokens="100").fill_tokens.value == 100
+    assert decide_on(device, batching__tokens_max="300").fill_tokens.value == 300
+
+
 def test_a_core_is_left_to_the_others_where_threads_spin_or_steps_are_short() -> None:
     assert decide().threads.reason.startswith("all cores")
     spinning = decide(model__linear="plain").threads

@@ -1,8 +1,7 @@
 // A packed linear shared out: chunks of rows by panels, for the threads of a team (team.h).
 //
-//     member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
-//         linear_chunk(linear, chunk, x, rows, y, Epilogue::store);
-//     });
+//     const LinearCall call(linear, x, rows, y, Epilogue::store);
+//     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.coming(i, threads)); });
 
 // How a call is cut: blocks of rows by groups of panels.
 struct Cutting {
@@ -15,9 +14,9 @@ struct Pace {
 };
 
 static Pace pace_of(const PackedLinear &linear) {
-    // A block of rows stays in the second-level cache beside its panels.
-    if (on_squares(linear))
-        return {SQUARE_ROWS, SQUARE_ROWS, linear.weights == Weights::int8 ? 128 : 64};
+    // A block of rows stays in the second-level cache beside its panels. On squares it is so large
+    // that the weights of most steps are read once, and not by every thread.
+    if (on_squares(linear)) return {SQUARE_ROWS, SQUARE_ROWS, 256};
     return {TILE_ROWS, 4, 48};
 }
 
@@ -44,88 +43,98 @@ static Cutting cut(const PackedLinear &linear, int64_t rows) {
     return {block, ceil_div(rows, block), group, ceil_div(panels, group)};
 }
 
-// Chunks of a call of so many rows; they may be computed in any order, by any thread.
-static int64_t linear_chunks(const PackedLinear &linear, int64_t rows) {
-    const Cutting cutting = cut(linear, rows);
-    return cutting.row_blocks * cutting.panel_groups;
-}
+// One call of a linear, in chunks that may be computed in any order, by any thread. Contiguous are
+// x (rows, inputs) and y (rows, outputs), of half as many columns with silu_mul.
+class LinearCall {
+  public:
+    LinearCall(
+        const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue)
+        : linear_(linear),
+          x_(x),
+          rows_(rows),
+          y_(y),
+          epilogue_(epilogue),
+          cut_(cut(linear, rows)) {}
 
-// Rows from `first` on, by some panels.
-template <class T>
-static void linear_block(
-    const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const T *x, int64_t first,
-    int64_t rows, void *y, Epilogue epilogue) {
-    Block<T> block{linear, 0, first, nullptr, x + first * linear.inputs, {}};
-    if (linear.weights == Weights::int8_dynamic)
-        block.bytes = cut_rows(block.x, linear.inputs, rows);
-    const int64_t tiles = ceil_div(rows, pace_of(linear).tile_rows);
-    // Tiles of like height: 16 rows are 8 and 8.
-    const auto by_tiles = [&](auto &&body) {
-        for (int64_t i = 0, row = 0; i < tiles; ++i) {
-            const int64_t height = (rows - row) / (tiles - i);
-            body(row, height);
-            row += height;
-        }
-    };
-    const auto by_panels = [&](auto &&body) {
-        for (block.panel = panel_first; block.panel < panel_last; ++block.panel) {
-            const char *panels = static_cast<const char *>(linear.panels);
-            block.weights = panels + block.panel * panel_bytes(linear);
-            body();
-        }
-    };
-    if constexpr (std::is_same_v<T, bf16>)
-        if (on_squares(linear)) {
-            Squares squares;
-            const bool bytes = linear.weights == Weights::int8, unpacks = bytes && tiles > 1;
-            const auto multiply = [&](int64_t row, int64_t height) {
-                squares.multiply(block, row, height, bytes && !unpacks, y, epilogue);
-            };
-            if (unpacks)
-                by_panels([&] {
-                    block.weights = unpacked_panel(block.weights, linear.inputs);
-                    by_tiles(multiply);
-                });
-            // The rows of a tile stay in the first-level cache, and panels come by from the second.
-            else
-                by_tiles([&](int64_t row, int64_t height) {
-                    by_panels([&] { multiply(row, height); });
-                });
-            return;
-        }
-    // A panel stays in the first-level cache, and rows come by.
-    by_panels([&] {
-        by_tiles([&](int64_t row, int64_t height) {
-            tile_for<T>(linear.weights, height)(block, row, y, epilogue);
-        });
-    });
-}
+    int64_t chunks() const { return cut_.row_blocks * cut_.panel_groups; }
 
-// Compute one chunk of y. x (rows, inputs) and y are contiguous; y is (rows, outputs), of half as
-// many columns with silu_mul.
-static void linear_chunk(
-    const PackedLinear &linear, int64_t chunk, const void *x, int64_t rows, void *y,
-    Epilogue epilogue) {
-    const Cutting cutting = cut(linear, rows);
-    const int64_t first = chunk % cutting.row_blocks * cutting.rows;
-    const int64_t count = rows - first < cutting.rows ? rows - first : cutting.rows;
-    const int64_t panel = chunk / cutting.row_blocks * cutting.panels;
-    const int64_t end = panel + cutting.panels;
-    const int64_t last = end < panels_of(linear) ? end : panels_of(linear);
-    if (linear.number == Number::bf16)
-        linear_block(linear, panel, last, static_cast<const bf16 *>(x), first, count, y, epilogue);
-    else
-        linear_block(linear, panel, last, static_cast<const float *>(x), first, count, y, epilogue);
-}
+    // Compute one of them, and ask the memory meanwhile.
+    void chunk(int64_t i, const Coming &coming) const {
+        if (linear_.number == Number::bf16) compute<bf16>(i, coming);
+        else compute<float>(i, coming);
+    }
+
+    // The weights that the thread of chunk `i`, one of so many threads, most likely reads after it:
+    // of this call, or of `next`, whose rows are as many.
+    Coming coming(int64_t i, int threads, const PackedLinear *next = nullptr) const {
+        const int64_t later = i + threads;
+        if (later < chunks()) return group_of(later) == group_of(i) ? Coming() : weights(later);
+        if (next == nullptr) return {};
+        const LinearCall following(*next, nullptr, rows_, nullptr, Epilogue::store);
+        const int64_t first = later - chunks();
+        return first < following.chunks() ? following.weights(first) : Coming();
+    }
+
+  private:
+    int64_t group_of(int64_t i) const { return i / cut_.row_blocks; }
+    int64_t first_panel(int64_t group) const { return group * cut_.panels; }
+    int64_t last_panel(int64_t group) const {
+        const int64_t end = (group + 1) * cut_.panels, panels = panels_of(linear_);
+        return end < panels ? end : panels;
+    }
+    const char *panel_at(int64_t panel) const {
+        return static_cast<const char *>(linear_.panels) + panel * panel_bytes(linear_);
+    }
+
+    // What a chunk reads of the linear.
+    Coming weights(int64_t i) const {
+        const int64_t first = first_panel(group_of(i)), last = last_panel(group_of(i));
+        return {panel_at(first), (last - first) * panel_bytes(linear_)};
+    }
+
+    template <class T> void compute(int64_t i, const Coming &coming) const {
+        const int64_t first = i % cut_.row_blocks * cut_.rows;
+        const int64_t rows = rows_ - first < cut_.rows ? rows_ - first : cut_.rows;
+        const int64_t panel = first_panel(group_of(i)), last = last_panel(group_of(i));
+        const T *x = static_cast<const T *>(x_) + first * linear_.inputs;
+        if constexpr (std::is_same_v<T, bf16>)
+            if (on_squares(linear_)) {
+                linear_on_squares(linear_, panel, last, x, first, rows, y_, epilogue_, coming);
+                return;
+            }
+        Block<T> block{linear_, 0, first, nullptr, x, {}};
+        if (linear_.weights == Weights::int8_dynamic)
+            block.bytes = cut_rows(x, linear_.inputs, rows);
+        const int64_t tiles = ceil_div(rows, TILE_ROWS);
+        // A panel stays in the first-level cache, and rows come by.
+        for (block.panel = panel; block.panel < last; ++block.panel) {
+            block.weights = panel_at(block.panel);
+            // Tiles of like height: 16 rows are 8 and 8.
+            for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+                const int64_t height = (rows - row) / (tiles - tile);
+                tile_for<T>(linear_.weights, height)(block, row, y_, epilogue_);
+                row += height;
+            }
+        }
+    }
+
+    const PackedLinear &linear_;
+    const void *const x_;
+    const int64_t rows_;
+    void *const y_;
+    const Epilogue epilogue_;
+    const Cutting cut_;
+};
 
 // A whole call, with a team of its own.
 static void linear_call(
     const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
     int threads) {
+    const LinearCall call(linear, x, rows, y, epilogue);
     Phase phase{};
     in_team(threads, &phase, [&](Member &member) {
-        member.run(linear_chunks(linear, rows), [&](int64_t chunk) {
-            linear_chunk(linear, chunk, x, rows, y, epilogue);
+        member.run(call.chunks(), [&](int64_t i) {
+            call.chunk(i, call.coming(i, member.threads()));
         });
     });
 }

@@ -41,6 +41,17 @@ static void by_rows(int64_t rows, int64_t size, int threads, Body &&body) {
     in_team(threads, &phase, [&](Member &team) { team.run(chunks, chunk_rows); });
 }
 
+// x, whose squares have this sum, scaled to unit root-mean-square.
+template <class T>
+INLINE void scale_to_unit(
+    const T *x, float squares, const T *weight, int64_t size, float eps, T *out) {
+    const F32 inverse = all(1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + eps));
+    by_vectors(size, [&](int64_t i, auto part) {
+        const F32 unit = rounded<T>(mul(take(x + i, part), inverse));
+        put(out + i, mul(unit, take(weight + i, part)), part);
+    });
+}
+
 // x, scaled to unit root-mean-square. Returns the sum of squares.
 template <class T>
 INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *out) {
@@ -50,28 +61,44 @@ INLINE float normalise(const T *x, const T *weight, int64_t size, float eps, T *
         squares = fma(value, value, squares);
     });
     const float total = sum(squares);
-    const F32 inverse = all(1.0f / __builtin_sqrtf(total / static_cast<float>(size) + eps));
-    by_vectors(size, [&](int64_t i, auto part) {
-        const F32 unit = rounded<T>(mul(take(x + i, part), inverse));
-        put(out + i, mul(unit, take(weight + i, part)), part);
-    });
+    scale_to_unit(x, total, weight, size, eps, out);
     return total;
+}
+
+// The same of x + residual, which becomes `total`.
+template <class T>
+INLINE float normalise_sum(
+    const T *x, const T *residual, const T *weight, int64_t size, float eps, T *total, T *out) {
+    constexpr int64_t LINE = 64 / sizeof(T), AHEAD = 2;
+    F32 squares = zeros();
+    by_vectors(size, [&](int64_t i, auto part) {
+        // Another thread may have written the rows to come, and then they are far away.
+        if (i % LINE == 0) {
+            _mm_prefetch(reinterpret_cast<const char *>(x + AHEAD * size + i), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char *>(residual + AHEAD * size + i), _MM_HINT_T0);
+        }
+        const F32 value = rounded<T>(add(take(x + i, part), take(residual + i, part)));
+        put(total + i, value, part);
+        squares = fma(value, value, squares);
+    });
+    const float whole = sum(squares);
+    scale_to_unit(total, whole, weight, size, eps, out);
+    return whole;
 }
 
 template <class T> INLINE void norm_row(const NormCall &call, int64_t row) {
     const int64_t at = row * call.size;
     const T *x = static_cast<const T *>(call.x) + at;
+    const T *weight = static_cast<const T *>(call.weight);
+    T *out = static_cast<T *>(call.out) + at;
+    float squares;
     if (call.residual) {
         const T *residual = static_cast<const T *>(call.residual) + at;
         T *total = static_cast<T *>(call.total) + at;
-        by_vectors(call.size, [&](int64_t i, auto part) {
-            put(total + i, add(take(x + i, part), take(residual + i, part)), part);
-        });
-        x = total;
+        squares = normalise_sum(x, residual, weight, call.size, call.eps, total, out);
+    } else {
+        squares = normalise(x, weight, call.size, call.eps, out);
     }
-    const float squares = normalise(
-        x, static_cast<const T *>(call.weight), call.size, call.eps,
-        static_cast<T *>(call.out) + at);
     if (call.finite) call.finite[row] = __builtin_isfinite(squares);
 }
 

@@ -193,11 +193,11 @@ INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
 // the panel are there.
 template <class T, Epilogue E, bool WHOLE>
 static __attribute__((noinline)) void finish_rows(
-    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y) {
+    const PackedLinear &linear, int64_t panel, int64_t row, int64_t rows, const float *sums,
+    void *y) {
     using Kept = std::conditional_t<E == Epilogue::widen, float, T>;
-    const PackedLinear &linear = block.linear;
     const int64_t half = linear.outputs / 2;
-    const int64_t at = block.panel * (linear.halves ? LANES : PANEL);
+    const int64_t at = panel * (linear.halves ? LANES : PANEL);
     const int64_t at_b = at + (linear.halves ? half : LANES);
     const int64_t left = (linear.halves ? half : linear.outputs) - at;
     const int64_t left_b = linear.halves ? left : left - LANES;
@@ -206,9 +206,9 @@ static __attribute__((noinline)) void finish_rows(
         if (WHOLE || some >= LANES) store(to, lanes);
         else if (some > 0) store(to, lanes, static_cast<int>(some));
     };
-    const float *scales = linear.scales ? linear.scales + block.panel * PANEL : nullptr;
-    const float *bias = linear.bias ? linear.bias + block.panel * PANEL : nullptr;
-    Kept *to = static_cast<Kept *>(y) + (block.first + row) * columns;
+    const float *scales = linear.scales ? linear.scales + panel * PANEL : nullptr;
+    const float *bias = linear.bias ? linear.bias + panel * PANEL : nullptr;
+    Kept *to = static_cast<Kept *>(y) + row * columns;
     for (int64_t r = 0; r < rows; ++r, sums += PANEL, to += columns) {
         F32 a = load(sums), b = load(sums + LANES);
         if (scales) {
@@ -228,22 +228,21 @@ static __attribute__((noinline)) void finish_rows(
     }
 }
 
+using Finish = void (*)(const PackedLinear &, int64_t, int64_t, int64_t, const float *, void *);
+
+// What finishes the rows of a panel.
 template <class T>
-INLINE void finish(
-    const Block<T> &block, int64_t row, int64_t rows, const float *sums, void *y,
-    Epilogue epilogue) {
-    const PackedLinear &linear = block.linear;
+INLINE Finish finish_of(const PackedLinear &linear, int64_t panel, Epilogue epilogue) {
     const int64_t width = linear.halves ? LANES : PANEL;
     const int64_t outputs = linear.halves ? linear.outputs / 2 : linear.outputs;
-    const bool whole = (block.panel + 1) * width <= outputs;
-    const auto put = [&](auto kind) {
-        if (whole) finish_rows<T, kind(), true>(block, row, rows, sums, y);
-        else finish_rows<T, kind(), false>(block, row, rows, sums, y);
+    const bool whole = (panel + 1) * width <= outputs;
+    const auto of = [&](auto kind) {
+        return whole ? finish_rows<T, kind(), true> : finish_rows<T, kind(), false>;
     };
     switch (epilogue) {
-        case Epilogue::store: return put(std::integral_constant<Epilogue, Epilogue::store>());
-        case Epilogue::widen: return put(std::integral_constant<Epilogue, Epilogue::widen>());
-        default: return put(std::integral_constant<Epilogue, Epilogue::silu_mul>());
+        case Epilogue::store: return of(std::integral_constant<Epilogue, Epilogue::store>());
+        case Epilogue::widen: return of(std::integral_constant<Epilogue, Epilogue::widen>());
+        default: return of(std::integral_constant<Epilogue, Epilogue::silu_mul>());
     }
 }
 
@@ -264,7 +263,8 @@ static void tile(const Block<T> &block, int64_t row, void *y, Epilogue epilogue)
         store(sums[r], acc[r][0]);
         store(sums[r] + LANES, acc[r][1]);
     }
-    finish(block, row, R, sums[0], y, epilogue);
+    const Finish finish = finish_of<T>(block.linear, block.panel, epilogue);
+    finish(block.linear, block.panel, block.first + row, R, sums[0], y);
 }
 
 template <class T> using Tile = void (*)(const Block<T> &, int64_t, void *, Epilogue);

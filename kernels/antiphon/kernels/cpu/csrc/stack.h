@@ -14,15 +14,19 @@ class StackRun {
     StackRun(const StackCall &call, Member &team) : call_(call), team_(team) {}
 
     void run() {
-        const bool shared = call_.tokens > ROWS_IN_PASSING;
         norm_phase(attention_norm(0));
         for (int64_t i = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
-            linear(layer.qkv, call_.normed, call_.heads, Epilogue::store);
+            const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : nullptr;
+            linear(product(layer.qkv, call_.normed, call_.heads), &layer.out);
             attention(layer);
-            linear_and_norm(layer.out, call_.mixed, mlp_norm(layer), shared);
-            linear(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul);
-            linear_and_norm(layer.down, call_.gated, attention_norm(i + 1), shared);
+            linear_and_norm(
+                product(layer.out, call_.mixed, call_.added), mlp_norm(layer), &layer.gate_up);
+            linear(
+                product(layer.gate_up, call_.normed, call_.gated, Epilogue::silu_mul),
+                &layer.down);
+            linear_and_norm(
+                product(layer.down, call_.gated, call_.added), attention_norm(i + 1), next);
         }
     }
 
@@ -62,7 +66,10 @@ class StackRun {
     }
 
     void norm_phase(const NormCall &norm) {
-        in_blocks(2, [&](int64_t first, int64_t last) { norm_rows(norm, first, last); });
+        // Of many rows some that follow each other, so that those to come can be asked for.
+        in_blocks(call_.tokens < 128 ? 2 : 8, [&](int64_t first, int64_t last) {
+            norm_rows(norm, first, last);
+        });
     }
 
     // Share out blocks of tokens.
@@ -74,24 +81,29 @@ class StackRun {
         });
     }
 
-    void linear(const PackedLinear &linear, const void *x, void *y, Epilogue epilogue) {
-        team_.run(linear_chunks(linear, call_.tokens), [&](int64_t chunk) {
-            linear_chunk(linear, chunk, x, call_.tokens, y, epilogue);
-        });
+    LinearCall product(
+        const PackedLinear &linear, const void *x, void *y,
+        Epilogue epilogue = Epilogue::store) const {
+        return {linear, x, call_.tokens, y, epilogue};
     }
 
-    void linear_and_norm(
-        const PackedLinear &linear, const void *x, const NormCall &norm, bool shared) {
-        const int64_t tokens = call_.tokens;
-        const auto chunk = [&](int64_t chunk) {
-            linear_chunk(linear, chunk, x, tokens, call_.added, Epilogue::store);
-        };
-        const int64_t chunks = linear_chunks(linear, tokens);
-        if (shared) {
-            team_.run(chunks, chunk);
+    // A chunk, while the memory is asked for the next, or for the first of the `next` linear.
+    void chunk(const LinearCall &call, int64_t i, const PackedLinear *next) const {
+        call.chunk(i, call.coming(i, team_.threads(), next));
+    }
+
+    void linear(const LinearCall &call, const PackedLinear *next) {
+        team_.run(call.chunks(), [&](int64_t i) { chunk(call, i, next); });
+    }
+
+    void linear_and_norm(const LinearCall &call, const NormCall &norm, const PackedLinear *next) {
+        if (call_.tokens > ROWS_IN_PASSING) {
+            linear(call, next);
             norm_phase(norm);
         } else {
-            team_.run(chunks, chunk, [&] { norm_rows(norm, 0, tokens); });
+            team_.run(
+                call.chunks(), [&](int64_t i) { chunk(call, i, next); },
+                [&] { norm_rows(norm, 0, call_.tokens); });
         }
     }
 

@@ -80,6 +80,51 @@ template <class Body> static inline void in_team(int threads, Phase *phases, Bod
     if (failed) throw std::bad_alloc();
 }
 
+// Memory that is read later, asked for a few lines at a time between the sums of what is there: in
+// bursts the questions would stand in the way of what is read now.
+class Coming {
+  public:
+    Coming() = default;
+    Coming(const void *at, int64_t bytes) : now_{static_cast<const char *>(at), bytes} {}
+
+    // Ask for all of it in so many steps.
+    void share(int64_t steps) { each_ = lines_a_step(now_.bytes, steps); }
+
+    // The same beside weights that are read once, front to back: for what lies a little further on,
+    // and at their end for the beginning of what comes.
+    void share_beside(const void *weights, int64_t bytes, int64_t steps) {
+        const int64_t ahead = AHEAD < bytes ? AHEAD : bytes;
+        then_ = {now_.at, now_.bytes < ahead ? now_.bytes : ahead};
+        now_ = {static_cast<const char *>(weights) + ahead, bytes - ahead};
+        each_ = lines_a_step(bytes, steps);
+    }
+
+    __attribute__((always_inline)) void step() {
+        for (int64_t i = 0; i < each_; ++i, now_.at += LINE, now_.bytes -= LINE) {
+            if (now_.bytes <= 0) now_ = std::exchange(then_, {});
+            if (now_.bytes <= 0) break;
+            _mm_prefetch(now_.at, _MM_HINT_T1);
+        }
+        // GCC takes a function that does nothing else for one that does nothing.
+        __asm__ volatile("" ::: "memory");
+    }
+
+  private:
+    static constexpr int64_t LINE = 64, AHEAD = 16 << 10;
+
+    struct Range {
+        const char *at = nullptr;
+        int64_t bytes = 0;
+    };
+
+    static int64_t lines_a_step(int64_t bytes, int64_t steps) {
+        return (bytes + LINE * steps - 1) / (LINE * steps);
+    }
+
+    Range now_, then_;
+    int64_t each_ = 0;
+};
+
 // Memory of one thread that stays for the next call: fresh pages would cost more than the work.
 class Scratch {
   public:
