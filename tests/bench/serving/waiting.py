@@ -1,20 +1,30 @@
 """What a long queue costs those who run: decode at batch 64 beside 2,000 that wait, and alone.
 
 The requests that run are the same in both, and what is compared is the same stretch of their
-answers, so that nothing differs but the queue. Expected: nothing within the noise, since a queue
-that is looked at only when there is room costs nothing while there is none.
+answers, so that nothing differs but the queue. Who is first changes each pair, and before the
+first the cache is filled: in an empty one, pages lie side by side and decode is a tenth faster.
+Expected: nothing within the noise, since a queue that is looked at only when there is room costs
+nothing while there is none.
+
+The load generator shares the cores with what it measures. Its garbage collector rests while it
+listens, in both arms: what it would look at are 2,000 waiting clients in one of them.
 
     python -m tests.bench.serving.waiting
+    python -m tests.bench.serving.waiting --rehearse       one pair, on a machine as busy as it is
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
 import os
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -34,7 +44,7 @@ from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import RESULTS, Report, Run, table, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.bench.peers.process import Server
     from tests.bench.serving.timeline import Timeline
@@ -55,60 +65,85 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
+class Decode:
+    """What was seen in the window.
+
+    Attributes:
+        began_s: When the last of them came to its first token.
+        tokens_per_s: Of all that run.
+        gap_p99_ms: Between two pieces of one answer.
+    """
+
+    began_s: float
+    tokens_per_s: float
+    gap_p99_ms: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """One run.
 
     Attributes:
-        tokens_per_s: Of all that run, in the window.
         formed_in_s: How long the queue took to form; zero without one.
     """
 
     run: Run
-    tokens_per_s: float
+    decode: Decode
     formed_in_s: float
 
 
 def main() -> None:
     """Measure in pairs on one server, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.serving.waiting")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--rehearse", action="store_true", help="one pair, and nothing is written")
+    arguments = parser.parse_args()
     model = made(LLAMA_135M)
     antiphon = Antiphon(CACHE, os.cpu_count() or 1, SETTINGS)
     with running(antiphon, model) as server:
-        samples = asyncio.run(_pairs(model, server))
-    runs = [sample.run for sample in samples]
+        samples = asyncio.run(_pairs(model, server, 1 if arguments.rehearse else arguments.pairs))
+    alone = [sample for sample, waiting in samples if not waiting]
+    beside = [sample for sample, waiting in samples if waiting]
+    runs = [sample.run for pair in zip(alone, beside, strict=True) for sample in pair]
     report = Report(
         machine=machine(),
         device=measure_device(),
         model=model.name,
         config_digest=config_digest(antiphon, model),
         runs=tuple(runs),
-        facts=facts(samples[::2], samples[1::2]),
+        facts=facts(alone, beside),
     )
     Console(width=140).print(table(runs), report.facts)
-    write(report, RESULTS / "waiting.json")
+    if not arguments.rehearse:
+        write(report, RESULTS / "waiting.json")
 
 
 def facts(alone: Sequence[Sample], beside: Sequence[Sample]) -> dict[str, float]:
     """Reduce to what was promised: the rates, and their ratio pair by pair."""
+    ratios = [
+        b.decode.tokens_per_s / a.decode.tokens_per_s for a, b in zip(alone, beside, strict=True)
+    ]
     return {
-        "tokens_per_s_alone": median(each.tokens_per_s for each in alone),
-        "tokens_per_s_beside_2000": median(each.tokens_per_s for each in beside),
-        "ratio": median(
-            b.tokens_per_s / a.tokens_per_s for a, b in zip(alone, beside, strict=True)
-        ),
+        "tokens_per_s_alone": median(each.decode.tokens_per_s for each in alone),
+        "tokens_per_s_beside_2000": median(each.decode.tokens_per_s for each in beside),
+        "ratio": median(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+        "gap_p99_ms_alone": median(each.decode.gap_p99_ms for each in alone),
+        "gap_p99_ms_beside_2000": median(each.decode.gap_p99_ms for each in beside),
         "queue_formed_in_s": median(each.formed_in_s for each in beside),
     }
 
 
-async def _pairs(model: Model, server: Server) -> list[Sample]:
-    """Measure without a queue and with one, in turn."""
+async def _pairs(model: Model, server: Server, pairs: int) -> list[tuple[Sample, int]]:
+    """Measure without a queue and with one, in turn; say of each sample how many waited."""
     words = Vocabulary(model.folder)
     async with HttpTarget(server.url, server.model) as target:
-        warm_up = RandomLengths(128, 16).scripts(words, RUNNING, 1_000_000)
-        await play(warm_up, ClosedLoop(RUNNING), target)
+        await play(DATASET.scripts(words, RUNNING, 1_000_000), ClosedLoop(RUNNING), target)
         return [
-            await _sample(pair, waiting, words, target, server)
-            for pair in range(PAIRS)
-            for waiting in (0, WAITING)
+            (await _sample(pair, waiting, words, target, server), waiting)
+            for pair in range(pairs)
+            for waiting in ((0, WAITING) if pair % 2 == 0 else (WAITING, 0))
         ]
 
 
@@ -120,19 +155,20 @@ async def _sample(
     queue = RandomLengths(128, 16).scripts(words, waiting, 1000 + pair)
     before = work([os.getpid(), server.pid])
     asked_s = formed_s = 0.0
-    async with asyncio.TaskGroup() as group:
-        seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
-        await _open(server, RUNNING)
-        if waiting:
-            asked_s = time.perf_counter()
-            waiters = group.create_task(play(queue, ClosedLoop(waiting), target))
-            formed_s = await _open(server, RUNNING + waiting)
-            seen.add_done_callback(lambda _: waiters.cancel())
-        timelines = await seen
+    with _uncollected():
+        async with asyncio.TaskGroup() as group:
+            seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
+            await _open(server, RUNNING)
+            if waiting:
+                asked_s = time.perf_counter()
+                waiters = group.create_task(play(queue, ClosedLoop(waiting), target))
+                formed_s = await _open(server, RUNNING + waiting)
+                seen.add_done_callback(lambda _: waiters.cancel())
+            timelines = await seen
     await _open(server, 0)
     others = work([os.getpid(), server.pid]).others_since(before)
-    began_s, rate = decode_rate(timelines, words.tokens)
-    assert formed_s < began_s, "the queue was not complete when the window began: prolong it"
+    decode = decoded(timelines, words.tokens)
+    assert formed_s < decode.began_s, "the queue was not complete when the window began: prolong it"
     run = Run(
         name=f"{waiting} waiting, {pair}",
         dataset=str(DATASET),
@@ -142,16 +178,22 @@ async def _sample(
         metrics=measure(timelines, words.tokens),
         others=others,
     )
-    return Sample(run, rate, formed_s - asked_s)
+    return Sample(run, decode, formed_s - asked_s)
 
 
-def decode_rate(timelines: Sequence[Timeline], tokens: Callable[[str], int]) -> tuple[float, float]:
-    """Return when the window began for all, and the tokens/s of all until it ended for one."""
+def decoded(timelines: Sequence[Timeline], tokens: Callable[[str], int]) -> Decode:
+    """Look at what came from when the window had begun for all until it ended for one."""
     arrivals = [_arrivals(timeline, tokens) for timeline in timelines]
     began_s = max(times[WINDOW[0]] for times in arrivals)
     ended_s = min(times[WINDOW[1]] for times in arrivals)
     count = sum(began_s < at_s <= ended_s for times in arrivals for at_s in times)
-    return began_s, count / (ended_s - began_s)
+    gaps_ms = [
+        1000 * (piece.at_s - before.at_s)
+        for timeline in timelines
+        for before, piece in pairwise(timeline.pieces)
+        if began_s < piece.at_s <= ended_s
+    ]
+    return Decode(began_s, count / (ended_s - began_s), quantiles(gaps_ms, n=100)[-1])
 
 
 def _arrivals(timeline: Timeline, tokens: Callable[[str], int]) -> list[float]:
@@ -161,6 +203,17 @@ def _arrivals(timeline: Timeline, tokens: Callable[[str], int]) -> list[float]:
     times = [at_s for at_s, count in said for _ in range(count)]
     share = len(times) / timeline.output_tokens
     return [times[int(n * share)] for n in range(timeline.output_tokens)]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no garbage be looked for meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 async def _open(server: Server, count: int) -> float:

@@ -33,24 +33,26 @@ def steady(first_s: float, gap_s: float, tokens: int = 400) -> Timeline:
 
 
 def test_the_rate_of_decode_is_that_of_all_while_all_are_in_the_window() -> None:
-    began_s, rate = waiting.decode_rate([steady(1.0, 0.1), steady(2.0, 0.1)], one)
-    assert began_s == pytest.approx(2.0 + 0.1 * waiting.WINDOW[0])
-    assert rate == pytest.approx(20.0, rel=0.01)
+    decode = waiting.decoded([steady(1.0, 0.1), steady(2.0, 0.1)], one)
+    assert decode.began_s == pytest.approx(2.0 + 0.1 * waiting.WINDOW[0])
+    assert decode.tokens_per_s == pytest.approx(20.0, rel=0.01)
+    assert decode.gap_p99_ms == pytest.approx(100.0)
 
 
 def test_a_slow_start_does_not_count() -> None:
     """Whoever was held up before the window decodes as fast as ever in it."""
     prompt, held_up = steady(1.0, 0.05), steady(9.0, 0.05)
-    assert waiting.decode_rate([prompt] * 4, one)[1] == pytest.approx(80.0, rel=0.02)
-    assert waiting.decode_rate([held_up] * 4, one)[1] == pytest.approx(80.0, rel=0.02)
+    for timeline in (prompt, held_up):
+        rate = waiting.decoded([timeline] * 4, one).tokens_per_s
+        assert rate == pytest.approx(80.0, rel=0.02)
 
 
 def test_text_that_comes_in_lumps_counts_its_tokens() -> None:
     timeline = steady(1.0, 0.1, tokens=200)
     lumps = tuple(Piece(piece.at_s, "x y") for piece in timeline.pieces)
     timeline = msgspec.structs.replace(timeline, pieces=lumps, output_tokens=400)
-    _, rate = waiting.decode_rate([timeline], lambda text: len(text.split()))
-    assert rate == pytest.approx(20.0, rel=0.03)
+    decode = waiting.decoded([timeline], lambda text: len(text.split()))
+    assert decode.tokens_per_s == pytest.approx(20.0, rel=0.03)
 
 
 def run(name: str, took_s: float, cached_tokens: int) -> Run:
