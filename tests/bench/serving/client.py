@@ -81,6 +81,9 @@ class HttpTarget:
             `/v1/completions`, which takes the text as it is. Needed for more than one turn.
         ignore_eos: Say so in the request; a server that refuses the field may end early.
         more: Further fields of each request, or others in the place of ours.
+
+    Attributes:
+        answering: Answers of which something has come, and not the end.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class HttpTarget:
         self._chat = chat
         self._ignore_eos = ignore_eos
         self._more = dict(more or {})
+        self.answering = 0
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -120,11 +124,14 @@ class HttpTarget:
             headers = {"Content-Type": "application/json"}
             async with self._session.post(self._url, data=body, headers=headers) as answer:
                 async for data in answer.content.iter_any():
-                    reads.append((time.perf_counter(), data))  # noqa: PERF401 slower as a comprehension of an async iterator, and lost on an error
+                    self.answering += not reads
+                    reads.append((time.perf_counter(), data))
                 if answer.status != 200:
                     error = f"{answer.status}: {b''.join(data for _, data in reads)[:500]!r}"
         except (aiohttp.ClientError, OSError, TimeoutError) as broken:
             error = f"{type(broken).__name__}: {broken}"
+        finally:
+            self.answering -= bool(reads)
         ended_s = time.perf_counter()
         if error is not None:
             return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=error)
@@ -156,7 +163,8 @@ def read_stream(
             return Timeline(due_s=due_s, sent_s=sent_s, ended_s=ended_s, error=said)
         usage = event.usage or usage
         if text := "".join(choice.said for choice in event.choices):
-            pieces.append(Piece(at_s, text))
+            tokens = event.usage.completion_tokens if event.usage else None
+            pieces.append(Piece(at_s, text, tokens))
     details = usage.prompt_tokens_details
     return Timeline(
         due_s=due_s,

@@ -6,10 +6,15 @@ import msgspec
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Text that arrived together."""
+    """Text that arrived together.
+
+    Attributes:
+        tokens: Of the answer so far, where the server says so with each piece.
+    """
 
     at_s: float
     text: str
+    tokens: int | None = None
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):

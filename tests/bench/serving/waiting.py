@@ -1,10 +1,12 @@
 """What a long queue costs those who run: decode at batch 64 beside 2,000 that wait, and alone.
 
 The requests that run are the same in both, and what is compared is the same stretch of their
-answers, so that nothing differs but the queue. Who is first changes each pair, and before the
-first the cache is filled: in an empty one, pages lie side by side and decode is a tenth faster.
-Expected: nothing within the noise, since a queue that is looked at only when there is room costs
-nothing while there is none.
+answers, so that nothing differs but the queue. It forms when all of them have begun to answer:
+while they begin it would hold some of them up more than others. Where an answer stands is the
+server's word, for what is no text counts too many tokens when it is encoded again: a stretch that
+begins later has longer contexts, each 100 tokens of which take a tenth of a step. Who is first
+changes each pair, and the cache is full before the first. Expected: nothing within the noise, since
+a queue that is looked at only when there is room costs nothing while there is none.
 
 The load generator shares the cores with what it measures. Its garbage collector rests while it
 listens, in both arms: what it would look at are 2,000 waiting clients in one of them.
@@ -44,7 +46,7 @@ from tests.bench.serving.metrics import measure
 from tests.bench.serving.report import RESULTS, Report, Run, table, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tests.bench.peers.process import Server
     from tests.bench.serving.timeline import Timeline
@@ -62,6 +64,7 @@ SETTINGS = (
     *("--gateway-requests-max", str(2 * WAITING), "--queue-waiting-max", str(2 * WAITING)),
     *("--scheduler-look-ahead", str(2 * WAITING), "--cache-tokens-max", str(RUNNING * 600)),
 )
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def facts(alone: Sequence[Sample], beside: Sequence[Sample]) -> dict[str, float]
 async def _pairs(model: Model, server: Server, pairs: int) -> list[tuple[Sample, int]]:
     """Measure without a queue and with one, in turn; say of each sample how many waited."""
     words = Vocabulary(model.folder)
-    async with HttpTarget(server.url, server.model) as target:
+    async with HttpTarget(server.url, server.model, more=COUNTED) as target:
         await play(DATASET.scripts(words, RUNNING, 1_000_000), ClosedLoop(RUNNING), target)
         return [
             (await _sample(pair, waiting, words, target, server), waiting)
@@ -158,7 +161,7 @@ async def _sample(
     with _uncollected():
         async with asyncio.TaskGroup() as group:
             seen = group.create_task(play(scripts, ClosedLoop(RUNNING), target))
-            await _open(server, RUNNING)
+            await _answering(target, RUNNING)
             if waiting:
                 asked_s = time.perf_counter()
                 waiters = group.create_task(play(queue, ClosedLoop(waiting), target))
@@ -167,7 +170,7 @@ async def _sample(
             timelines = await seen
     await _open(server, 0)
     others = work([os.getpid(), server.pid]).others_since(before)
-    decode = decoded(timelines, words.tokens)
+    decode = decoded(timelines)
     assert formed_s < decode.began_s, "the queue was not complete when the window began: prolong it"
     run = Run(
         name=f"{waiting} waiting, {pair}",
@@ -181,9 +184,9 @@ async def _sample(
     return Sample(run, decode, formed_s - asked_s)
 
 
-def decoded(timelines: Sequence[Timeline], tokens: Callable[[str], int]) -> Decode:
+def decoded(timelines: Sequence[Timeline]) -> Decode:
     """Look at what came from when the window had begun for all until it ended for one."""
-    arrivals = [_arrivals(timeline, tokens) for timeline in timelines]
+    arrivals = [_arrivals(timeline) for timeline in timelines]
     began_s = max(times[WINDOW[0]] for times in arrivals)
     ended_s = min(times[WINDOW[1]] for times in arrivals)
     count = sum(began_s < at_s <= ended_s for times in arrivals for at_s in times)
@@ -196,13 +199,16 @@ def decoded(timelines: Sequence[Timeline], tokens: Callable[[str], int]) -> Deco
     return Decode(began_s, count / (ended_s - began_s), quantiles(gaps_ms, n=100)[-1])
 
 
-def _arrivals(timeline: Timeline, tokens: Callable[[str], int]) -> list[float]:
-    """When each token came; text is spread over as many as the server counts."""
+def _arrivals(timeline: Timeline) -> list[float]:
+    """When each token was there: those that came together were made one a step."""
     assert timeline.error is None, timeline.error
-    said = [(piece.at_s, max(1, tokens(piece.text))) for piece in timeline.pieces]
-    times = [at_s for at_s, count in said for _ in range(count)]
-    share = len(times) / timeline.output_tokens
-    return [times[int(n * share)] for n in range(timeline.output_tokens)]
+    before_s, times = timeline.pieces[0].at_s, list[float]()
+    for piece in timeline.pieces:
+        assert piece.tokens is not None, "the server does not count the tokens of each piece"
+        count = piece.tokens - len(times)
+        times += (before_s + (piece.at_s - before_s) * n / count for n in range(1, count + 1))
+        before_s = piece.at_s
+    return times
 
 
 @contextmanager
@@ -214,6 +220,15 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+async def _answering(target: HttpTarget, count: int) -> None:
+    """Wait until so many have begun to answer."""
+    async with asyncio.timeout(120):
+        while True:
+            if target.answering >= count:
+                return
+            await asyncio.sleep(POLL_S)
 
 
 async def _open(server: Server, count: int) -> float:

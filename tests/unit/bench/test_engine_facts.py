@@ -27,13 +27,13 @@ def one(_: str) -> int:
 
 def steady(first_s: float, gap_s: float, tokens: int = 400) -> Timeline:
     """An answer with a token each `gap_s`."""
-    pieces = tuple(Piece(first_s + n * gap_s, "x") for n in range(tokens))
+    pieces = tuple(Piece(first_s + n * gap_s, "x", n + 1) for n in range(tokens))
     end_s = pieces[-1].at_s
     return Timeline(due_s=0, sent_s=0, ended_s=end_s, pieces=pieces, output_tokens=tokens)
 
 
 def test_the_rate_of_decode_is_that_of_all_while_all_are_in_the_window() -> None:
-    decode = waiting.decoded([steady(1.0, 0.1), steady(2.0, 0.1)], one)
+    decode = waiting.decoded([steady(1.0, 0.1), steady(2.0, 0.1)])
     assert decode.began_s == pytest.approx(2.0 + 0.1 * waiting.WINDOW[0])
     assert decode.tokens_per_s == pytest.approx(20.0, rel=0.01)
     assert decode.gap_p99_ms == pytest.approx(100.0)
@@ -43,16 +43,16 @@ def test_a_slow_start_does_not_count() -> None:
     """Whoever was held up before the window decodes as fast as ever in it."""
     prompt, held_up = steady(1.0, 0.05), steady(9.0, 0.05)
     for timeline in (prompt, held_up):
-        rate = waiting.decoded([timeline] * 4, one).tokens_per_s
+        rate = waiting.decoded([timeline] * 4).tokens_per_s
         assert rate == pytest.approx(80.0, rel=0.02)
 
 
-def test_text_that_comes_in_lumps_counts_its_tokens() -> None:
-    timeline = steady(1.0, 0.1, tokens=200)
-    lumps = tuple(Piece(piece.at_s, "x y") for piece in timeline.pieces)
-    timeline = msgspec.structs.replace(timeline, pieces=lumps, output_tokens=400)
-    decode = waiting.decoded([timeline], lambda text: len(text.split()))
-    assert decode.tokens_per_s == pytest.approx(20.0, rel=0.03)
+def test_text_that_comes_in_lumps_was_made_one_token_a_step() -> None:
+    timeline = steady(1.0, 0.1)
+    lumps = msgspec.structs.replace(timeline, pieces=timeline.pieces[19::20])
+    began_s = waiting.decoded([lumps]).began_s
+    assert began_s == pytest.approx(waiting.decoded([timeline]).began_s)
+    assert waiting.decoded([lumps]).tokens_per_s == pytest.approx(10.0, rel=0.01)
 
 
 def run(name: str, took_s: float, cached_tokens: int) -> Run:
