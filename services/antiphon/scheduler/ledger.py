@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.credit import Account, Charge
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from antiphon.service.precedence import Precedence
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.ids import InstanceId, RequestId
@@ -37,7 +39,6 @@ class Entry:
         followed: The attempt whose text its owner follows, by its open list.
         seen_at: When it last was bound, or seen to go on at its worker.
         disputed_at: Since when the owner follows another attempt than the bound one.
-        unlisted: Whole lists of the owner in a row that lacked it.
         number: In the order in which they were added.
         losses: Attempts of it that have failed.
         returned_by: Workers that gave it back.
@@ -54,7 +55,6 @@ class Entry:
     followed: Attempt | None = None
     binding: Binding | None = None
     disputed_at: float | None = None
-    unlisted: int = 0
     number: int = 0
     losses: int = 0
     returned_by: set[Process] = field(default_factory=set["Process"])
@@ -93,7 +93,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[RequestId, Entry] = {}
-        self._owners: Counter[Process] = Counter()
+        self._owned: dict[Process, dict[RequestId, Entry]] = {}
         self._accounts: defaultdict[Process, Account] = defaultdict(Account)
         self._numbers = itertools.count(1)
 
@@ -108,16 +108,17 @@ class Ledger:
         """Begin to keep a request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
-        self._owners[entry.owner] += 1
+        self._owned.setdefault(entry.owner, {})[entry.request_id] = entry
         entry.number = next(self._numbers)
 
     def remove(self, entry: Entry) -> None:
         """Keep a request no more."""
         self.unbind(entry)
         del self._entries[entry.request_id]
-        self._owners[entry.owner] -= 1
-        if not self._owners[entry.owner]:
-            del self._owners[entry.owner]
+        owned = self._owned[entry.owner]
+        del owned[entry.request_id]
+        if not owned:
+            del self._owned[entry.owner]
 
     def bind(self, entry: Entry, binding: Binding, charge: Charge | None = None) -> None:
         """Note where a request runs, in place of where it ran.
@@ -140,13 +141,18 @@ class Ledger:
         """Return all of them, oldest first."""
         return list(self._entries.values())
 
+    def bound(self) -> list[Entry]:
+        """Return those that are bound to a worker."""
+        accounts = self._accounts.values()
+        return [self._entries[name] for account in accounts for name in account.charges]
+
     def owners(self) -> list[Process]:
         """Return the gateways that own any."""
-        return list(self._owners)
+        return list(self._owned)
 
-    def owned(self, owner: Process) -> list[Entry]:
-        """Return one gateway's."""
-        return [entry for entry in self._entries.values() if entry.owner == owner]
+    def owned(self, owner: Process) -> Mapping[RequestId, Entry]:
+        """Return one gateway's: good until one more is kept, or one less."""
+        return self._owned.get(owner, {})
 
     def bound_to(self, worker: Process) -> list[Entry]:
         """Return one worker's, in order of their ids, so that a simulation repeats itself."""

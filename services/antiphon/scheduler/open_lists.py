@@ -41,8 +41,9 @@ class OpenLists:
         owned.version = change.version
         if change.whole:
             owned.heard_at = now
-            owned.requests.clear()
-        owned.requests.update((line.request_id, line) for line in change.opened)
+            owned.requests = {line.request_id: line for line in change.opened}
+        else:
+            owned.requests.update((line.request_id, line) for line in change.opened)
         for request_id in change.closed:
             owned.requests.pop(request_id, None)
         return True

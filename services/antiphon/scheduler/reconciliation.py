@@ -23,7 +23,7 @@ from antiphon.wire.base import State
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from antiphon.scheduler.open_lists import OpenLists
     from antiphon.scheduler.outbox import Lost
@@ -57,6 +57,7 @@ class Reconciliation:
         self._holdings = holdings
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
+        self._unlisted: dict[Process, dict[RequestId, int]] = {}  # whole lists in a row without it
         self._silenced: dict[InstanceId, float] = {}  # dead detokenizers, and since when
         self._told_at = clock.now()
 
@@ -87,12 +88,11 @@ class Reconciliation:
         """Compare what a gateway has open with what was accepted from it."""
         for request_id in change.closed:
             self._close(request_id, change.owner)
-        lacking = [line.request_id for line in change.opened if not self._line(change.owner, line)]
         if change.whole:
-            self._drop_unlisted(change)
-            # Whoever has only just begun to lead is sent everything anyway.
-            if lacking and self._tenure.settled:
-                self._tenure.ask(change.owner, lacking)
+            self._compare(change)
+        else:
+            for line in change.opened:
+                self._line(change.owner, line)
         self._tenure.bind_waiting()
 
     def worker_died(self, worker: Process) -> None:
@@ -111,25 +111,15 @@ class Reconciliation:
     def tick(self) -> None:
         """Do what time alone brings: deadlines, and waiting that has lasted too long.
 
-        Those who wait are looked at once a heartbeat: with 2,000 of them it took 3 % of a core to
-        look each time. Whoever is next in the queue has its deadline looked at there.
+        Those who are bound nowhere are looked at once a heartbeat: with 2,000 of them it took 3 %
+        of a core to look each time. Whoever is next in the queue has its deadline looked at there.
         """
         now, unix_ms = self._clock.now(), self._clock.unix_ms()
         beat = now - self._told_at >= self._rules.beat_s
         gone = {owner for owner in self._ledger.owners() if not self._peers.lives(owner)}
-        waiting = self._tenure.queue.names
-        for entry in self._ledger.entries():
-            waits = entry.request_id in waiting
-            if waits and not (beat or gone):
-                continue
-            if self._is_over(entry, gone, unix_ms, waits=waits):
-                self._tenure.drop(entry)
-            elif not self._tenure.settled:
-                continue  # what seems to wait may run
-            elif waits:
-                self._check_wait(entry, now)
-            else:
-                self._check_age(entry)
+        self._end_overdue(
+            self._ledger.entries() if beat or gone else self._ledger.bound(), gone, now, unix_ms
+        )
         self._tenure.tombstones.expire(unix_ms)
         self._forget_lost(
             lambda lost: (
@@ -142,8 +132,26 @@ class Reconciliation:
             self._tenure.tell_lost()
         self._tenure.bind_waiting()
 
+    def _end_overdue(
+        self, entries: Iterable[Entry], gone: set[Process], now: float, unix_ms: int
+    ) -> None:
+        """End what lasts too long; `gone` are owners that do not live."""
+        for owner in gone:
+            self._unlisted.pop(owner, None)
+        waiting = self._tenure.queue.names
+        for entry in entries:
+            waits = entry.request_id in waiting
+            if self._is_over(entry, gone, unix_ms, waits=waits):
+                self._tenure.drop(entry)
+            elif not self._tenure.settled:
+                continue  # what seems to wait may run
+            elif waits:
+                self._check_wait(entry, now)
+            else:
+                self._check_age(entry)
+
     def _is_over(self, entry: Entry, gone: set[Process], unix_ms: int, *, waits: bool) -> bool:
-        """Whether nobody waits for a request any more; `gone` are owners that do not live."""
+        """Whether nobody waits for a request any more."""
         if unix_ms >= entry.deadline_unix_ms + (0 if waits else FREE_AFTER_MS):
             return True
         if not gone or entry.owner not in gone:  # nearly always the first, which costs nothing
@@ -223,13 +231,31 @@ class Reconciliation:
         elif now - silent_since >= give_up_s:
             self._tenure.lose(entry, WorkerLost("the detokenizer of the request has died"))
 
+    def _compare(self, change: OpenList) -> None:
+        """Hold a whole list against what is kept of its owner.
+
+        What is known and waits, 2,000 perhaps, is met by the set operations alone.
+        """
+        listed = {line.request_id for line in change.opened}
+        unknown = listed - self._ledger.owned(change.owner).keys()
+        lacking = [
+            line.request_id
+            for line in change.opened
+            if line.attempt is not None or line.request_id in unknown
+            if not self._line(change.owner, line)
+        ]
+        self._drop_unlisted(change.owner, listed)
+        # Whoever has only just begun to lead is sent everything anyway.
+        if lacking and self._tenure.settled:
+            self._tenure.ask(change.owner, lacking)
+
     def _line(self, owner: Process, line: OpenRequest) -> bool:
         """Take in one line of an open list. False where only a submit can tell what it is."""
         entry = self._ledger.find(line.request_id)
         if entry is None:
             return self._open_unknown(owner, line)
         if entry.owner == owner:
-            entry.unlisted = 0
+            self._unlisted.get(owner, {}).pop(line.request_id, None)
             if line.attempt is not None:
                 self._tenure.follow(entry, line.attempt)
         return True
@@ -269,14 +295,15 @@ class Reconciliation:
         until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)
         self._tenure.tombstones.bury(request_id, owner, until)
 
-    def _drop_unlisted(self, change: OpenList) -> None:
-        listed = {line.request_id for line in change.opened}
-        for entry in self._ledger.owned(change.owner):
-            if entry.request_id not in listed:
-                entry.unlisted += 1
-                if entry.unlisted >= GRACE_BEATS:
-                    self._tenure.drop(entry)
-        self._forget_lost(lambda lost: lost.owner == change.owner and lost.request_id not in listed)
+    def _drop_unlisted(self, owner: Process, listed: set[RequestId]) -> None:
+        owned, before = self._ledger.owned(owner), self._unlisted.pop(owner, {})
+        # In order of their ids, so that a simulation repeats itself.
+        if unlisted := sorted(owned.keys() - listed):
+            self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
+        for name, lists in self._unlisted.get(owner, {}).items():
+            if lists >= GRACE_BEATS:
+                self._tenure.drop(owned[name])
+        self._forget_lost(lambda lost: lost.owner == owner and lost.request_id not in listed)
 
     def _forget_lost(self, ended: Callable[[Lost], bool]) -> None:
         for lost in list(self._tenure.lost.values()):
