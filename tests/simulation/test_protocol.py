@@ -79,6 +79,19 @@ def test_after_one_fault_nothing_hangs_and_new_requests_succeed(fault: Fault, se
     weather_one(fault, seed)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_owner_that_nobody_heard_is_told_soon_what_was_lost(seed: int) -> None:
+    """Workers have let go of what it shows; whoever knows nothing of that waits for no deadline."""
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.load(40, 8, deadline_s=(40, 50))
+    gateway = world.gateways[0]
+    world.timeline.after(6.0, lambda: setattr(gateway, "mute_until", world.now + 4))
+    world.run(8 + 8)
+    world.check_recovered()
+    world.finish()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
     weather_a_storm(seed)

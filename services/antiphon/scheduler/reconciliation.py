@@ -226,7 +226,10 @@ class Reconciliation:
         detokenizer = entry.binding.detokenizer if entry.binding else None
         silent_since = self._silenced.get(detokenizer, now) if detokenizer else now
         give_up_s = self._rules.beats(GIVE_UP_BEATS)
-        if now - entry.seen_at >= give_up_s:
+        # Of another leader's, or of an owner that was dead for a while: whoever lives and runs it
+        # says so within the silence that a process may keep.
+        unheld_s = self._rules.beats(self._rules.dead_beats + 1)
+        if now - entry.seen_at >= (give_up_s if entry.binding else unheld_s):
             self._tenure.lose(entry, WorkerLost("no worker runs the request any more"))
         elif now - silent_since >= give_up_s:
             self._tenure.lose(entry, WorkerLost("the detokenizer of the request has died"))

@@ -29,6 +29,7 @@ class Rules:
     """What the operator said, as far as the leader reads it."""
 
     beat_s: float = 0.5
+    dead_beats: int = 5
     queue_max: int = 1024
     queue_timeout_s: float | None = None
     precedence: Precedence = field(default_factory=Precedence)
@@ -46,6 +47,7 @@ class Rules:
         """Pick them out of a process's settings."""
         return cls(
             beat_s=settings.service.heartbeat_s,
+            dead_beats=settings.scheduler.dead_beats,
             queue_max=settings.scheduler.queue_max,
             queue_timeout_s=settings.queue.timeout_s,
             precedence=Precedence.of(settings.queue),
