@@ -195,7 +195,9 @@ class GatewayNode(Node):
                 self._act(self.owner.detokenizer_died(peer.process))
             else:
                 self._act(self.owner.detokenizer_spoke(peer.process, beat.streams))
-        elif change is not Change.DIED and beat.leads is not None:
+        elif change is Change.DIED:
+            self._act(self.owner.scheduler_died(peer.process))
+        elif beat.leads is not None:
             self._act(self.owner.leader_spoke(beat.leads))
 
     def _act(self, actions: Iterable[OwnerAction]) -> None:

@@ -222,6 +222,18 @@ def test_what_another_leader_lacks_is_not_its_to_ask_for() -> None:
     assert resubmitted(world, for_s=1.0) == []
 
 
+def test_the_next_life_of_a_dead_leader_is_heeded_whatever_its_name() -> None:
+    """Alone, and before any worker has obeyed it, it begins at the same number."""
+    world = waiting()
+    dead = world.term.scheduler
+    life = msgspec.structs.replace(dead, incarnation="again")
+    again = msgspec.structs.replace(world.term, scheduler=life)
+    assert again < world.term
+    world.do(world.owner.scheduler_died(dead))
+    world.do(world.owner.leader_spoke(again))
+    assert resubmitted(world, for_s=1.0) == ["r"]
+
+
 def test_batch_for_an_earlier_life_of_the_gateway_is_ignored() -> None:
     world, _ = talking("text")
     earlier = msgspec.structs.replace(ME, incarnation="earlier")

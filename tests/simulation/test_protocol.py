@@ -92,6 +92,28 @@ def test_an_owner_that_nobody_heard_is_told_soon_what_was_lost(seed: int) -> Non
     world.finish()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_leader_that_missed_the_one_between_goes_on(seed: int) -> None:
+    """Cut off it is followed by another, who accepts requests, starts none, and dies unheard."""
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    first, between = sorted(world.schedulers, key=lambda node: node.leader.term is None)
+    for worker in world.workers:
+        worker.pause(10)
+    asked = [world.ask(40) for _ in range(4)]
+    world.run(0.5)
+    first.mute_until = first.deaf_until = world.now + 6
+    world.run(4)
+    assert between.leader.term, "nobody leads in its place"
+    asked += [world.ask(40) for _ in range(4)]
+    world.run(1)
+    between.die()
+    world.run(10 + RECOVERY_S)
+    assert first.leader.term
+    assert all(story.ended for story in asked)
+    assert [story.error for story in asked] == [None] * len(asked)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
     weather_a_storm(seed)

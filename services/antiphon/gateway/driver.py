@@ -120,7 +120,9 @@ class Driver:
                 self._apply(self._owner.detokenizer_died(peer.process))
             else:
                 self._apply(self._owner.detokenizer_spoke(peer.process, beat.streams))
-        elif change is not Change.DIED and beat.leads is not None and beat.model == self._model:
+        elif change is Change.DIED:
+            self._apply(self._owner.scheduler_died(peer.process))
+        elif beat.leads is not None and beat.model == self._model:
             self._apply(self._owner.leader_spoke(beat.leads))
 
     def _apply(self, actions: Iterable[Action]) -> None:

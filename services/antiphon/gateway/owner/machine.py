@@ -243,6 +243,16 @@ class Owner:
         self._heed(term)
         return self._take()
 
+    def scheduler_died(self, scheduler: Process) -> list[Action]:
+        """Heed whoever leads now, if this one led: cut off, it may never have heard of it.
+
+        Its term is lower then. Without this nothing that it says would count, while it lacks what
+        the other had accepted.
+        """
+        if self._term is not None and self._term.scheduler == scheduler:
+            self._term = None
+        return self._take()
+
     def tick(self) -> list[Action]:
         """Do what is due by now."""
         now = self._clock.now()
