@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -46,6 +47,10 @@ CANNOT_START = 3
 
 _LEAVE_S = 4.0
 """What leaving may take beyond the drain deadline."""
+_YOUNG_MAX = 10_000
+"""Objects that are new before the garbage collector looks for cycles in them, in a millisecond.
+Nearly all that a request makes dies by its references. With Python's 700, each 2,000 requests that
+came had it look at everything a few times, 0.05 to 0.4 s in the gateway, and no stream went on."""
 
 
 def run(role: str, build: Callable[[Settings], Service]) -> NoReturn:
@@ -102,9 +107,21 @@ def _surroundings(role: Role, arguments: ProcessArguments) -> Surroundings:
     around = Surroundings(
         settings=settings,
         bus=Bus(transport, ClusterName(settings.cluster.name), process, party=role),
+        on_started=_calm_collector,
     )
     _count(around.metrics, transport.errors)
     return around
+
+
+def _calm_collector() -> None:
+    """Have the garbage collector look at what is made from here on, and less often.
+
+    What the start has made stays: in a worker it took 0.2 s each time, in which no step began.
+    """
+    gc.collect()
+    gc.freeze()
+    _, *older = gc.get_threshold()
+    gc.set_threshold(_YOUNG_MAX, *older)
 
 
 def _count(metrics: Metrics, errors: LinkErrors) -> None:

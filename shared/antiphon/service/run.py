@@ -23,6 +23,8 @@ from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
 
@@ -34,13 +36,18 @@ _LEAVE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a process brings to its service. The bus is not entered yet."""
+    """What a process brings to its service. The bus is not entered yet.
+
+    Attributes:
+        on_started: Called when the start is done, and before any work is taken.
+    """
 
     settings: Settings
     bus: Bus
     clock: Clock = field(default_factory=SystemClock)
     health: Health = field(default_factory=Health)
     metrics: Metrics = field(default_factory=Metrics)
+    on_started: Callable[[], None] = field(default=lambda: None)
 
 
 class StoppedEarly(Exception):
@@ -101,6 +108,7 @@ async def _live(
         group.create_task(pulse.judge(), name="peers")
         async with asyncio.timeout(None) as leaving, service.lifespan(runtime):
             try:
+                around.on_started()
                 await _work(service, runtime, pulse, stop)
             finally:
                 await listeners.end()

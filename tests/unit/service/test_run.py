@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,6 +78,14 @@ async def callers(broker: MemoryBroker) -> AsyncGenerator[Callers]:
 def open_calls(run: Running) -> float:
     labels = {"route": TOKENIZE.name}
     return run.metrics.registry.get_sample_value("antiphon_calls_open", labels) or 0
+
+
+async def test_a_start_is_done_before_any_call_is_taken() -> None:
+    told: list[State] = []
+    async with running(EchoService(), MemoryTransport(MemoryBroker()), ready=False) as run:
+        run.around = replace(run.around, on_started=lambda: told.append(run.health.state))
+        await until(lambda: run.health.state is State.READY)
+        assert told == [State.STARTING]
 
 
 async def test_a_draining_service_finishes_every_call() -> None:
