@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.submit import OpenRequest
 
 _LISTS_VALID = 3
 """A list that is this many intervals late says nothing any more."""
 
 
 class Ledger:
-    """Collects changes until they are announced. Pure."""
+    """Collects changes until they are announced. Pure.
+
+    The lines are kept: each whole list has them all, and a request is far from the processor's
+    cache that has waited for half a second.
+    """
 
     def __init__(self, owner: Process, model: ModelName, clock: Clock, interval_s: float) -> None:
         self._owner = owner
@@ -27,15 +32,17 @@ class Ledger:
         self._clock = clock
         self._valid_ms = int(_LISTS_VALID * interval_s * 1000)
         self._version = 0
-        self._changed: dict[RequestId, Request] = {}
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._changed: dict[RequestId, OpenRequest] = {}
         self._closed: list[RequestId] = []
 
     def note(self, request: Request) -> None:
         """The request is new, or follows another attempt."""
-        self._changed[request.id] = request
+        self._open[request.id] = self._changed[request.id] = request.line()
 
     def close(self, request: Request) -> None:
         """The request has ended."""
+        del self._open[request.id]
         self._changed.pop(request.id, None)
         self._closed.append(request.id)
 
@@ -45,12 +52,12 @@ class Ledger:
             return None
         return self._list(self._changed.values(), tuple(self._closed), whole=False)
 
-    def whole(self, requests: Iterable[Request]) -> OpenList:
+    def whole(self) -> OpenList:
         """List everything that is open; this covers all changes so far."""
-        return self._list(requests, (), whole=True)
+        return self._list(self._open.values(), (), whole=True)
 
     def _list(
-        self, requests: Iterable[Request], closed: tuple[RequestId, ...], *, whole: bool
+        self, opened: Iterable[OpenRequest], closed: tuple[RequestId, ...], *, whole: bool
     ) -> OpenList:
         self._version += 1
         message = OpenList(
@@ -58,7 +65,7 @@ class Ledger:
             owner=self._owner,
             version=self._version,
             whole=whole,
-            opened=tuple(request.line() for request in requests),
+            opened=tuple(opened),
             closed=closed,
             not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
         )

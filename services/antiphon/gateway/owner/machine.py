@@ -260,7 +260,7 @@ class Owner:
             match key:
                 case ("list",):
                     self._timers.set(_LIST, now + self._limits.open_list_s)
-                    self._actions.append(Announce(self._ledger.whole(self._requests.values())))
+                    self._actions.append(Announce(self._ledger.whole()))
                 case ("feed", detokenizer):
                     self._check(detokenizer)
                 case ("cancel", request_id):
@@ -276,7 +276,7 @@ class Owner:
 
     def farewell(self) -> OpenList:
         """The whole list once more, for the last message of a process."""
-        return self._ledger.whole(self._requests.values())
+        return self._ledger.whole()
 
     # Submitting.
 

@@ -107,7 +107,6 @@ class Request:
         self.unread = Unread()
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
         self._choices = [Choice(self._details_from or 0) for _ in range(submit.choices)]
-        self._line: OpenRequest | None = None
 
     @property
     def id(self) -> RequestId:
@@ -143,14 +142,12 @@ class Request:
         )
 
     def line(self) -> OpenRequest:
-        """This request's line of an open list, kept: each whole list has it, it rarely changes."""
-        if self._line is None or self._line.attempt is not self.attempt:
-            self._line = OpenRequest(
-                request_id=self.id,
-                deadline_unix_ms=self.submit.deadline_unix_ms,
-                attempt=self.attempt,
-            )
-        return self._line
+        """This request's line of an open list, as things stand."""
+        return OpenRequest(
+            request_id=self.id,
+            deadline_unix_ms=self.submit.deadline_unix_ms,
+            attempt=self.attempt,
+        )
 
     def places(self) -> Iterator[ChoicePlace]:
         """How much of each choice has been shown, for the detokenizer to go on from."""
