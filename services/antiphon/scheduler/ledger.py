@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.credit import Account, Charge
+from antiphon.scheduler.rules import FREE_AFTER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Attempt, Process
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import SubmitRequest
+
+STALE_LEAST = 64
+"""Deadlines of requests that have gone which are not worth a sweep."""
 
 
 @dataclass(slots=True)
@@ -96,6 +101,7 @@ class Ledger:
         self._owned: dict[Process, dict[RequestId, Entry]] = {}
         self._accounts: defaultdict[Process, Account] = defaultdict(Account)
         self._numbers = itertools.count(1)
+        self._due: list[tuple[int, int, RequestId]] = []  # a heap, with stale ones
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -110,6 +116,23 @@ class Ledger:
         self._entries[entry.request_id] = entry
         self._owned.setdefault(entry.owner, {})[entry.request_id] = entry
         entry.number = next(self._numbers)
+        heappush(self._due, (entry.deadline_unix_ms, entry.number, entry.request_id))
+        if len(self._due) > 2 * len(self._entries) + STALE_LEAST:
+            self._due = [due for due in self._due if self._due_entry(due) is not None]
+            heapify(self._due)
+
+    def take_due(self, unix_ms: int) -> list[Entry]:
+        """Return whose deadline has come: each once then, and once when it is freed anyway."""
+        found: list[Entry] = []
+        while self._due and self._due[0][0] <= unix_ms:
+            due = heappop(self._due)
+            entry = self._due_entry(due)
+            if entry is None:
+                continue
+            found.append(entry)
+            if unix_ms < (free_ms := entry.deadline_unix_ms + FREE_AFTER_MS):
+                heappush(self._due, (free_ms, *due[1:]))
+        return found
 
     def remove(self, entry: Entry) -> None:
         """Keep a request no more."""
@@ -177,3 +200,9 @@ class Ledger:
         """Drop the account of a dead worker. Nothing is bound to it any more."""
         account = self._accounts.pop(worker, None)
         assert account is None or not account.charges
+
+    def _due_entry(self, due: tuple[int, int, RequestId]) -> Entry | None:
+        """Whose time it is; None for one that is no longer kept."""
+        _, number, request_id = due
+        entry = self._entries.get(request_id)
+        return entry if entry is not None and entry.number == number else None
