@@ -24,7 +24,8 @@ RADIX_HEAD = """
 WAITING_HEAD = """
 ## A long queue
 
-Decode of 64 requests, alone and with 2,000 waiting: medians of {pairs} pairs.
+Decode of 64 requests, alone and with 2,000 waiting: medians of {pairs} pairs, whose order
+alternates.
 """
 GRAMMAR_HEAD = """
 ## Grammars
@@ -65,7 +66,14 @@ def waiting(report: Report) -> Iterable[str]:
         (
             ("alone, tok/s", f"{facts['tokens_per_s_alone']:.1f}"),
             ("beside 2,000, tok/s", f"{facts['tokens_per_s_beside_2000']:.1f}"),
-            ("ratio, pair by pair", f"{facts['ratio']:.3f}"),
+            (
+                "ratio, pair by pair",
+                f"{facts['ratio']:.3f} ({facts['ratio_least']:.3f}-{facts['ratio_most']:.3f})",
+            ),
+            (
+                "p99 between two pieces of an answer, alone and beside, ms",
+                f"{facts['gap_p99_ms_alone']:.0f}, {facts['gap_p99_ms_beside_2000']:.0f}",
+            ),
             ("until 2,000 more were taken in, s", f"{facts['queue_formed_in_s']:.1f}"),
         ),
     )
