@@ -21,18 +21,36 @@ round; for times, lower is better. Who was 1.4 times behind another peer in the 
 asked that case again. The limit is what the machine would allow by its own measured
 rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
 """
+HEAD_LATER = """
+### Some of it later
+
+Cases that were measured by themselves after what they ask of the worker had changed.
+"""
 ROUNDS_MIN = 5
 
 
 def peers(report: PeersReport) -> Iterable[str]:
+    yield HEAD
+    yield from _measured(report)
+
+
+def some_later(report: PeersReport) -> Iterable[str]:
+    """Of a run of some cases only."""
+    yield HEAD_LATER
+    yield from _measured(report)
+
+
+def _measured(report: PeersReport) -> Iterable[str]:
     names = [each.name for each in report.entrants if each.skipped is None]
-    yield HEAD + "\n" + where(report.machine, report.device) + "\n"
+    yield "\n" + where(report.machine, report.device) + "\n"
     rounds = len({turn.round for turn in report.turns})
     caution = "" if rounds >= ROUNDS_MIN else " Too few to trust the spread."
     yield f"Rounds: {rounds}.{caution}\n\n"
+    asked = {sample.case for turn in report.turns for sample in turn.samples}
+    cases = [case for case in CASES if case.name in asked]
     yield markdown(
         ("", *names, "ratio", "best other", "must / aim", "limit"),
-        (_cells(row, names) for row in rows(report, CASES)),
+        (_cells(row, names) for row in rows(report, cases)),
     )
     yield "\n"
     for each in report.entrants:

@@ -8,7 +8,7 @@ import msgspec
 from tests.bench import loading
 from tests.bench.crowd.report import CrowdReport
 from tests.bench.kernels import attention, step_report
-from tests.bench.page.against_peers import peers
+from tests.bench.page.against_peers import peers, some_later
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
 from tests.bench.page.worker import eight_bits, loading_weights, steps
@@ -37,6 +37,8 @@ def page(results: Path) -> str:
     parts = [HEAD]
     if (file := results / "peers.json").exists():
         parts += peers(msgspec.json.decode(file.read_bytes(), type=PeersReport))
+    if (file := results / "peers-later.json").exists():
+        parts += some_later(msgspec.json.decode(file.read_bytes(), type=PeersReport))
     if (file := results / "radix.json").exists():
         parts += radix(read(file))
     if (file := results / "waiting.json").exists():

@@ -2,13 +2,38 @@
 
 #if ANTIPHON_AMX
 
-// Pairs of inputs of a panel of bytes as bf16; its scales are still to come.
+// The lower and the upper byte of each whole number below 128 as bf16, which has all of them.
+struct NumberBytes {
+    alignas(64) uint8_t lower[128], upper[128];
+    constexpr NumberBytes() : lower(), upper() {
+        for (int i = 0; i < 128; ++i) {
+            const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(i)) >> 16;
+            lower[i] = static_cast<uint8_t>(bits);
+            upper[i] = static_cast<uint8_t>(bits >> 8);
+        }
+    }
+};
+static constexpr NumberBytes NUMBER_BYTES;
+
+// Pairs of inputs of a panel of bytes, none of them -128, as bf16; its scales are still to come.
 INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to, Coming &coming) {
     constexpr int64_t PAIR = 2 * PANEL;
+    const __m512i low = _mm512_load_si512(NUMBER_BYTES.lower);
+    const __m512i low_64 = _mm512_load_si512(NUMBER_BYTES.lower + 64);
+    const __m512i high = _mm512_load_si512(NUMBER_BYTES.upper);
+    const __m512i high_64 = _mm512_load_si512(NUMBER_BYTES.upper + 64);
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    // Bytes are joined within quarters of a register: the first half of them goes to lower parts.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t i = 0; i < pairs; ++i, panel += PAIR, to += PAIR) {
         coming.step();
-        store_int(to, bf16_pairs(panel));
-        store_int(to + PANEL, bf16_pairs(panel + PANEL));
+        const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(panel));
+        const __m512i size = _mm512_abs_epi8(bytes);
+        const __m512i lower = _mm512_permutex2var_epi8(low, size, low_64);
+        const __m512i unsigned_upper = _mm512_permutex2var_epi8(high, size, high_64);
+        const __m512i upper = _mm512_or_si512(unsigned_upper, _mm512_and_si512(bytes, signs));
+        store_int(to, {_mm512_unpacklo_epi8(lower, upper)});
+        store_int(to + PANEL, {_mm512_unpackhi_epi8(lower, upper)});
     }
 }
 

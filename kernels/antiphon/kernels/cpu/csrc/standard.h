@@ -7,6 +7,7 @@
 #include <sched.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
