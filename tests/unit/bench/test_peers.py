@@ -164,6 +164,20 @@ def test_the_page_shows_ratio_spread_limit_and_who_was_left_out(tmp_path: Path) 
     assert "nan" not in text
 
 
+def test_cases_that_were_measured_later_stand_by_themselves(tmp_path: Path) -> None:
+    whole, later = (
+        report(*turns("antiphon", 110), *turns("vllm", 100)),
+        report(*turns("antiphon", 130), *turns("vllm", 100)),
+    )
+    (tmp_path / "peers.json").write_bytes(msgspec.json.encode(whole))
+    (tmp_path / "peers-later.json").write_bytes(msgspec.json.encode(later))
+    before, after = page(tmp_path).split("### Some of it later")
+    assert "**1.10** (1.10-1.10)" in before
+    assert "**1.30** (1.30-1.30)" in after
+    shown = [case for case in CASES if f"| {case.title}:" in after]
+    assert shown == [DECODE]
+
+
 def test_work_of_our_children_is_ours_and_leaves_nothing_for_others() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     before = work([os.getpid()])
