@@ -129,19 +129,23 @@ class SquareTiles {
         Squares::written();
     }
 
-    // A panel of bytes, unpacked a step before its products, and read once.
+    // A panel of bytes, unpacked some steps before its products, which would wait for what has just
+    // been written, and read once.
     template <bool BOTH> void multiply_bytes(const bf16 *x, int64_t height, const int8_t *panel) {
-        alignas(64) bf16 room[2][STEP * PANEL];
-        const int64_t inputs = linear_.inputs, whole = inputs / STEP * STEP;
-        if (whole) unpack_pairs(panel, SQUARE, room[0], coming_);
-        for (int64_t k = 0, side = 0; k < whole; k += STEP, side ^= 1) {
-            if (k + STEP < whole)
-                unpack_pairs(panel + (k + STEP) * PANEL, SQUARE, room[side ^ 1], coming_);
-            step<Stays::panel, BOTH, false>(x + k, inputs, room[side]);
+        constexpr int64_t ROOMS = 4;
+        alignas(64) bf16 rooms[ROOMS][STEP * PANEL];
+        const int64_t inputs = linear_.inputs, steps = inputs / STEP, rest = inputs % STEP;
+        const auto unpack = [&](int64_t i) {
+            if (i < steps) unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS], coming_);
+        };
+        for (int64_t i = 0; i < ROOMS - 1; ++i) unpack(i);
+        for (int64_t i = 0; i < steps; ++i) {
+            unpack(i + ROOMS - 1);
+            step<Stays::panel, BOTH, false>(x + i * STEP, inputs, rooms[i % ROOMS]);
         }
-        if (whole == inputs) return;
-        unpack_pairs(panel + whole * PANEL, ceil_div(inputs - whole, 2), room[0], coming_);
-        last_step<BOTH>(x + whole, height, room[0]);
+        if (rest == 0) return;
+        unpack_pairs(panel + steps * STEP * PANEL, ceil_div(rest, 2), rooms[0], coming_);
+        last_step<BOTH>(x + steps * STEP, height, rooms[0]);
     }
 
     template <Stays STAYS, bool BOTH, bool ASKING = true>
