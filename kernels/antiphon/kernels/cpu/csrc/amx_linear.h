@@ -136,7 +136,8 @@ class SquareTiles {
         alignas(64) bf16 rooms[ROOMS][STEP * PANEL];
         const int64_t inputs = linear_.inputs, steps = inputs / STEP, rest = inputs % STEP;
         const auto unpack = [&](int64_t i) {
-            if (i < steps) unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS], coming_);
+            if (i < steps)
+                unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS], coming_);
         };
         for (int64_t i = 0; i < ROOMS - 1; ++i) unpack(i);
         for (int64_t i = 0; i < steps; ++i) {
