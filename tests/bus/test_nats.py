@@ -180,7 +180,7 @@ async def test_wrong_password_is_named() -> None:
     async with NatsServer(ServerSettings(name="closed", users=USERS)) as server:
         config = bus_config(server.url, user="one", password="wrong")
         with pytest.raises(BusDown, match=r"(?i)authorization violation"):
-            await NatsTransport(config, name="test", join_timeout_s=0.3).__aenter__()
+            await NatsTransport(config, name="test", join_timeout_s=2.0).__aenter__()
 
 
 async def test_refused_subjects_are_counted_and_the_link_stays_up(

@@ -108,6 +108,7 @@ class Cluster:
         self.orders: list[Message] = []
         self.waiting = 0
         self.figures = WorkerFigures()
+        self.draining: set[Role] = set()
         self.beats = 0
         self.open: set[RequestId] = set()
         self.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER}
@@ -315,7 +316,7 @@ class Cluster:
         return Heartbeat(
             role=role,
             process=process,
-            state=State.READY,
+            state=State.DRAINING if role in self.draining else State.READY,
             model=MODEL,
             config_digest=digest(ClusterConfig(name="test", model=MODEL)),
             health_port=0,
@@ -354,7 +355,19 @@ class House:
 
     @property
     def workers(self) -> list[Peer]:
-        return [peer for peer in self.peers if peer.beat.role is Role.WORKER and peer.takes_work]
+        return [peer for peer in self._of(Role.WORKER) if peer.takes_work]
+
+    async def worker_leaves(self) -> None:
+        """Let the worker say that it drains, and fall silent once the gateway heard that.
+
+        Silence alone would not do: heartbeats of before may still be under way to the gateway.
+        """
+        self.cluster.draining.add(Role.WORKER)
+        await until(lambda: State.DRAINING in {p.beat.state for p in self._of(Role.WORKER)})
+        self.cluster.roles = self.cluster.roles - {Role.WORKER}
+
+    def _of(self, role: Role) -> list[Peer]:
+        return [peer for peer in self.peers if peer.beat.role is role]
 
 
 def tokenizer(number: int, life: str = "1") -> Process:

@@ -19,7 +19,6 @@ from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart
 from antiphon.testing.services import running
 from antiphon.testing.wait import until
-from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost
@@ -617,8 +616,7 @@ async def test_health_is_200_only_with_everybody_there(at: House) -> None:
         for path in ("/", "/health", "/healthz", "/readyz", "/metrics"):
             async with session.get(at.url + path) as reply:
                 assert reply.status == 200, path
-        at.cluster.roles = {Role.TOKENIZER, Role.SCHEDULER, Role.DETOKENIZER}
-        await until(lambda: not at.workers)
+        await at.worker_leaves()
         async with session.get(at.url + "/health") as reply:
             assert reply.status == 503
             assert (await reply.json())["error"]["message"] == "not ready: worker"

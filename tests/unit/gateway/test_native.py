@@ -653,7 +653,7 @@ async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:
 
     def heard() -> bool:
         beats = [peer.beat.worker for peer in at.workers]
-        return all(beat is not None and beat.waiting == 3 for beat in beats)
+        return [beat.waiting for beat in beats if beat is not None] == [3]
 
     await until(heard)
     status, text = await get(at, "/v1/loads")
@@ -679,8 +679,7 @@ async def test_health_is_asked_in_every_way(at: House) -> None:
         assert (await get(at, path))[0] == 200, path
     assert (await get(at, "/", "HEAD"))[0] == 200
     assert at.cluster.submits[0].sampling.max_new_tokens == 1
-    at.cluster.roles.discard(Role.WORKER)
-    await until(lambda: not at.workers)
+    await at.worker_leaves()
     for path in ("/health", "/ping", "/ready", "/health_generate"):
         assert (await get(at, path))[0] == 503, path
     await until(lambda: all(peer.beat.role is not Role.WORKER for peer in at.peers))

@@ -14,8 +14,6 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
-from antiphon.testing.wait import until
-from antiphon.wire.base import Role
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.grammar import GrammarKind
 
@@ -476,9 +474,7 @@ async def test_a_model_can_do_what_its_formats_say(thinking: House) -> None:
 
 
 async def test_a_model_that_no_worker_runs_is_not_running(at: House) -> None:
-    at.cluster.roles.discard(Role.WORKER)
-    begun = at.cluster.beats + 2  # the worker may be in a round of heartbeats that is under way
-    await until(lambda: at.cluster.beats >= begun and not at.workers)
+    await at.worker_leaves()
     async with talking(at) as client:
         assert (await client.ps()).models == []
         assert len((await client.list()).models) == 1
