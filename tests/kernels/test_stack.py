@@ -12,7 +12,7 @@ from torch import Tensor
 
 from antiphon.kernels.attention import AttentionRows, KvShape
 from antiphon.kernels.cpu.linear import PackedWeight
-from antiphon.kernels.cpu.stack import Stack, StackLayer
+from antiphon.kernels.cpu.stack import Scored, Stack, StackEnds, StackLayer
 from antiphon.kernels.heads import HeadNorms
 from antiphon.kernels.kv import LayerCache
 from antiphon.kernels.op import Device
@@ -25,6 +25,8 @@ HIDDEN, HEADS, GROUP, SIZE, WIDTH = 40, 2, 3, 16, 56
 PAGES_EACH, PAGE_TOKENS = 50, 4
 EPS, SCALE = 1e-3, SIZE**-0.5
 LAYERS = 3
+SCAN_PART = 16384  # of a row of logits, looked through at once
+VOCABULARY = SCAN_PART + 3600
 
 PASSES = {
     "one decode": ([1], [30]),
@@ -157,6 +159,123 @@ def test_a_stack_has_the_bits_of_its_operations(
     for one, other in zip(apart, together, strict=True):
         assert torch.equal(one.keys, other.keys)
         assert torch.equal(one.values, other.values)
+
+
+@dataclass
+class Spoken:
+    """A world with a table of embeddings and a head, and the ids of its pass."""
+
+    world: World
+    table: Tensor
+    head: PackedWeight
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, query_len: list[int], prefix: list[int]) -> Spoken:
+        world = a_world(dtype, query_len, prefix, head_norms=False)
+        generator = torch.Generator().manual_seed(len(query_len))
+        table = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
+        head = PackedWeight(HIDDEN, VOCABULARY, bias=True, dtype=dtype, format_="packed")
+        head.write(0, table)
+        ids = np.random.default_rng(4).integers(0, VOCABULARY, len(world.residual))
+        world.residual = table[torch.as_tensor(ids)]
+        return cls(world, table, head, ids.astype(np.int32))
+
+    def stack(self, *, tied: bool, caches: list[LayerCache]) -> Stack:
+        world, head = self.world, self.head.linear
+        return Stack(
+            zip(world.layers, caches, strict=True),
+            final_norm=world.final_norm,
+            eps=EPS,
+            scale=SCALE,
+            ends=StackEnds(embedding=head if tied else self.table, head=head),
+        )
+
+    def score(self, wanted: list[int], *, tied: bool = True) -> Scored:
+        stack = self.stack(tied=tied, caches=self.world.copied_caches())
+        tokens = np.array(wanted, np.int32)
+        return stack.score(self.ids, tokens, self.world.turns, self.world.rows)
+
+    def likeliest(self, wanted: list[int], *, tied: bool = True) -> list[int]:
+        found = self.score(wanted, tied=tied).likeliest
+        assert found is not None
+        return found.tolist()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("query_len", "prefix"), PASSES.values(), ids=PASSES.keys())
+def test_logits_have_the_bits_of_their_operations(
+    isa: str, dtype: torch.dtype, query_len: list[int], prefix: list[int], tied: bool
+) -> None:
+    spoken = Spoken.of(dtype, query_len, prefix)
+    last = np.cumsum(query_len) - 1
+    with using(isa):
+        ops = select(Device("cpu", dtype=dtype))
+        expected = one_by_one(spoken.world, ops, spoken.world.copied_caches())
+        logits = spoken.head.linear.multiply_wide(expected[torch.as_tensor(last)])
+        scored = spoken.score(last.tolist(), tied=tied)
+    assert torch.equal(scored.hidden, expected)
+    assert torch.equal(scored.logits, logits)
+    assert scored.likeliest is not None
+    assert scored.likeliest.tolist() == logits.argmax(dim=1).tolist()
+    assert scored.finite is None
+    assert scored.logits_finite is None
+
+
+def test_of_equal_logits_the_first_is_likeliest() -> None:
+    spoken = Spoken.of(torch.bfloat16, *PASSES["one decode"])
+    spoken.head.write(0, torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16))
+    bias = torch.zeros(VOCABULARY)
+    bias[[SCAN_PART - 1, SCAN_PART, VOCABULARY - 1]] = 3.0
+    spoken.head.write_bias(0, bias)
+    assert spoken.likeliest([0], tied=False) == [SCAN_PART - 1]
+    bias[0] = 3.0
+    spoken.head.write_bias(0, bias)
+    assert spoken.likeliest([0], tied=False) == [0]
+
+
+def said(flags: Tensor | None) -> list[bool]:
+    assert flags is not None
+    return flags.tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_told_of_their_row(bad: float) -> None:
+    spoken = Spoken.of(torch.bfloat16, *PASSES["three decodes"])
+    good = spoken.score([0, 1, 2], tied=False)
+    spoken.table[spoken.ids[1], 5] = bad
+    scored = spoken.score([0, 1, 2], tied=False)
+    assert said(scored.finite) == said(scored.logits_finite) == [True, False, True]
+    assert torch.equal(scored.logits[[0, 2]], good.logits[[0, 2]])
+    bias = torch.zeros(VOCABULARY)
+    bias[SCAN_PART + 7] = bad
+    spoken.head.write_bias(0, bias)
+    assert said(spoken.score([0, 2], tied=False).logits_finite) == [False, False]
+
+
+def test_logits_of_no_token_are_none() -> None:
+    spoken = Spoken.of(torch.bfloat16, *PASSES["a chunk"])
+    scored = spoken.score([])
+    assert scored.logits.shape == (0, VOCABULARY)
+    assert spoken.likeliest([]) == []
+    assert torch.equal(scored.hidden, spoken.score([3]).hidden)
+
+
+@pytest.mark.parametrize("wanted", [[-1], [33], [2, 2], [3, 1]])
+def test_wanted_tokens_are_of_the_pass_and_rise(wanted: list[int]) -> None:
+    with pytest.raises(IndexError, match="wanted"):
+        Spoken.of(torch.bfloat16, *PASSES["a prompt"]).score(wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_tokens_beyond_the_vocabulary_are_refused(token: int, tied: bool) -> None:
+    spoken = Spoken.of(torch.bfloat16, *PASSES["one decode"])
+    spoken.ids[0] = token
+    with pytest.raises(IndexError, match=f"token {token} of {VOCABULARY}"):
+        spoken.score([0], tied=tied)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tests.models.derived import derived
 from tests.models.families import LENGTHS, VOCABULARY, Row
-from tests.models.stepper import Stepper
-from tests.models.test_llama_parity import prompts, spy_on_logits
+from tests.models.stepper import Stepper, spy_on_logits
+from tests.models.test_llama_parity import prompts
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -13,9 +13,14 @@ from antiphon.model_worker.cache.groups import GroupKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torch import Tensor
+
+    from antiphon.kernels.cpu.stack import Scored
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.runner import Runner
     from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.runner.batch import Batch
+    from antiphon.model_worker.runner.forward import Runner as Rank
 
 
 @dataclass(slots=True)
@@ -176,3 +181,23 @@ def _sampling(lines: Sequence[Line]) -> SamplingColumns:
         seed=np.array([line.seed for line in lines], np.int64),
         choice=np.array([line.choice for line in lines], np.int32),
     )
+
+
+def spy_on_logits(runner: Rank) -> list[Tensor]:
+    """The logits of each pass from here on, before anything changes them."""
+    seen: list[Tensor] = []
+    at_once, by_parts = runner._contexts.score, runner._score
+
+    def spy_at_once(plan: Plan, batch: Batch, tokens: Ints) -> Scored | None:
+        scored = at_once(plan, batch, tokens)
+        if scored is not None:
+            seen.append(scored.logits.clone())
+        return scored
+
+    def spy_by_parts(plan: Plan, batch: Batch, tokens: Ints) -> Scored:
+        scored = by_parts(plan, batch, tokens)
+        seen.append(scored.logits.clone())
+        return scored
+
+    runner._contexts.score, runner._score = spy_at_once, spy_by_parts
+    return seen

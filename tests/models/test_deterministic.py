@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.kernels.rows import ISAS
 from tests.models.specs import windowed
-from tests.models.stepper import Line, Stepper
+from tests.models.stepper import Line, Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
 
 from antiphon.kernels.op import KernelUnavailable
@@ -77,15 +77,7 @@ class Bench:
             model = with_windows(model, folder, kind)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=1024)
         runner = Runner(model, groups, fused=kind.fused, deterministic=True)
-        seen: list[Tensor] = []
-        logits = model.own.logits
-
-        def keeping(ctx, hidden: Tensor) -> Tensor:
-            seen.append(logits(ctx, hidden).clone())
-            return seen[-1]
-
-        model.own.logits = keeping
-        return cls(Stepper(runner, groups), seen)
+        return cls(Stepper(runner, groups), spy_on_logits(runner))
 
     def warm(self, ids: list[int], seed: int) -> Line:
         line = self.stepper.add(ids)

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.kernels.rows import ISAS
 from tests.models import families, families_moe
 from tests.models.parity import Saved, error, logits_of, opened, save, texts
-from tests.models.stepper import Stepper
-from tests.models.test_llama_parity import spy_on_logits
+from tests.models.stepper import Stepper, spy_on_logits
 from torch import Tensor
 
 from antiphon.kernels.fp8 import rounded

@@ -9,8 +9,7 @@ import torch
 from tests.kernels.rows import ISAS
 from tests.models import families_moe
 from tests.models.parity import Saved, save, texts
-from tests.models.stepper import Stepper
-from tests.models.test_llama_parity import spy_on_logits
+from tests.models.stepper import Stepper, spy_on_logits
 
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models.specs import layered, mixed, windowed
-from tests.models.stepper import Stepper
+from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
 from torch import Tensor
 
@@ -63,19 +63,6 @@ def stepper(model: OpenModel, batch: list[list[int]]) -> Stepper:
     for ids in batch:
         made.add(ids)
     return made
-
-
-def spy_on_logits(runner: Runner) -> list[Tensor]:
-    seen: list[Tensor] = []
-    sampler = runner._sampler
-    greedy = sampler._ops.greedy
-
-    def spy(logits: Tensor) -> Tensor:
-        seen.append(logits.clone())
-        return greedy(logits)
-
-    sampler._ops = replace(sampler._ops, greedy=spy)
-    return seen
 
 
 def logits_of(model: OpenModel, ids: list[int], chunk: int) -> Tensor:

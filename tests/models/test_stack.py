@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS
-from tests.models.stepper import Stepper
+from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY, write_llama
 from torch import Tensor
 
@@ -45,14 +45,7 @@ def stepper_of(runner: Runner) -> Stepper:
 
 def written(runner: Runner) -> tuple[list[list[int]], list[Tensor]]:
     """Some requests in chunks and then side by side: what they say, and all logits."""
-    decoder, seen = runner._model.own, []
-    logits = decoder.logits
-
-    def keeping(ctx, hidden: Tensor) -> Tensor:
-        seen.append(logits(ctx, hidden).clone())
-        return seen[-1]
-
-    decoder.logits = keeping
+    seen = spy_on_logits(runner)
     batch = stepper_of(runner)
     for ids in PROMPTS:
         batch.add(ids)
@@ -71,6 +64,7 @@ def test_a_stack_has_the_bits_of_its_layers(tmp_path: Path, dtype: str, fields) 
     ids, logits = written(together)
     expected_ids, expected = written(apart)
     assert ids == expected_ids
+    assert len(logits) == len(expected)
     assert all(map(torch.equal, logits, expected))
 
 

@@ -12,9 +12,8 @@ import torch
 from tests.models.engine import Engine, Mode
 from tests.models.families import ROWS, Row
 from tests.models.parity import draw, error
-from tests.models.stepper import Stepper
+from tests.models.stepper import Stepper, spy_on_logits
 from tests.models.test_greedy_equality import GREEDY, NEW_TOKENS, Judge
-from tests.models.test_llama_parity import spy_on_logits
 from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 from tests.models.tiny import VOCABULARY
 

@@ -196,13 +196,16 @@ class AngleTable:
         self._rotary = rotary
         self._dtype = dtype
         self._device = device
-        self._cos, self._sin = self._computed(_POSITIONS_MIN)
+        self._known = _POSITIONS_MIN
+        self._cos, self._sin = self._computed(self._known)
 
     def turns(self, positions: NDArray[np.int32]) -> Turns:
         """The rotation of tokens at these positions, (T,)."""
-        last = int(positions.max())
-        if last >= len(self._cos):
-            self._cos, self._sin = self._computed(1 << last.bit_length())
+        # Plain numbers: a maximum of numpy's and a length of torch's go through Python, cold code.
+        last = max(positions.tolist())
+        if last >= self._known:
+            self._known = 1 << last.bit_length()
+            self._cos, self._sin = self._computed(self._known)
         return Turns(self._cos, self._sin, positions)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from antiphon.kernels.cpu.linear import Linear
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
 
@@ -58,6 +59,18 @@ class VocabularyTable:
         if ctx.tp.ranks == 1:
             return local
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
+
+    @property
+    def packed(self) -> Linear | None:
+        """The linear that it multiplies with, if it is packed whole on one rank."""
+        if self._weights.packed is None or self._build.tp.ranks > 1:
+            return None
+        return self._weights.packed.linear
+
+    @property
+    def table(self) -> Tensor | None:
+        """A row a token, if it is kept so, whole on one rank."""
+        return self._weights.tensors.get("weight") if self._build.tp.ranks == 1 else None
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight, and the bias of a head that has one."""

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from tests.models.stepper import Line, Stepper
+from tests.models.stepper import Line, Stepper, spy_on_logits
 from tests.models.tiny import VOCABULARY
-from torch import Tensor
 
 from antiphon.model_worker.batching.plan import RowStatus
 from antiphon.model_worker.runner.open import OpenModel, open_model
@@ -15,7 +14,6 @@ from antiphon.model_worker.runner.open import OpenModel, open_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from antiphon.layers.context import ForwardContext
 
 RANDOM = np.random.default_rng(2)
 POISON = VOCABULARY - 1
@@ -145,14 +143,7 @@ def test_top_k_of_one_is_greedy(llama: Path) -> None:
 
 def test_logits_are_computed_for_wanted_tokens_only(llama: Path) -> None:
     model = opened(llama)
-    decoder, rows = model.runner._model.own, []
-    logits = decoder.logits
-
-    def counting(ctx: ForwardContext, hidden: Tensor) -> Tensor:
-        rows.append(len(hidden))
-        return logits(ctx, hidden)
-
-    decoder.logits = counting
+    seen = spy_on_logits(model.runner)
     batch = batch_of(model, PROMPTS)
     batch.step({0: 12, 1: 5, 2: 20})
-    assert rows == [2]
+    assert [len(logits) for logits in seen] == [2]

@@ -101,7 +101,7 @@ def drawn(plan: Plan, positions: np.ndarray | None = None) -> np.ndarray:
     every = np.arange(rows)
     sampler.steer(plan, every, logits)
     positions = np.full(rows, 9) if positions is None else positions
-    return sampler.draw(plan.sampling, logits, every, positions).numpy()
+    return sampler.draw(plan.sampling, logits, every, positions)
 
 
 def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:

@@ -1,16 +1,22 @@
-"""All layers of a decoder as one call a step, in C++: csrc/stack.h."""
+"""A decoder as one call a step, in C++: csrc/stack.h.
+
+Axes: T tokens, L tokens whose logits are wanted, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import Tensor
+    import numpy as np
+    from numpy.typing import NDArray
 
     from antiphon.kernels.attention import AttentionRows
     from antiphon.kernels.cpu.linear import Linear
@@ -37,8 +43,43 @@ class StackLayer:
     head_norms: HeadNorms | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackEnds:
+    """What comes before the layers and after them.
+
+    Attributes:
+        embedding: A linear whose outputs' weights are the embeddings, or a table (V, hidden).
+        head: hidden -> logits.
+    """
+
+    embedding: Linear | Tensor
+    head: Linear
+
+
+class Scored(NamedTuple):
+    """What a pass with logits leaves.
+
+    Attributes:
+        hidden: (T, hidden), normalised.
+        finite: (T,) bool, whether all of a token's numbers are; None: all of all are.
+        logits: (L, V) float32.
+        logits_finite: (L,) bool, as `finite`.
+        likeliest: (L,) int32, the first of the highest logits; None: nobody has looked.
+    """
+
+    hidden: Tensor
+    finite: Tensor | None
+    logits: Tensor
+    logits_finite: Tensor | None
+    likeliest: NDArray[np.int32] | None
+
+
 class Stack:
-    """Layers and the final norm. A row's bits are those of the single `cpu` operations."""
+    """Layers and the final norm, and with `ends` all that lies between ids and logits.
+
+    A row's bits are those of the single `cpu` operations. A step's weights drive all else out of
+    the caches, so that a call costs many times its work: the fewer, the better.
+    """
 
     def __init__(
         self,
@@ -47,7 +88,9 @@ class Stack:
         final_norm: Tensor,
         eps: float,
         scale: float,
+        ends: StackEnds | None = None,
     ) -> None:
+        self.scores = ends is not None
         self._compiled = extension.load().Stack(final_norm=final_norm, eps=eps, scale=scale)
         for layer, cache in layers:
             norms = layer.head_norms
@@ -65,6 +108,13 @@ class Stack:
                 values=cache.values,
                 scales=cache.scales,
             )
+        if ends is not None:
+            looked_up = isinstance(ends.embedding, Tensor)
+            self._compiled.set_ends(
+                embedding=None if looked_up else ends.embedding,
+                table=ends.embedding if looked_up else None,
+                head=ends.head,
+            )
 
     def __call__(
         self, residual: Tensor, turns: Turns, groups: Sequence[AttentionRows]
@@ -76,3 +126,17 @@ class Stack:
         """
         compiled = [rows.compiled for rows in groups]
         return self._compiled.forward(residual, turns.cos, turns.sin, turns.positions, compiled)
+
+    def score(
+        self,
+        ids: NDArray[np.int32],
+        wanted: NDArray[np.int32],
+        turns: Turns,
+        groups: Sequence[AttentionRows],
+    ) -> Scored:
+        """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising."""
+        assert self.scores, "made with ends"
+        compiled = [rows.compiled for rows in groups]
+        return Scored(
+            *self._compiled.score(ids, wanted, turns.cos, turns.sin, turns.positions, compiled)
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.stack import Stack
+from antiphon.kernels.cpu.stack import Stack, StackEnds
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.block import Site
 from antiphon.layers.embedding import VocabularyTable
@@ -137,7 +137,7 @@ class Decoder:
         return Hidden(normed, aux)
 
     def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
-        """All layers and the final norm as one call of the CPU's own kernels.
+        """All layers and the final norm as one call of the CPU's own kernels, or all of the model.
 
         Raises:
             NotPlain: The layers are not of the shape that it knows.
@@ -151,7 +151,25 @@ class Decoder:
         scale, _ = self._shared()
         if len(norms) > 1:
             raise NotPlain("the norms differ from layer to layer")
-        return Stack(layers, final_norm=self._norm.weight, eps=self._norm.eps, scale=scale)
+        return Stack(
+            layers,
+            final_norm=self._norm.weight,
+            eps=self._norm.eps,
+            scale=scale,
+            ends=self._ends(),
+        )
+
+    def _ends(self) -> StackEnds | None:
+        """Embedding and head, if nothing but a linear makes logits, and nothing is done to ids."""
+        head, said = self._head, self._spec.head
+        plain = isinstance(said, HeadSpec) and said.scale == 1.0 and said.softcap is None
+        if not plain or head is None or self._embedding is None or self._entry is None:
+            return None
+        packed, table = self._embedding.packed, self._embedding.table
+        embedding = table if packed is None else packed
+        if head.packed is None or embedding is None or not self._entry.plain:
+            return None
+        return StackEnds(embedding=embedding, head=head.packed)
 
     @property
     def rotary(self) -> Rotary | None:

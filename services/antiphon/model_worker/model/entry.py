@@ -37,6 +37,12 @@ class Entry:
             self._norm = norm_of(said.norm, said.norm_name, spec.hidden, build)
 
     @property
+    def plain(self) -> bool:
+        """Whether it has none of these."""
+        parts = (self._types, self._positions, self._norm)
+        return self._scale == 1.0 and all(part is None for part in parts)
+
+    @property
     def operations(self) -> frozenset[str]:
         """Names of the kernels that it calls."""
         return frozenset[str]() if self._norm is None else self._norm.operations

@@ -31,9 +31,6 @@ def accept(
     tokens (T,) with futures resolved; logit_tokens, logit_row, sampled (L,); failed (R,) bool, or
     None if none has  ->  starts (R + 1,), token_ids (S,), both int32; a failed row has none
     """
-    if len(tokens) == rows == len(logit_tokens) and failed is None:
-        # Decode rows and nothing else, so nothing was drafted: most steps, and short ones.
-        return np.arange(rows + 1, dtype=np.int32), sampled
     following = tokens[np.minimum(logit_tokens + 1, len(tokens) - 1)]
     missed = (following != sampled).astype(np.int64)
     earlier = np.cumsum(missed) - missed  # misses before this one, over all rows

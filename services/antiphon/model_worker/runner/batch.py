@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,23 +18,50 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.plan import Ints, Longs, Plan
 
 
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """The derived facts of one plan.
+    """The derived facts of one plan. What most passes do without is derived when it is asked for.
 
     Attributes:
         groups: The rows as each cache group sees them, those of states aside.
         states: The rows as each group of states sees them.
-        token_row: (T,) the row of each token.
-        logit_row: (L,) the row of each wanted row of logits, rising.
-        logit_position: (L,) index in its sequence of the token that the logits are for.
+        decodes: Whether every row has one token and draws one: most steps, and the shortest.
     """
 
-    groups: tuple[AttentionRows, ...]
-    states: tuple[StateRows, ...]
-    token_row: Longs
-    logit_row: Longs
-    logit_position: Longs
+    def __init__(
+        self, plan: Plan, groups: tuple[AttentionRows, ...], states: tuple[StateRows, ...]
+    ) -> None:
+        self.groups = groups
+        self.states = states
+        self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
+        self._plan = plan
+
+    @cached_property
+    def token_row(self) -> Longs:
+        """The row of each token, (T,)."""
+        plan = self._plan
+        if self.decodes:
+            return np.arange(len(plan.slot))
+        ends = np.cumsum(plan.query_len)
+        assert (plan.query_start == ends - plan.query_len).all(), "rows follow each other"
+        return np.repeat(np.arange(len(plan.slot)), plan.query_len)
+
+    @cached_property
+    def logit_row(self) -> Longs:
+        """The row of each wanted row of logits, (L,), rising."""
+        if self.decodes:
+            return self.token_row
+        wanted = self._plan.logit_tokens
+        assert (np.diff(wanted) > 0).all(), "logits are asked for in order"
+        return self.token_row[wanted]
+
+    @cached_property
+    def logit_position(self) -> Longs:
+        """Index in its sequence of the token that each row of logits is for, (L,)."""
+        plan = self._plan
+        if self.decodes:
+            return plan.kv_len.astype(np.int64)
+        ends = plan.query_start + plan.query_len
+        return plan.logit_tokens + (plan.kv_len - ends)[self.logit_row].astype(np.int64) + 1
 
 
 def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
@@ -54,24 +81,7 @@ def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
         StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
         for table in plan.page_tables[len(shapes) : len(shapes) + states]
     )
-    rows = len(plan.slot)
-    if len(plan.tokens) == rows == len(plan.logit_tokens):
-        # Decode rows and nothing else: most steps, and the shortest, in which this would show.
-        row = np.arange(rows)
-        return Batch(groups, kept, row, row, plan.kv_len.astype(np.int64))
-    query_len, kv_len = plan.query_len, plan.kv_len
-    ends = np.cumsum(query_len)
-    assert (plan.query_start == ends - query_len).all(), "rows follow each other"
-    token_row = np.repeat(np.arange(len(query_len)), query_len)
-    logit_row = token_row[plan.logit_tokens]
-    assert (np.diff(plan.logit_tokens) > 0).all(), "logits are asked for in order"
-    return Batch(
-        groups=groups,
-        states=kept,
-        token_row=token_row,
-        logit_row=logit_row,
-        logit_position=plan.logit_tokens + (kv_len - ends)[logit_row] + 1,
-    )
+    return Batch(plan, groups, kept)
 
 
 class Futures:
@@ -86,7 +96,7 @@ class Futures:
 
     def resolve(self, tokens: Ints) -> Ints:
         """Replace each `future(slot)` by the slot's last token."""
-        if tokens.min() >= 0:
+        if min(tokens.tolist()) >= 0:
             return tokens
         unknown = tokens < 0
         slots = (-1 - tokens[unknown]).tolist()

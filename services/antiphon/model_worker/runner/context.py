@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.attention import AttentionRows
-    from antiphon.kernels.cpu.stack import Stack
+    from antiphon.kernels.cpu.stack import Scored, Stack
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.states import StateRows
     from antiphon.layers.context import Attend, Manner
-    from antiphon.model_worker.batching.plan import Plan
+    from antiphon.model_worker.batching.plan import Ints, Plan
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.runner.batch import Batch
     from antiphon.model_worker.runner.kv_pool import KvPool
@@ -88,10 +88,18 @@ class Contexts:
             return Choice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
         return Choice(STACK, self._stack, "cpu", (), invariant=True)
 
+    def score(self, plan: Plan, batch: Batch, tokens: Ints) -> Scored | None:
+        """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had."""
+        stack = self._stack
+        if stack is None or not stack.scores or plan.pooling is not None or self._adapted(plan):
+            return None
+        turns = self._stack_angles.turns(plan.positions[0])
+        return stack.score(tokens, plan.logit_tokens, turns, batch.groups)
+
     def of(self, plan: Plan, batch: Batch) -> ForwardContext:
         """The context of one pass."""
         rotations = Rotations(self._angles, plan.positions[0])
-        adapted = self._adapters is not None and bool((plan.adapter >= 0).any())
+        adapted = self._adapted(plan)
         fused = None
         if self._stack is not None and not adapted:
             turns = self._stack_angles.turns(plan.positions[0])
@@ -108,6 +116,9 @@ class Contexts:
             adapters=self._adapters if adapted else None,
             fused=fused,
         )
+
+    def _adapted(self, plan: Plan) -> bool:
+        return self._adapters is not None and bool((plan.adapter >= 0).any())
 
     def _attend(self, plan: Plan, batch: Batch, rotations: Rotations) -> Attend:
         if not self._causal:

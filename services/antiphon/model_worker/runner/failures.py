@@ -10,25 +10,27 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.kernels.ops import Ops
-    from antiphon.model_worker.model.decoder import Hidden
     from antiphon.model_worker.runner.batch import Batch
 
 
 def failed_rows(
-    ops: Ops, batch: Batch, rows: int, left: Hidden, logits: Tensor
+    batch: Batch, rows: int, tokens: Tensor | None, logits: Tensor | None
 ) -> NDArray[np.bool_] | None:
     """Which rows hold a NaN or infinity, (R,); None: none does.
 
     Hidden states count too: a chunk of a prompt has no logits, and its pages are shared with other
     requests as soon as it is committed.
+
+    Args:
+        batch: Says whose they are.
+        rows: R.
+        tokens: (T,) whether all numbers of a token's hidden state are finite; None: of all.
+        logits: (L,) the same of rows of logits.
     """
-    tokens = left.finite if left.checked else ops.finite_rows(left.last)
-    drawing = ops.finite_rows(logits)
-    if tokens is None and drawing is None:
+    if tokens is None and logits is None:
         return None
     failed = np.zeros(rows, np.bool_)
-    for finite, row in ((tokens, batch.token_row), (drawing, batch.logit_row)):
+    for finite, row in ((tokens, batch.token_row), (logits, batch.logit_row)):
         if finite is not None:
             failed[row[~finite.cpu().numpy()]] = True
     return failed

@@ -5,13 +5,14 @@ Axes: R rows, T tokens, L rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from antiphon.kernels.attention import KvShape
+from antiphon.kernels.cpu.stack import Scored
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.op import Device, KernelUnavailable
 from antiphon.kernels.ops import select
@@ -29,7 +30,7 @@ from antiphon.model_worker.runner.determinism import require_invariant
 from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.failures import failed_rows
 from antiphon.model_worker.runner.kv_pool import KvPool
-from antiphon.model_worker.runner.sampling import Sampler
+from antiphon.model_worker.runner.sampling import Sampler, steered, takes_likeliest
 from antiphon.model_worker.runner.state_pool import StatePool
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import Choice
     from antiphon.layers.context import Adapters, ForwardContext
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.model.decoder import Hidden
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.runner.pooling import Pooler
@@ -105,7 +106,6 @@ class Runner:
         self._pooler = pooler
         self._step: int | None = None
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
         """Compute a plan's pass and sample its tokens.
 
@@ -127,25 +127,52 @@ class Runner:
 
     def _compute(self, plan: Plan, batch: Batch) -> Outcome:
         tokens = self._futures.resolve(plan.tokens)
-        ctx = self._contexts.of(plan, batch)
-        left = self._model.decoder.forward(ctx, tokens=torch.as_tensor(tokens.astype(np.int64)))
-        if plan.pooling is not None:
-            return self._pool(plan, batch, ctx, left)
-        hidden = left.last
-        logits = self._logits(ctx, plan, hidden)
-        failed = failed_rows(self.ops, batch, len(plan.slot), left, logits)
-        barren = self._sampler.steer(plan, batch.logit_row, logits)
-        ended = _either(failed, barren)
-        sampled = self._sample(plan, batch, logits)
+        scored = self._contexts.score(plan, batch, tokens)
+        if scored is not None and scored.likeliest is not None and takes_likeliest(plan):
+            # Nothing of torch is left to be done, and its mode costs as much as what is left.
+            return self._conclude(plan, batch, tokens, scored, scored.likeliest)
+        with torch.inference_mode():
+            if plan.pooling is not None:
+                return self._pool(plan, batch, tokens)
+            if scored is None:
+                scored = self._score(plan, batch, tokens)
+            barren = self._sampler.steer(plan, batch.logit_row, scored.logits)
+            likeliest = None if steered(plan) else scored.likeliest
+            sampled = self._sampler.draw(
+                plan.sampling, scored.logits, batch.logit_row, batch.logit_position, likeliest
+            )
+            return self._conclude(plan, batch, tokens, scored, sampled, barren)
+
+    def _conclude(
+        self,
+        plan: Plan,
+        batch: Batch,
+        tokens: Ints,
+        scored: Scored,
+        sampled: Ints,
+        barren: NDArray[np.bool_] | None = None,
+    ) -> Outcome:
+        """What becomes of the sampled tokens (L,), where some rows, (R,), may have none."""
         rows = len(plan.slot)
-        starts, token_ids = accept(tokens, plan.logit_tokens, batch.logit_row, sampled, rows, ended)
+        failed = failed_rows(batch, rows, scored.finite, scored.logits_finite)
+        ended = _either(failed, barren)
+        if batch.decodes and ended is None:  # nothing was drafted
+            starts, token_ids = _one_each(rows), sampled
+        else:
+            wanted, row = plan.logit_tokens, batch.logit_row
+            starts, token_ids = accept(tokens, wanted, row, sampled, rows, ended)
         details = self._teller.tell(
-            plan, hidden, logits, partial(self._model.decoder.logits, ctx), (starts, token_ids)
+            plan,
+            scored.hidden,
+            scored.logits,
+            partial(self._head, plan, batch),
+            (starts, token_ids),
         )
         self._futures.record(plan.slot, starts, token_ids, ended)
         self._sampler.count(plan, starts, token_ids)
-        status = np.zeros(rows, np.int32)  # RowStatus.OK
+        status = _all_well(rows)
         if ended is not None:
+            status = status.copy()
             status[ended] = RowStatus.NO_TOKEN
         if failed is not None:
             status[failed] = RowStatus.NON_FINITE
@@ -154,19 +181,20 @@ class Runner:
             step=plan.step, starts=starts, token_ids=token_ids, status=status, details=details
         )
 
-    def _pool(self, plan: Plan, batch: Batch, ctx: ForwardContext, left: Hidden) -> Outcome:
+    def _pool(self, plan: Plan, batch: Batch, tokens: Ints) -> Outcome:
         """What prompts became; a row that is not finite is one that failed, as it is elsewhere."""
         if self._pooler is None:
             raise PlanRefused(f"step {plan.step}: this runner makes no vectors")
+        ctx, left, finite = self._layers(plan, batch, tokens)
         rows = len(plan.slot)
-        failed = failed_rows(self.ops, batch, rows, left, torch.zeros(0, 1))
+        failed = failed_rows(batch, rows, finite, None)
         if failed is None:
             failed = np.zeros(rows, np.bool_)
 
         def score(pooled: Tensor) -> Tensor:
-            return self._model.own.scores(ctx, pooled.to(left.last.dtype))
+            return self._model.own.scores(ctx, pooled.to(left.dtype))
 
-        vectors = self._pooler.pool(plan, left.last, score)
+        vectors = self._pooler.pool(plan, left, score)
         of_row = np.repeat(np.arange(rows), np.diff(vectors.starts))
         failed[of_row[~np.isfinite(vectors.values)]] = True
         if failed.any():
@@ -189,24 +217,50 @@ class Runner:
         """What runs each operation here, and why."""
         return (self._contexts.choice, *self.ops.choices)
 
-    def _logits(self, ctx: ForwardContext, plan: Plan, hidden: Tensor) -> Tensor:
-        """The wanted rows only, (L, V): the head is the widest linear of a small model."""
+    def _layers(
+        self, plan: Plan, batch: Batch, tokens: Ints
+    ) -> tuple[ForwardContext, Tensor, Tensor | None]:
+        """The context of a pass, what its layers leave (T, hidden), and which of it is finite."""
+        ctx = self._contexts.of(plan, batch)
+        left = self._model.decoder.forward(ctx, tokens=torch.as_tensor(tokens.astype(np.int64)))
+        finite = left.finite if left.checked else self.ops.finite_rows(left.last)
+        return ctx, left.last, finite
+
+    def _score(self, plan: Plan, batch: Batch, tokens: Ints) -> Scored:
+        """A pass operation by operation. Only wanted rows have logits: the head is wide."""
+        ctx, hidden, finite = self._layers(plan, batch, tokens)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
             wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
-        return self._model.decoder.logits(ctx, wanted)
+        logits = self._model.decoder.logits(ctx, wanted)
+        return Scored(hidden, finite, logits, self.ops.finite_rows(logits), None)
 
-    def _sample(self, plan: Plan, batch: Batch, logits: Tensor) -> NDArray[np.int32]:
-        if len(batch.logit_row) == 0:
-            return np.zeros(0, np.int32)
-        tokens = self._sampler.draw(plan.sampling, logits, batch.logit_row, batch.logit_position)
-        return tokens.numpy().astype(np.int32)
+    def _head(self, plan: Plan, batch: Batch, hidden: Tensor) -> Tensor:
+        """Logits of more of a pass's hidden states: (rows, hidden)  ->  (rows, V) float32."""
+        return self._model.decoder.logits(self._contexts.of(plan, batch), hidden)
 
     def _wipe(self, batch: Batch, failed: NDArray[np.bool_]) -> None:
         """Zero what failed rows wrote in this pass; what earlier passes wrote was finite."""
         wiped = torch.as_tensor(np.flatnonzero(failed[batch.token_row]))
         for pool, rows in zip(self.pools, batch.groups, strict=True):
             pool.zero(rows.write_places[wiped])
+
+
+@cache
+def _one_each(rows: int) -> Ints:
+    """Where each row's token begins if all have one, (R + 1,); many outcomes share it."""
+    return _shared(np.arange(rows + 1, dtype=np.int32))
+
+
+@cache
+def _all_well(rows: int) -> Ints:
+    """The status of rows that are all as they should be, (R,); many outcomes share it."""
+    return _shared(np.full(rows, RowStatus.OK, np.int32))
+
+
+def _shared(values: Ints) -> Ints:
+    values.flags.writeable = False
+    return values
 
 
 def _either(

@@ -61,24 +61,29 @@ class Sampler:
         return barren
 
     def draw(
-        self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
-    ) -> Tensor:
+        self,
+        columns: SamplingColumns,
+        logits: Tensor,
+        rows: Longs,
+        positions: Longs,
+        likeliest: Ints | None = None,
+    ) -> Ints:
         """Draw a token a row of logits.
 
         logits (L, V) float32; rows (L,) the plan's row of each; positions (L,) the index in its
-        sequence of the token being drawn  ->  (L,) int64
+        sequence of the token being drawn; likeliest (L,) the first of the highest of each, where
+        that is known; it may be overwritten  ->  (L,)
         """
-        if not columns.temperature.any():
-            return self._ops.greedy(logits)
+        if not len(rows):
+            return np.zeros(0, np.int32)
         random = is_random(columns)[rows]
         if random.all():
             return self._draw(columns, logits, rows, positions)
-        tokens = self._ops.greedy(logits)
+        tokens = self._greedy(logits) if likeliest is None else likeliest
         drawn = np.flatnonzero(random)
-        if not len(drawn):
-            return tokens
-        index = torch.as_tensor(drawn)
-        tokens[index] = self._draw(columns, logits[index], rows[drawn], positions[drawn])
+        if len(drawn):
+            some = logits[torch.as_tensor(drawn)]
+            tokens[drawn] = self._draw(columns, some, rows[drawn], positions[drawn])
         return tokens
 
     def count(self, plan: Plan, starts: Ints, token_ids: Ints) -> None:
@@ -91,11 +96,14 @@ class Sampler:
             more = rows[accepted > number]
             self._drawn.count(plan.slot[more], token_ids[starts[more] + number])
 
+    def _greedy(self, logits: Tensor) -> Ints:
+        return _ints(self._ops.greedy(logits))
+
     def _draw(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
-    ) -> Tensor:
+    ) -> Ints:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
-        return self._ops.draw(
+        drawn = self._ops.draw(
             logits,
             torch.as_tensor(noise),
             torch.as_tensor(columns.temperature[rows]),
@@ -103,11 +111,27 @@ class Sampler:
             torch.as_tensor(columns.top_p[rows]),
             torch.as_tensor(columns.min_p[rows]),
         )
+        return _ints(drawn)
 
 
 def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
     """Which rows are drawn by chance, (R,); the others take the highest logit."""
     return (columns.temperature >= TEMPERATURE_MIN) & (columns.top_k != 1)
+
+
+def steered(plan: Plan) -> bool:
+    """Whether anything changes the logits of a plan."""
+    return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
+
+
+def takes_likeliest(plan: Plan) -> bool:
+    """Whether each row takes its highest logit as it is, and nothing else is told of any."""
+    plain = plan.details is None and not steered(plan)
+    return plain and not any(plan.sampling.temperature.tolist())
+
+
+def _ints(tokens: Tensor) -> Ints:
+    return tokens.numpy().astype(np.int32)
 
 
 def _places(step: int, logit_row: Longs, rows: Ints) -> Longs:

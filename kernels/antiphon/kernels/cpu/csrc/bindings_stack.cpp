@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,7 @@
 namespace {
 
 using Optional = std::optional<at::Tensor>;
+using Ints = Rows::Ints;
 
 class Stack {
   public:
@@ -64,17 +66,79 @@ class Stack {
             if (norm) kept_.push_back(*norm);
     }
 
+    // The embeddings are the weights of a linear's outputs, or a table (V, hidden); the head must
+    // live as long as the stack, and such a linear, too.
+    void set_ends(const Linear *embedding, const Optional &table, const Linear &head) {
+        TORCH_CHECK(
+            (embedding != nullptr) != table.has_value(), "embeddings are a linear's, or a table");
+        const PackedLinear &last = head.packed();
+        check_linear(last, hidden_, last.outputs);
+        ends_ = StackEnds{};
+        ends_->head = &last;
+        if (table) {
+            ends_->table = vector_of(*table, final_norm_, table->size(0) * hidden_);
+            kept_.push_back(*table);
+            vocabulary_ = table->size(0);
+        } else {
+            const PackedLinear &first = embedding->packed();
+            check_linear(first, hidden_, first.outputs);
+            ends_->embedding = &first;
+            vocabulary_ = first.outputs;
+        }
+    }
+
     // residual (T, hidden), overwritten; cos, sin (positions, 1, R); positions (T,); rows of each
     // cache group -> normalised (T, hidden), and whether all numbers of each token are finite
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
-        at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin,
-        const Rows::Ints &positions, const std::vector<const Rows *> &rows) {
+        at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
+        const std::vector<const Rows *> &rows) {
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
                 residual.is_contiguous() &&
                 residual.scalar_type() == final_norm_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
+        at::Tensor out = at::empty_like(residual);
+        Optional finite = run(residual, out, nullptr, cos, sin, positions, rows);
+        return {out, finite};
+    }
+
+    // ids (T,); wanted (L,) tokens whose logits are, rising; the others as above -> normalised
+    // (T, hidden); whether all numbers of each token are finite, as above; logits (L, V) float32;
+    // of each row the same; the first of its greatest (L,)
+    std::tuple<at::Tensor, Optional, at::Tensor, Optional, Ints> score(
+        const Ints &ids, const Ints &wanted, const at::Tensor &cos, const at::Tensor &sin,
+        const Ints &positions, const std::vector<const Rows *> &rows) {
+        TORCH_CHECK(ends_.has_value(), "this stack has no embedding and no head");
+        const int64_t tokens = ids.size(), count = wanted.size();
+        for (int64_t i = 0; i < tokens; ++i)
+            TORCH_CHECK_INDEX(
+                0 <= ids.data()[i] && ids.data()[i] < vocabulary_, "token ", ids.data()[i], " of ",
+                vocabulary_);
+        for (int64_t i = 0, least = 0; i < count; least = wanted.data()[i++] + 1)
+            TORCH_CHECK_INDEX(
+                least <= wanted.data()[i] && wanted.data()[i] < tokens,
+                "wanted are some of the tokens, rising");
+        const auto options = final_norm_.options();
+        at::Tensor residual = at::empty({tokens, hidden_}, options), out = at::empty_like(residual);
+        at::Tensor logits = at::empty({count, ends_->head->outputs}, options.dtype(at::kFloat));
+        at::Tensor finite = at::empty({count}, options.dtype(at::kBool));
+        Ints likeliest(count);
+        StackEnds ends = *ends_;
+        ends.ids = ids.data();
+        ends.wanted = wanted.data();
+        ends.count = count;
+        ends.logits = logits.mutable_data_ptr<float>();
+        ends.finite = finite.mutable_data_ptr<bool>();
+        ends.likeliest = likeliest.mutable_data();
+        Optional tokens_finite = run(residual, out, &ends, cos, sin, positions, rows);
+        return {out, tokens_finite, logits, flags_of(finite), likeliest};
+    }
+
+  private:
+    Optional run(
+        at::Tensor &residual, at::Tensor &out, StackEnds *ends, const at::Tensor &cos,
+        const at::Tensor &sin, const Ints &positions, const std::vector<const Rows *> &rows) {
         const int64_t tokens = residual.size(0), turns = cos.size(0);
         TORCH_CHECK(tokens > 0, "a pass has tokens");
         const int64_t rotated = rotated_of(cos, caches_.front().size(3));
@@ -84,7 +148,6 @@ class Stack {
                 0 <= positions.data()[i] && positions.data()[i] < turns, "position ",
                 positions.data()[i], " of ", turns);
         const std::vector<StackGroup> groups = groups_of(rows, tokens);
-        at::Tensor out = at::empty_like(residual);
         at::Tensor finite = at::empty({tokens}, residual.options().dtype(at::kBool));
         StackCall call = {
             .number = number_of(residual),
@@ -104,23 +167,28 @@ class Stack {
             .residual = residual.mutable_data_ptr(),
             .out = out.mutable_data_ptr(),
             .finite = finite.mutable_data_ptr<bool>(),
+            .ends = ends,
             .normed = nullptr,
             .added = nullptr,
             .heads = nullptr,
             .mixed = nullptr,
             .gated = nullptr,
         };
-        make_room(call);
+        make_room(call, ends);
         const int team = threads();
         {
             py::gil_scoped_release unlocked;
             kernels().stack(call, team);
         }
-        if (all_true(finite)) return {out, std::nullopt};
-        return {out, finite};
+        return flags_of(finite);
     }
 
-  private:
+    // Flags, or none if all are set.
+    static Optional flags_of(const at::Tensor &flags) {
+        if (all_true(flags)) return std::nullopt;
+        return flags;
+    }
+
     void check_linear(const PackedLinear &linear, int64_t inputs, int64_t outputs) const {
         TORCH_CHECK(
             linear.inputs == inputs && linear.outputs == outputs &&
@@ -165,25 +233,35 @@ class Stack {
     }
 
     // Activations of all tokens, in one piece that is kept and grows.
-    void make_room(StackCall &call) {
+    void make_room(StackCall &call, StackEnds *ends) {
         const int64_t heads = layers_.front().qkv.outputs, mixed = layers_.front().out.inputs;
         int64_t width = 0;
         for (const StackLayer &layer : layers_) {
             TORCH_CHECK(layer.qkv.outputs == heads, "all layers have the same heads");
             width = std::max(width, layer.down.inputs);
         }
-        void **const parts[] = {&call.normed, &call.added, &call.heads, &call.mixed, &call.gated};
-        const int64_t sizes[] = {hidden_, hidden_, heads, mixed, width};
-        const int64_t item = final_norm_.element_size();
+        const int64_t row = call.tokens * final_norm_.element_size();
+        std::vector<std::pair<void **, int64_t>> parts = {
+            {&call.normed, row * hidden_}, {&call.added, row * hidden_}, {&call.heads, row * heads},
+            {&call.mixed, row * mixed},    {&call.gated, row * width},
+        };
+        void *scans = nullptr;
+        if (ends != nullptr) {
+            const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
+            parts.emplace_back(
+                &ends->picked, ends->count * hidden_ * final_norm_.element_size());
+            parts.emplace_back(&scans, ends->count * size);
+        }
         int64_t total = 0;
-        for (const int64_t size : sizes) total += padded(call.tokens * size * item);
+        for (const auto &[_, bytes] : parts) total += padded(bytes);
         if (!room_.defined() || room_.numel() < total)
             room_ = at::empty({total}, at::TensorOptions(at::kByte));
         auto *at = static_cast<char *>(room_.mutable_data_ptr());
-        for (size_t i = 0; i < std::size(sizes); ++i) {
-            *parts[i] = at;
-            at += padded(call.tokens * sizes[i] * item);
+        for (const auto &[part, bytes] : parts) {
+            *part = at;
+            at += padded(bytes);
         }
+        if (ends != nullptr) ends->parts = static_cast<PartScan *>(scans);
     }
 
     static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -193,6 +271,8 @@ class Stack {
     float eps_, scale_;
     std::vector<StackLayer> layers_;
     std::vector<at::Tensor> caches_, kept_;
+    std::optional<StackEnds> ends_;  // of each call: without what belongs to one
+    int64_t vocabulary_ = 0;         // tokens that have an embedding
     at::Tensor room_;
 };
 
@@ -210,5 +290,9 @@ void bind_stack(py::module_ &module) {
             py::arg("scales"),
             py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
             py::keep_alive<1, 5>())
-        .def("forward", &Stack::forward);
+        .def(
+            "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
+            py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
+        .def("forward", &Stack::forward)
+        .def("score", &Stack::score);
 }

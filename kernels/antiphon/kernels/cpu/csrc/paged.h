@@ -100,6 +100,33 @@ struct StackGroup {
     int64_t count;
 };
 
+// A row of logits is looked through in parts of so many.
+constexpr int64_t SCAN_PART = 16384;
+constexpr int64_t scan_parts(int64_t size) { return (size + SCAN_PART - 1) / SCAN_PART; }
+
+// The greatest of a part of a row of logits, and whether all of the part are finite.
+struct PartScan {
+    float greatest;
+    int32_t index;  // in the row
+    bool finite;
+};
+
+// Token ids before the layers, and logits after them.
+struct StackEnds {
+    const int32_t *ids;             // (T,)
+    const PackedLinear *embedding;  // its outputs' weights are the embeddings; or null, and
+    const void *table;              // (V, hidden)
+    const PackedLinear *head;
+    const int32_t *wanted;  // (count,) tokens whose logits are wanted, rising
+    int64_t count;
+    float *logits;       // (count, V)
+    bool *finite;        // (count,)
+    int32_t *likeliest;  // (count,) the first of the greatest
+    // Room: (count, hidden), and parts of rows.
+    void *picked;
+    PartScan *parts;
+};
+
 struct StackCall {
     Number number;
     const StackLayer *layers;
@@ -114,6 +141,7 @@ struct StackCall {
     void *residual;          // (T, hidden), overwritten
     void *out;               // (T, hidden), normalised
     bool *finite;            // (T,)
+    const StackEnds *ends;   // null: the residual stream is given, and no logits are wanted
     // Room: normed and added (T, hidden), heads (T, G * H + 2 H, D), mixed (T, G * H, D),
     // gated (T, width).
     void *normed, *added, *heads, *mixed, *gated;

@@ -29,6 +29,23 @@ INLINE int64_t index_of_greatest(const float *x, int64_t size) {
     return found;
 }
 
+// `size` numbers of a row from `begin` on.
+INLINE PartScan scan_part(const float *row, int64_t begin, int64_t size) {
+    const int64_t index = begin + index_of_greatest(row + begin, size);
+    return {row[index], static_cast<int32_t>(index), is_finite(row + begin, size)};
+}
+
+// What is so of a whole row: whether it is finite, and the first of its greatest.
+INLINE void join_parts(const PartScan *parts, int64_t count, bool &finite, int32_t &greatest) {
+    const PartScan *best = parts;
+    finite = parts->finite;
+    for (const PartScan *part = parts + 1; part < parts + count; ++part) {
+        finite = finite && part->finite;
+        if (part->greatest > best->greatest) best = part;
+    }
+    greatest = best->index;
+}
+
 static void finite_call(
     Number number, const void *x, int64_t rows, int64_t size, bool *finite, int threads) {
     by_rows(rows, size, threads, [&](int64_t row) {

@@ -6,18 +6,19 @@
 // So few rows are normalised by whoever finishes the linear before; more are shared out.
 static constexpr int64_t ROWS_IN_PASSING = 4;
 
-// Phases of a stack of so many layers, at most: eight a layer and the first norm.
-static constexpr int64_t stack_phases(int64_t layers) { return 8 * layers + 1; }
+// Phases of a stack of so many layers, at most: eight a layer, the first norm, and for logits the
+// choice of hidden states, the head and a look at what it gave.
+static constexpr int64_t stack_phases(int64_t layers) { return 8 * layers + 4; }
 
 class StackRun {
   public:
     StackRun(const StackCall &call, Member &team) : call_(call), team_(team) {}
 
     void run() {
-        norm_phase(attention_norm(0));
+        enter(attention_norm(0));
         for (int64_t i = 0; i < call_.count; ++i) {
             const StackLayer &layer = call_.layers[i];
-            const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : nullptr;
+            const PackedLinear *next = i + 1 < call_.count ? &call_.layers[i + 1].qkv : head();
             linear(product(layer.qkv, call_.normed, call_.heads), &layer.out);
             attention(layer);
             linear_and_norm(
@@ -28,6 +29,7 @@ class StackRun {
             linear_and_norm(
                 product(layer.down, call_.gated, call_.added), attention_norm(i + 1), next);
         }
+        if (call_.ends != nullptr && call_.ends->count > 0) score(*call_.ends);
     }
 
   private:
@@ -66,10 +68,67 @@ class StackRun {
     }
 
     void norm_phase(const NormCall &norm) {
-        // Of many rows some that follow each other, so that those to come can be asked for.
-        in_blocks(call_.tokens < 128 ? 2 : 8, [&](int64_t first, int64_t last) {
+        in_blocks(norm_block(), [&](int64_t first, int64_t last) { norm_rows(norm, first, last); });
+    }
+
+    // Of many rows some that follow each other, so that those to come can be asked for.
+    int64_t norm_block() const { return call_.tokens < 128 ? 2 : 8; }
+
+    // Embed, if ids are given, and normalise.
+    void enter(const NormCall &norm) {
+        in_blocks(norm_block(), [&](int64_t first, int64_t last) {
+            for (int64_t token = first; call_.ends != nullptr && token < last; ++token)
+                embed(*call_.ends, token);
             norm_rows(norm, first, last);
         });
+    }
+
+    void embed(const StackEnds &ends, int64_t token) const {
+        const int64_t id = ends.ids[token];
+        void *to = row_of(call_.residual, token);
+        if (ends.embedding == nullptr) std::memcpy(to, row_of(ends.table, id), row_bytes());
+        else if (call_.number == Number::bf16)
+            linear_row(*ends.embedding, id, static_cast<bf16 *>(to));
+        else linear_row(*ends.embedding, id, static_cast<float *>(to));
+    }
+
+    int64_t row_bytes() const { return call_.hidden * (call_.number == Number::bf16 ? 2 : 4); }
+    void *row_of(void *rows, int64_t i) const { return static_cast<char *>(rows) + i * row_bytes(); }
+    const void *row_of(const void *rows, int64_t i) const {
+        return static_cast<const char *>(rows) + i * row_bytes();
+    }
+
+    // The head, where every token's logits are wanted: it has as many rows as the linear before.
+    const PackedLinear *head() const {
+        const bool next = call_.ends != nullptr && call_.ends->count == call_.tokens;
+        return next ? call_.ends->head : nullptr;
+    }
+
+    // Logits of the wanted tokens, and what is to be known of them.
+    void score(const StackEnds &ends) {
+        const void *x = call_.out;
+        if (ends.count < call_.tokens) {
+            x = ends.picked;
+            team_.run(ends.count, [&](int64_t i) {
+                std::memcpy(
+                    row_of(ends.picked, i), row_of(call_.out, ends.wanted[i]), row_bytes());
+            });
+        }
+        linear({*ends.head, x, ends.count, ends.logits, Epilogue::widen}, nullptr);
+        const int64_t parts = scan_parts(ends.head->outputs);
+        team_.run(
+            ends.count * parts,
+            [&](int64_t i) {
+                const int64_t size = ends.head->outputs, begin = i % parts * SCAN_PART;
+                const int64_t left = size - begin;
+                ends.parts[i] = scan_part(
+                    ends.logits + i / parts * size, begin, left < SCAN_PART ? left : SCAN_PART);
+            },
+            [&] {
+                for (int64_t row = 0; row < ends.count; ++row)
+                    join_parts(
+                        ends.parts + row * parts, parts, ends.finite[row], ends.likeliest[row]);
+            });
     }
 
     // Share out blocks of tokens.
