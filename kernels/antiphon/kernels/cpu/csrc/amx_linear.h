@@ -16,7 +16,7 @@ struct NumberBytes {
 static constexpr NumberBytes NUMBER_BYTES;
 
 // Pairs of inputs of a panel of bytes, none of them -128, as bf16; its scales are still to come.
-INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to, Coming &coming) {
+INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to) {
     constexpr int64_t PAIR = 2 * PANEL;
     const __m512i low = _mm512_load_si512(NUMBER_BYTES.lower);
     const __m512i low_64 = _mm512_load_si512(NUMBER_BYTES.lower + 64);
@@ -26,7 +26,6 @@ INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to, Coming &c
     // Bytes are joined within quarters of a register: the first half of them goes to lower parts.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t i = 0; i < pairs; ++i, panel += PAIR, to += PAIR) {
-        coming.step();
         const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(panel));
         const __m512i size = _mm512_abs_epi8(bytes);
         const __m512i lower = _mm512_permutex2var_epi8(low, size, low_64);
@@ -42,8 +41,7 @@ static const bf16 *unpacked_panel(const void *panel, int64_t inputs) {
     static thread_local Scratch scratch;
     const int64_t pairs = ceil_div(inputs, 2);
     auto *to = static_cast<bf16 *>(scratch.room(pairs * 2 * PANEL * sizeof(bf16)));
-    Coming nothing;
-    unpack_pairs(static_cast<const int8_t *>(panel), pairs, to, nothing);
+    unpack_pairs(static_cast<const int8_t *>(panel), pairs, to);
     return to;
 }
 
@@ -60,8 +58,8 @@ enum class Stays { rows, panel };
 // before are finished, and the memory is asked for what comes later: other units do that.
 class SquareTiles {
   public:
-    // How often a step asks the memory, and one that unpacks bytes.
-    static constexpr int64_t ASKS = 4, ASKS_OF_BYTES = SQUARE;
+    // How often a step asks the memory.
+    static constexpr int64_t ASKS = 4;
 
     SquareTiles(const PackedLinear &linear, void *y, Epilogue epilogue, Coming coming)
         : linear_(linear), y_(y), epilogue_(epilogue), coming_(coming) {}
@@ -137,31 +135,31 @@ class SquareTiles {
         const int64_t inputs = linear_.inputs, steps = inputs / STEP, rest = inputs % STEP;
         const auto unpack = [&](int64_t i) {
             if (i < steps)
-                unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS], coming_);
+                unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS]);
         };
         for (int64_t i = 0; i < ROOMS - 1; ++i) unpack(i);
         for (int64_t i = 0; i < steps; ++i) {
             unpack(i + ROOMS - 1);
-            step<Stays::panel, BOTH, false>(x + i * STEP, inputs, rooms[i % ROOMS]);
+            step<Stays::panel, BOTH>(x + i * STEP, inputs, rooms[i % ROOMS]);
         }
         if (rest == 0) return;
-        unpack_pairs(panel + steps * STEP * PANEL, ceil_div(rest, 2), rooms[0], coming_);
+        unpack_pairs(panel + steps * STEP * PANEL, ceil_div(rest, 2), rooms[0]);
         last_step<BOTH>(x + steps * STEP, height, rooms[0]);
     }
 
-    template <Stays STAYS, bool BOTH, bool ASKING = true>
+    template <Stays STAYS, bool BOTH>
     __attribute__((always_inline)) void step(const bf16 *x, int64_t stride, const bf16 *panel) {
         constexpr int64_t PAIRS = 2 * PANEL * sizeof(bf16);
         const int64_t bytes = stride * static_cast<int64_t>(sizeof(bf16));
         Squares::written();
-        if constexpr (ASKING) coming_.step();
+        coming_.step();
         LOAD(6, STAYS == Stays::rows, panel, PAIRS);
-        if constexpr (ASKING) coming_.step();
+        coming_.step();
         LOAD(4, STAYS == Stays::panel, x, bytes);
         _tile_dpbf16ps(0, 4, 6);
-        if constexpr (ASKING) coming_.step();
+        coming_.step();
         LOAD(7, STAYS == Stays::rows, panel + 2 * SQUARE, PAIRS);
-        if constexpr (ASKING) coming_.step();
+        coming_.step();
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (BOTH) {
             LOAD(5, STAYS == Stays::panel, x + SQUARE * stride, bytes);
@@ -202,8 +200,7 @@ static void linear_on_squares(
     int64_t first, int64_t rows, void *y, Epilogue epilogue, Coming coming) {
     const int64_t tiles = ceil_div(rows, SQUARE_ROWS), panels = panel_last - panel_first;
     const bool bytes = linear.weights == Weights::int8, unpacks = bytes && tiles > 1;
-    const int64_t asks = tiles * panels * ceil_div(linear.inputs, STEP) *
-        (bytes && !unpacks ? SquareTiles::ASKS_OF_BYTES : SquareTiles::ASKS);
+    const int64_t asks = tiles * panels * ceil_div(linear.inputs, STEP) * SquareTiles::ASKS;
     const char *weights = static_cast<const char *>(linear.panels);
     if (tiles > 1) coming.share(asks);
     else coming.share_beside(
