@@ -51,7 +51,7 @@ async def join(world: World, instance: str = "gateway-0") -> Bus:
 
 
 async def answer_cancel(delivery: Delivery) -> None:
-    await delivery.respond(CANCELLED)
+    delivery.respond(CANCELLED)
 
 
 async def test_call_returns_the_answer(world: World) -> None:
@@ -75,7 +75,7 @@ async def test_calls_beside_each_other_get_their_own_answers(world: World) -> No
         waiting.append(delivery)
         if len(waiting) == 20:
             for one in reversed(waiting):
-                await one.respond(CancelAccepted(request_id=one.read(CANCEL).request_id))
+                one.respond(CancelAccepted(request_id=one.read(CANCEL).request_id))
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     async with asyncio.TaskGroup() as group:
@@ -97,7 +97,7 @@ async def test_error_of_the_callee_is_raised(world: World) -> None:
     caller, callee = await join(world), await join(world, "scheduler-0")
 
     async def deliver(delivery: Delivery) -> None:
-        await delivery.refuse(Overloaded("full", retry_after_s=2.5, details={"waiting": "9"}))
+        delivery.refuse(Overloaded("full", retry_after_s=2.5, details={"waiting": "9"}))
 
     await callee.listen(CANCEL, deliver, model=MODEL)
     with pytest.raises(Overloaded, match="full") as error:
@@ -122,7 +122,7 @@ async def test_call_ends_at_its_deadline_and_a_late_answer_is_ignored(world: Wor
     with pytest.raises(DeadlineExceeded, match=r"scheduler\.cancel in 0\.05 s"):
         await caller.call(CANCEL, CANCEL_IT, timeout_s=0.05, model=MODEL)
     await until(lambda: len(kept) == 1)
-    await kept[0].respond(CANCELLED)
+    kept[0].respond(CANCELLED)
     await subscription.drain()
     await callee.listen(CANCEL, answer_cancel, model=MODEL)
     assert await caller.call(CANCEL, CANCEL_IT, timeout_s=5, model=MODEL) == CANCELLED
@@ -193,13 +193,13 @@ async def test_json_is_answered_in_json(world: World) -> None:
 
     async def deliver(delivery: Delivery) -> None:
         assert delivery.read(GENERATE).prompt == "hello"
-        await delivery.respond(accepted)
+        delivery.respond(accepted)
 
     await gateway.listen(GENERATE, deliver, model=MODEL)
     box = Mailbox()
     await client.subscribe("client.default.1", box.receive)
     request = encode_json(GenerateRequest(key=ClientKey("k"), model=MODEL, prompt="hello"))
-    await client.publish(f"test.v1.{GENERATE.at(model=MODEL)}", request, "client.default.1")
+    client.publish(f"test.v1.{GENERATE.at(model=MODEL)}", request, "client.default.1")
     assert await box.wait(1) == [encode_json(accepted)]
 
 
@@ -211,7 +211,7 @@ async def test_queue_route_is_answered_by_one_of_many(world: World) -> None:
 
         async def deliver(delivery: Delivery) -> None:
             heard.append(delivery.bus.process.instance)
-            await delivery.respond(
+            delivery.respond(
                 GenerateAccepted(
                     key=ClientKey("k"),
                     request_id=RequestId("r"),
@@ -233,7 +233,7 @@ async def test_everybody_hears_a_feed_and_a_part_left_out_is_a_wildcard(world: W
 
     async def deliver(delivery: Delivery) -> None:
         heard.append((delivery.bus.process.instance, delivery.read(DISCOVER)))
-        await delivery.respond(CANCELLED)  # Nobody waits: says nothing, fails nothing.
+        delivery.respond(CANCELLED)  # Nobody waits: says nothing, fails nothing.
 
     for listener in listeners:
         await listener.listen(DISCOVER, deliver)
@@ -244,7 +244,7 @@ async def test_everybody_hears_a_feed_and_a_part_left_out_is_a_wildcard(world: W
         await answer_cancel(delivery)
 
     await listeners[0].listen(CANCEL, any_model)
-    await sender.publish(DISCOVER, Discover(asker=OWNER))
+    sender.publish(DISCOVER, Discover(asker=OWNER))
     await until(lambda: len(heard) == 2)
     assert {name for name, _ in heard} == {"worker-0", "worker-1"}
     await sender.call(CANCEL, CANCEL_IT, timeout_s=5, model=ModelName("other"))
@@ -274,6 +274,6 @@ async def test_an_answer_never_goes_to_a_route(world: World) -> None:
     forbidden = caller.subject(COMMAND, worker="worker-0")
     allowed = caller.subject(CLIENT_TEXT, tenant="default", inbox="1")
     for reply in (forbidden, allowed, "_INBOX.x"):
-        await caller.transport.publish(subject, b"", reply)
+        caller.transport.publish(subject, b"", reply)
     await until(lambda: len(heard) == 3)
     assert heard == [None, allowed, "_INBOX.x"]

@@ -40,7 +40,7 @@ async def ask(world: World, *subjects: str) -> list[dict[str, object]]:
     box = Mailbox()
     await asker.subscribe("inbox.1", box.receive)
     for subject in subjects:
-        await asker.publish(subject, b"", "inbox.1")
+        asker.publish(subject, b"", "inbox.1")
     return [msgspec.json.decode(data) for data in await box.wait(len(subjects))]
 
 
@@ -93,6 +93,6 @@ async def test_other_services_are_not_meant(world: World) -> None:
     await ask(world, "$SRV.PING")
     asker, box = world.transports[0], Mailbox()
     await asker.subscribe("inbox.2", box.receive)
-    await asker.publish("$SRV.PING.antiphon-gateway", b"", "inbox.2")
+    asker.publish("$SRV.PING.antiphon-gateway", b"", "inbox.2")
     await box.wait(1)
     assert box.packets[0].nobody

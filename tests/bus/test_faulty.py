@@ -21,7 +21,7 @@ async def received(faults: Faults, subjects: int = 1, count: int = 200) -> list[
         # Leaving it waits until all that is held back has gone.
         async with FaultyTransport(MemoryTransport(broker), faults=faults) as transport:
             for n in range(count):
-                await transport.publish(f"s.{n % subjects}", b"%d" % n)
+                transport.publish(f"s.{n % subjects}", b"%d" % n)
     return [(packet.subject, int(packet.data)) for packet in box.packets]
 
 
@@ -32,7 +32,7 @@ async def test_each_call_fails_once_and_the_count_ends() -> None:
         async with transport:
             try:
                 await transport.subscribe("a", Mailbox().receive)
-                await transport.publish("a", b"")
+                transport.publish("a", b"")
                 await transport.flush(1)
             except BusDown:
                 failed.append(transport.calls - 1)
@@ -77,7 +77,7 @@ async def test_what_would_be_dropped_is_still_refused_when_too_large_or_down() -
     inner = MemoryTransport(broker)
     async with FaultyTransport(inner, faults=Faults(drop=1)) as transport:
         with pytest.raises(RequestTooLarge):
-            await transport.publish("a", b"x" * 11)
+            transport.publish("a", b"x" * 11)
         broker.cut(inner)
         with pytest.raises(BusDown):
-            await transport.publish("a", b"")
+            transport.publish("a", b"")

@@ -19,12 +19,12 @@ async def test_one_link_is_cut_and_the_others_stay() -> None:
         await near.subscribe("news", heard_near.receive)
         await far.subscribe("news", heard_far.receive)
         broker.cut(far)
-        await near.publish("news", b"missed")
+        near.publish("news", b"missed")
         with pytest.raises(BusDown):
-            await far.publish("news", b"lost")
+            far.publish("news", b"lost")
         broker.heal(far)
         await until(lambda: far.link.up)
-        await near.publish("news", b"heard")
+        near.publish("news", b"heard")
         assert await heard_far.wait(1) == [b"heard"]
         assert await heard_near.wait(2) == [b"missed", b"heard"]
         assert (near.link.joins, far.link.joins) == (1, 2)
@@ -51,7 +51,7 @@ async def drawn(seed: int) -> list[list[bytes]]:
             transport = await stack.enter_async_context(MemoryTransport(broker))
             await transport.subscribe("work", box.receive, "workers")
         for n in range(50):
-            await sender.publish("work", b"%d" % n)
+            sender.publish("work", b"%d" % n)
     return [box.data for box in boxes]
 
 
@@ -63,6 +63,6 @@ async def test_slow_receiver_loses_the_newest(
     async with MemoryTransport(MemoryBroker()) as transport:
         await transport.subscribe("fast", box.receive)
         for n in range(15):
-            await transport.publish("fast", b"%d" % n)
+            transport.publish("fast", b"%d" % n)
     assert box.data == [b"%d" % n for n in range(10)]
     assert caplog.messages.count("slow receiver lost a message") == 5

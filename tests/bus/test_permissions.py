@@ -126,7 +126,7 @@ async def try_route(route: Feed, sender: Member, listener: Member) -> None:
     async def deliver(delivery: Delivery) -> None:
         heard.append(delivery)
         if isinstance(route, Call):
-            await delivery.respond(EXAMPLES[route.replies[0]])
+            delivery.respond(EXAMPLES[route.replies[0]])
 
     parts = address(route, sender.party)
     named = {"tenant": DEFAULT_TENANT} if "tenant" in parts else {}
@@ -136,7 +136,7 @@ async def try_route(route: Feed, sender: Member, listener: Member) -> None:
         reply = await sender.bus.call(route, message, timeout_s=5, **parts)
         assert reply == EXAMPLES[route.replies[0]]
     else:
-        await sender.bus.publish(route, message, **parts)
+        sender.bus.publish(route, message, **parts)
     await until(lambda: len(heard) == 1)
     assert heard[0].read(route) == message
     await subscription.drain()
@@ -149,7 +149,7 @@ async def test_nobody_publishes_what_another_party_sends(house: House) -> None:
             foreign = [route for route in foreign if route.name != "discover"]
         for route in foreign:
             before = await member.refusals()
-            await member.bus.publish(
+            member.bus.publish(
                 route, EXAMPLES[route.carries[0]], **address(route, route.senders[0])
             )
             assert await member.refusals() == before + 1, (member.party, route.name)
@@ -180,10 +180,10 @@ async def test_command_of_a_tokenizer_never_reaches_a_worker(house: House) -> No
 
     await worker.bus.listen(COMMAND, deliver, worker="worker-0")
     command = CommandBatch(leader=TERM, worker=WORKER, seq=0, commands=(), not_after_unix_ms=1)
-    await tokenizer.bus.publish(COMMAND, command, worker="worker-0")
+    tokenizer.bus.publish(COMMAND, command, worker="worker-0")
     assert await tokenizer.refusals() == 1
     assert not heard
-    await scheduler.bus.publish(COMMAND, command, worker="worker-0")
+    scheduler.bus.publish(COMMAND, command, worker="worker-0")
     await until(lambda: len(heard) == 1)
 
 
@@ -211,7 +211,7 @@ async def test_client_speaks_to_gateways_only(house: House) -> None:
         "anything",
     ):
         before = await client.refusals()
-        await client.transport.publish(subject, b"")
+        client.transport.publish(subject, b"")
         assert await client.refusals() == before + 1, subject
 
 
@@ -230,7 +230,7 @@ async def test_every_role_answers_the_discovery_verbs_to_those_who_may_ask(house
         member, box = house.members[asker], Mailbox()
         prefix = f"antiphon.v1.inbox.{asker}.test"
         await member.transport.subscribe(prefix, box.receive)
-        await member.transport.publish("$SRV.PING", b"", prefix)
+        member.transport.publish("$SRV.PING", b"", prefix)
         await box.wait(len(Role))
     for member in house.members.values():
         assert await member.refusals() == 0, member.party

@@ -141,7 +141,7 @@ async def test_only_its_owner_gets_at_a_bucket() -> None:
             transport = NatsTransport(config, name=role)
             process = Process(instance=InstanceId(f"{role}-0"), incarnation=new_incarnation())
             async with Bus(transport, CLUSTER, process, party=role) as opened:
-                await transport.publish(RESPONSES.subject(CLUSTER, "me", "a"), b"")
+                transport.publish(RESPONSES.subject(CLUSTER, "me", "a"), b"")
                 if role is RESPONSES.owner:
                     kept = store(opened)
                     await kept.put("me", "a", value=LARGE)

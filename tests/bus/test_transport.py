@@ -21,7 +21,7 @@ async def test_message_reaches_every_listener_with_its_subject_and_reply(world: 
     boxes = [Mailbox(), Mailbox()]
     await first.subscribe("news.today", boxes[0].receive)
     await second.subscribe("news.today", boxes[1].receive)
-    await sender.publish("news.today", b"hello", "answer.here")
+    sender.publish("news.today", b"hello", "answer.here")
     for box in boxes:
         assert await box.wait(1) == [b"hello"]
         assert (box.packets[0].subject, box.packets[0].reply) == ("news.today", "answer.here")
@@ -34,8 +34,8 @@ async def test_subscription_is_in_place_when_subscribe_returns(world: World) -> 
     await sender.subscribe("answers", answers.receive)
     for n in range(50):
         await listener.subscribe(f"s.{n}", Mailbox().receive)
-        await sender.publish(f"s.{n}", b"", "answers")
-    await sender.publish("nobody", b"", "answers")
+        sender.publish(f"s.{n}", b"", "answers")
+    sender.publish("nobody", b"", "answers")
     await answers.wait(1)
     assert len(answers.packets) == 1
 
@@ -46,7 +46,7 @@ async def test_flush_returns_after_everything_published_was_read(world: World) -
         box = Mailbox()
         subscription = await listener.subscribe(f"s.{n}", box.receive)
         for _ in range(3):
-            await sender.publish(f"s.{n}", b"x" * 1000)
+            sender.publish(f"s.{n}", b"x" * 1000)
         await sender.flush(5)
         await subscription.drain()
         assert len(box.packets) == 3
@@ -67,10 +67,10 @@ async def test_wildcards_cover_tokens(world: World, pattern: str, heard: list[st
     box = Mailbox()
     await transport.subscribe(pattern, box.receive)
     for subject in ("a.b", "a.c", "a", "a.b.c"):
-        await transport.publish(subject, b"")
+        transport.publish(subject, b"")
     last = Mailbox()
     await transport.subscribe("last", last.receive)
-    await transport.publish("last", b"")
+    transport.publish("last", b"")
     await last.wait(1)
     subjects = [packet.subject for packet in box.packets if packet.subject != "last"]
     assert subjects == heard
@@ -84,7 +84,7 @@ async def test_one_member_of_a_queue_gets_a_message_and_each_gets_some(world: Wo
     everybody = Mailbox()
     await (await world.join()).subscribe("work", everybody.receive)
     for n in range(200):
-        await sender.publish("work", b"%d" % n)
+        sender.publish("work", b"%d" % n)
     await everybody.wait(200)
     await until(lambda: sum(len(box.packets) for box in boxes) == 200)
     assert {int(data) for box in boxes for data in box.data} == set(range(200))
@@ -96,7 +96,7 @@ async def test_order_is_kept(world: World) -> None:
     box = Mailbox()
     await listener.subscribe("steps.*", box.receive)
     for n in range(2000):
-        await sender.publish(f"steps.{n % 2}", b"%d" % n)
+        sender.publish(f"steps.{n % 2}", b"%d" % n)
     assert await box.wait(2000) == [b"%d" % n for n in range(2000)]
 
 
@@ -114,9 +114,73 @@ async def test_one_message_at_a_time_is_received(world: World) -> None:
 
     await transport.subscribe("one", receive)
     for _ in range(20):
-        await transport.publish("one", b"")
+        transport.publish("one", b"")
     await until(lambda: done == 20)
     assert most == 1
+
+
+async def test_plain_receiver_hears_all_in_order_however_it_comes(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    plain, other = Mailbox(), Mailbox()
+    await listener.subscribe("sizes", plain.hear)
+    await listener.subscribe("others", other.receive)
+    sizes = [(7919 * n * n) % 300_000 if n % 10 == 0 else n % 100 for n in range(300)]
+    for n, size in enumerate(sizes):
+        sender.publish("sizes", b"%d " % n + b"\r\n" * (size // 2), "answer.here")
+        if n % 3 == 0:
+            sender.publish("others", b"%d" % n)
+        if n % 50 == 49:
+            await sender.flush(5)
+    await other.wait(100)
+    heard = await plain.wait(300)
+    assert [int(data.split()[0]) for data in heard] == list(range(300))
+    assert [data.count(b"\r\n") for data in heard] == [size // 2 for size in sizes]
+    assert {packet.reply for packet in plain.packets} == {"answer.here"}
+    assert [int(data) for data in other.data] == list(range(0, 300, 3))
+
+
+async def test_failing_plain_receiver_hears_the_next_message(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = await world.join()
+    box = Mailbox()
+
+    def receive(packet: Packet) -> None:
+        box.hear(packet)
+        if packet.data == b"bad":
+            raise ValueError("our bug")
+
+    await transport.subscribe("fragile", receive)
+    transport.publish("fragile", b"bad")
+    transport.publish("fragile", b"good")
+    assert await box.wait(2) == [b"bad", b"good"]
+    assert "receiver failed" in caplog.messages
+
+
+async def test_plain_receiver_is_told_that_nobody_listens(world: World) -> None:
+    transport = await world.join()
+    box = Mailbox()
+    await transport.subscribe("inbox.*", box.hear)
+    transport.publish("nobody.here", b"hello", "inbox.1")
+    transport.publish("inbox.2", b"")
+    await box.wait(2)
+    told = {packet.subject: packet.nobody for packet in box.packets}
+    assert told == {"inbox.1": True, "inbox.2": False}
+
+
+async def test_draining_a_plain_receiver_loses_nothing_and_ends_the_interest(world: World) -> None:
+    sender, listener = await world.join(), await world.join()
+    box = Mailbox()
+    subscription = await listener.subscribe("stream", box.hear)
+    for n in range(500):
+        sender.publish("stream", b"%d" % n)
+    await sender.flush(5)
+    await subscription.drain()
+    assert len(box.packets) == 500
+    sender.publish("stream", b"late")
+    await sender.flush(5)
+    await listener.flush(5)
+    assert len(box.packets) == 500
 
 
 async def test_nobody_listening_is_told_at_once(world: World) -> None:
@@ -124,7 +188,7 @@ async def test_nobody_listening_is_told_at_once(world: World) -> None:
     box, foreign = Mailbox(), Mailbox()
     await transport.subscribe("inbox.*", box.receive)
     await other.subscribe("inbox.*", foreign.receive)
-    await transport.publish("nobody.here", b"hello", "inbox.1")
+    transport.publish("nobody.here", b"hello", "inbox.1")
     await box.wait(1)
     assert box.packets[0].nobody
     assert (box.packets[0].subject, box.packets[0].data) == ("inbox.1", b"")
@@ -135,7 +199,7 @@ async def test_empty_answer_is_not_taken_for_nobody(world: World) -> None:
     transport = await world.join()
     box = Mailbox()
     await transport.subscribe("inbox.1", box.receive)
-    await transport.publish("inbox.1", b"")
+    transport.publish("inbox.1", b"")
     await box.wait(1)
     assert not box.packets[0].nobody
 
@@ -146,9 +210,9 @@ async def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
     await transport.subscribe("big", box.receive)
     limit = transport.payload_bytes_max
     with pytest.raises(RequestTooLarge) as refusal:
-        await transport.publish("big", b"x" * (limit + 1))
+        transport.publish("big", b"x" * (limit + 1))
     assert refusal.value.details == {"size_bytes": str(limit + 1), "bytes_max": str(limit)}
-    await transport.publish("big", b"x" * limit)
+    transport.publish("big", b"x" * limit)
     assert [len(data) for data in await box.wait(1)] == [limit]
     assert transport.link.joins == 1
 
@@ -165,8 +229,8 @@ async def test_failing_receiver_hears_the_next_message(
             raise ValueError("our bug")
 
     await transport.subscribe("fragile", receive)
-    await transport.publish("fragile", b"bad")
-    await transport.publish("fragile", b"good")
+    transport.publish("fragile", b"bad")
+    transport.publish("fragile", b"good")
     assert await box.wait(2) == [b"bad", b"good"]
     assert "receiver failed" in caplog.messages
 
@@ -185,7 +249,7 @@ async def test_receiver_that_awaits_something_cancelled_hears_the_next_message(
 
     await transport.subscribe("fragile", receive)
     for _ in range(2):
-        await transport.publish("fragile", b"")
+        transport.publish("fragile", b"")
     await box.wait(2)
 
 
@@ -194,14 +258,14 @@ async def test_drain_loses_nothing_and_ends_the_interest(world: World) -> None:
     box = Mailbox()
     subscription = await listener.subscribe("stream", box.receive)
     for n in range(500):
-        await sender.publish("stream", b"%d" % n)
+        sender.publish("stream", b"%d" % n)
     await sender.flush(5)
     await asyncio.gather(subscription.drain(), subscription.drain())
     assert len(box.packets) == 500
     await subscription.drain()
     answers = Mailbox()
     await sender.subscribe("answers", answers.receive)
-    await sender.publish("stream", b"late", "answers")
+    sender.publish("stream", b"late", "answers")
     await answers.wait(1)
     assert answers.packets[0].nobody
     assert len(box.packets) == 500
@@ -220,28 +284,28 @@ async def test_leaving_receives_what_had_arrived(world: World) -> None:
     async with world.make() as listener:
         await listener.subscribe("stream", receive)
         for n in range(100):
-            await sender.publish("stream", b"%d" % n)
+            sender.publish("stream", b"%d" % n)
         await sender.flush(5)
         await begun.wait()
     assert len(box.packets) == 100
     assert not listener.link.up
     with pytest.raises(BusDown):
-        await listener.publish("stream", b"gone")
+        listener.publish("stream", b"gone")
 
 
 async def test_nothing_published_while_the_link_is_down_comes_later(world: World) -> None:
     transport = await world.join()
     box = Mailbox()
     await transport.subscribe("news", box.receive)
-    await transport.publish("news", b"before")
+    transport.publish("news", b"before")
     await box.wait(1)
     await world.cut()
     with pytest.raises(BusDown):
-        await transport.publish("news", b"lost")
+        transport.publish("news", b"lost")
     with pytest.raises(BusDown):
         await transport.flush(0.1)
     await world.heal()
-    await transport.publish("news", b"after")
+    transport.publish("news", b"after")
     assert await box.wait(2) == [b"before", b"after"]
 
 
@@ -255,7 +319,7 @@ async def test_subscriptions_survive_an_outage(world: World) -> None:
     await ended_before.drain()
     await world.heal()
     for subject in ("drained", "kept", "made"):
-        await transport.publish(subject, b"hello")
+        transport.publish(subject, b"hello")
     assert await kept.wait(1) == [b"hello"]
     assert await made.wait(1) == [b"hello"]
     assert not drained.packets
@@ -270,7 +334,7 @@ async def test_link_tells_of_joins_and_drops(
 
     async def greet() -> None:
         events.append(f"join {link.joins} {link.up}")
-        await transport.publish("discover", b"hello")
+        transport.publish("discover", b"hello")
 
     async def fail() -> None:
         raise ValueError("our bug")

@@ -103,7 +103,7 @@ async def test_nobody_passes_by_the_gateway(stack: Stack) -> None:
         await transport.subscribe(bus.subject(HEARTBEAT), ignore)
         await transport.subscribe(f"antiphon.v1.{GENERATE.at(model=stack.model)}", ignore)
         for subject in (SUBMIT.at(model=stack.model), "worker.worker-0.command", "discover"):
-            await transport.publish(f"antiphon.v1.{subject}", b"x")
+            transport.publish(f"antiphon.v1.{subject}", b"x")
         await transport.flush(5)
         assert transport.errors.forbidden == 5
 

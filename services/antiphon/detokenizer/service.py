@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -47,10 +46,7 @@ class DetokenizerService:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._model = served_name(settings)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._news = asyncio.Event()
-        self._actions: deque[Action] = deque()  # emptied as fast as messages come
+        self._moved = asyncio.Event()
         self._spans = TextSpans()
 
     @asynccontextmanager
@@ -69,7 +65,6 @@ class DetokenizerService:
             runtime.process, decode, self._settings.detokenizer.requests_max, tokens
         )
         runtime.peers.watch(self._on_peer)
-        runtime.group.create_task(self._speak(), name="speak")
         runtime.group.create_task(self._tick(), name="tick")
         yield
 
@@ -101,14 +96,16 @@ class DetokenizerService:
 
     async def drain(self) -> None:
         """Wait until the live requests have ended; the leader gives no new ones."""
-        await self._idle.wait()
+        while self._machine.live:
+            self._moved.clear()
+            await self._moved.wait()
 
-    async def _on_tokens(self, batch: TokenBatch) -> None:
+    def _on_tokens(self, batch: TokenBatch) -> None:
         self._spans.begin(batch)
         self._do(self._machine.on_tokens(batch, self._runtime.clock.now()))
         self._spans.end(self._machine.requests)
 
-    async def _on_open(self, open_list: OpenList) -> None:
+    def _on_open(self, open_list: OpenList) -> None:
         clock = self._runtime.clock
         if open_list.not_after_unix_ms >= clock.unix_ms():
             self._do(self._machine.on_open_list(open_list, clock.now()))
@@ -134,31 +131,21 @@ class DetokenizerService:
         return TextResumed(rows=rows)
 
     def _do(self, actions: Sequence[Action]) -> None:
-        """Leave actions to `_speak`, in order: only one task publishes."""
-        self._actions.extend(actions)
-        self._idle.clear()
-        self._news.set()
+        for action in actions:
+            self._act(action)
+        self._moved.set()
 
-    async def _speak(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._actions:
-                await self._act(self._actions.popleft())
-            if not self._machine.live:
-                self._idle.set()
-
-    async def _act(self, action: Action) -> None:
+    def _act(self, action: Action) -> None:
         bus = self._runtime.bus
         try:
             match action:
                 case SendText(batch):
-                    await bus.publish(TEXT, batch, gateway=batch.gateway.instance)
+                    bus.publish(TEXT, batch, gateway=batch.gateway.instance)
                 case SendStop(worker, stop):
-                    await bus.publish(STOP, stop, worker=worker)
+                    bus.publish(STOP, stop, worker=worker)
                 case SendResend(worker, resend):
                     self._runtime.metrics.gaps.labels(TOKENS.name).inc()
-                    await bus.publish(STOP, resend, worker=worker)
+                    bus.publish(STOP, resend, worker=worker)
         except BusDown:
             # Nothing is lost: the gateway asks for text beyond its places once the link is back,
             # and what was to be asked of a worker shows again with its next batch or heartbeat.

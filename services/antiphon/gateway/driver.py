@@ -105,11 +105,11 @@ class Driver:
                 self._deliver(action)
         await self._announce(self._owner.farewell())
 
-    async def take_text(self, batch: TextBatch) -> None:
+    def take_text(self, batch: TextBatch) -> None:
         """Apply one batch of a detokenizer."""
         self._apply(self._owner.text_arrived(batch))
 
-    async def take_notice(self, batch: NoticeBatch) -> None:
+    def take_notice(self, batch: NoticeBatch) -> None:
         """Apply what the leader says is lost."""
         self._apply(self._owner.noticed(batch))
 
@@ -155,7 +155,7 @@ class Driver:
 
     async def _announce(self, message: OpenList) -> None:
         try:
-            await self._runtime.bus.publish(OPEN, message, model=self._model)
+            self._runtime.bus.publish(OPEN, message, model=self._model)
         except BusDown:
             return  # told again, whole, when the link is back
         except EngineError as error:

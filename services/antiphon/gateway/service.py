@@ -107,7 +107,7 @@ class GatewayService:
             *self._embeds.endpoints(),
         )
 
-    async def _on_abort(self, message: AbortRequests) -> None:
+    def _on_abort(self, message: AbortRequests) -> None:
         if message.not_after_unix_ms >= self._runtime.clock.unix_ms():
             self._entrance.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 

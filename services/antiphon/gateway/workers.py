@@ -95,7 +95,7 @@ class Workers:
             exact=exact,
             not_after_unix_ms=self._runtime.clock.unix_ms() + round(_ABORT_S * 1000),
         )
-        await self._runtime.bus.publish(ABORT, message, model=self._model)
+        self._runtime.bus.publish(ABORT, message, model=self._model)
 
     async def order(self, order: Order) -> list[ControlDone]:
         """Tell every worker, and wait until all have obeyed.

@@ -85,12 +85,11 @@ class ModelWorker:
         self._model = served_name(settings)
         self._journal = Journal()
         self._seqs = SeqSender()
-        self._news = asyncio.Event()
         self._moved = asyncio.Event()
         self._reports: deque[StepReport] = deque()
         self._last: StepReport | None = None
         self._stepped_at = 0.0
-        self._reports_free = threading.Semaphore(REPORTS_MAX)
+        self._reports_taken = threading.Event()
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
@@ -109,7 +108,6 @@ class ModelWorker:
             ended = self._event_loop.run_in_executor(thread, self._loop.run)
             for work, name in (
                 (_watch(ended), "batching"),
-                (self._follow_steps(), "steps"),
                 (self._tick(), "tick"),
                 (self._agreement.end(), "agreement"),
             ):
@@ -240,7 +238,7 @@ class ModelWorker:
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
         self._pulse = Pulse(self._loop, watchdog, self._metrics.stalled)
 
-    async def _on_command(self, batch: CommandBatch) -> None:
+    def _on_command(self, batch: CommandBatch) -> None:
         returned = self._output.returned_count
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
@@ -249,14 +247,14 @@ class ModelWorker:
         if self._output.returned_count > returned:
             self._runtime.health.changed()
 
-    async def _on_stop(self, message: StopChoice | ResendTokens) -> None:
+    def _on_stop(self, message: StopChoice | ResendTokens) -> None:
         if isinstance(message, StopChoice):
             self._act(self._output.stop(message))
         else:
             self._output.resend(message)
-            self._news.set()
+            self._publish()
 
-    async def _on_open(self, message: OpenList) -> None:
+    def _on_open(self, message: OpenList) -> None:
         self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
 
     async def _on_control(self, message: Message, _: object) -> ControlDone:
@@ -290,7 +288,7 @@ class ModelWorker:
                     self._journal.drop(key, now)
                     if not self._unguided.drop(key):
                         self._mailbox.drop(key, kept)
-        self._news.set()
+        self._publish()
         self._moved.set()
 
     @property
@@ -312,26 +310,34 @@ class ModelWorker:
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
         self._journal.drop(key, self._runtime.clock.now())
         self._output.refuse(key, error)
-        self._news.set()
+        self._publish()
         self._moved.set()
 
     def _deliver(self, report: StepReport) -> None:
         """In the batching thread: hand a report to the event loop, waiting if it is far behind."""
-        self._reports_free.acquire()
+        while len(self._reports) >= REPORTS_MAX:
+            # Cleared before the second look, or what is taken in between would wake nobody.
+            self._reports_taken.clear()
+            if len(self._reports) >= REPORTS_MAX:
+                self._reports_taken.wait()
         self._reports.append(report)
-        self._event_loop.call_soon_threadsafe(self._news.set)
+        self._event_loop.call_soon_threadsafe(self._follow)
 
-    async def _follow_steps(self) -> None:
-        """Take in what the loop reports, and send what is new as soon as the broker is there."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
+    def _follow(self) -> None:
+        """Take in what the loop reports, and send what is new, in one turn of the event loop.
+
+        A task would cost another turn of it at each step.
+        """
+        try:
             while self._reports:
                 self._on_report(self._reports.popleft())
-                self._reports_free.release()
-            await self._publish()
-            await self._announce()
-            self._moved.set()
+                if not self._reports_taken.is_set():
+                    self._reports_taken.set()
+            self._publish()
+            self._announce()
+        except Exception as error:  # noqa: BLE001  # raised in a task, which ends the process
+            self._runtime.group.create_task(self._guard(_fail(error)), name="steps")
+        self._moved.set()
 
     def _on_report(self, report: StepReport) -> None:
         if self._last is not None and report.paused != self._last.paused:
@@ -349,26 +355,26 @@ class ModelWorker:
         self._figures.observe(report, now)
         self._control.done(report.done)
 
-    async def _publish(self) -> None:
+    def _publish(self) -> None:
         bus = self._runtime.bus
-        while bus.link.up and self._output.has_unsent:
+        while self._output.has_unsent and bus.link.up:
             for detokenizer, batch in self._output.take():
                 try:
-                    await bus.publish(TOKENS, batch, detokenizer=detokenizer)
+                    bus.publish(TOKENS, batch, detokenizer=detokenizer)
                 except EngineError as error:
                     # Its number is used up, so the detokenizer sees the gap, at the latest by our
                     # next heartbeat, and asks for what it lacks.
                     fields = {"detokenizer": detokenizer, "error": error}
                     log.warning("tokens not sent", extra=fields)
 
-    async def _announce(self) -> None:
+    def _announce(self) -> None:
         """Tell of what came into the cache and went; or not, which the numbers will show."""
         bus, worker = self._runtime.bus, self._runtime.process.instance
         for batch in self._announcer.take():
             if not bus.link.up:
                 return
             try:
-                await bus.publish(KV_EVENTS, batch, model=self._model, worker=worker)
+                bus.publish(KV_EVENTS, batch, model=self._model, worker=worker)
             except EngineError as error:
                 log.warning("KV events not sent", extra={"seq": batch.seq, "error": error})
 
@@ -377,6 +383,7 @@ class ModelWorker:
             await asyncio.sleep(TICK_S)
             now_ms = self._runtime.clock.unix_ms()
             self._act(self._output.tick(now_ms))
+            self._announce()
             self._give_back(now_ms)
             self._metrics.settle()
             self._metrics.hold(
@@ -420,3 +427,7 @@ async def _watch(loop: asyncio.Future[None]) -> None:
     Shielded: the loop ends by its mailbox, and whoever leaves waits for that.
     """
     await asyncio.shield(loop)
+
+
+async def _fail(error: Exception) -> None:
+    raise error

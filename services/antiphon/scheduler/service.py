@@ -127,11 +127,11 @@ class SchedulerService:
         self._news.set()
         return accepted
 
-    async def _on_open(self, change: OpenList) -> None:
+    def _on_open(self, change: OpenList) -> None:
         self._leader.list_arrived(change)
         self._news.set()
 
-    async def _on_kv_events(self, message: KvEvents) -> None:
+    def _on_kv_events(self, message: KvEvents) -> None:
         self._leader.caches.hear(message)
         self._ask_for_replays()
 
@@ -182,11 +182,11 @@ class SchedulerService:
             match action:
                 case SendCommands(batch):
                     worker = batch.worker.instance
-                    await self._runtime.bus.publish(COMMAND, batch, worker=worker)
+                    self._runtime.bus.publish(COMMAND, batch, worker=worker)
                 case SendNotice(batch):
                     self._metrics.lost.inc(len(batch.requests))
                     gateway = batch.gateway.instance
-                    await self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
+                    self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
                 case Bound():
                     self._note_bound(action)
                 case Returned(request_id, worker):

@@ -1,7 +1,7 @@
 """Typed calls and feeds over a transport: the only way in which services talk.
 
     reply = await bus.call(SUBMIT, message, timeout_s=1.0, model=model)
-    await bus.publish(TOKENS, batch, detokenizer=instance)
+    bus.publish(TOKENS, batch, detokenizer=instance)
     subscription = await bus.listen(TEXT, inbox.deliver, gateway=instance)
 
 Replies come to one inbox a process, which saves 40 % of a round trip against an inbox a call. Its
@@ -14,10 +14,12 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import msgspec
+
 from antiphon.bus.errors import AnswerLost, NobodyListens
+from antiphon.bus.receiving import waits
 from antiphon.wire.base import WIRE_VERSION, Message, Process
 from antiphon.wire.codec import decode, decode_reply, encode, encode_json, speaks_json
 from antiphon.wire.errors import DeadlineExceeded, EngineError, Unavailable, encode_error
@@ -25,7 +27,7 @@ from antiphon.wire.ids import DEFAULT_TENANT
 from antiphon.wire.routes import CLIENT, Call, Feed, Spread, escape, inbox
 
 if TYPE_CHECKING:
-    from antiphon.bus.transport import Link, Packet, Subscription, Transport
+    from antiphon.bus.transport import Link, Packet, Receive, Subscription, Transport
     from antiphon.wire.ids import ClusterName, TenantId
     from antiphon.wire.routes import Party
 
@@ -36,8 +38,7 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One received message, still in bytes, and the way to answer it."""
 
     subject: str
@@ -45,7 +46,7 @@ class Delivery:
     reply: str | None
     bus: Bus
 
-    async def respond(self, message: Message, *, probe: str | None = None) -> None:
+    def respond(self, message: Message, *, probe: str | None = None) -> None:
         """Answer in the form that the sender spoke. Does nothing where nobody waits.
 
         With a `probe` from `Bus.probe` its holder is told if nobody listens any more.
@@ -56,11 +57,11 @@ class Delivery:
         """
         if self.reply is not None:
             write = encode_json if speaks_json(self.data) else encode
-            await self.bus.transport.publish(self.reply, write(message), probe)
+            self.bus.transport.publish(self.reply, write(message), probe)
 
-    async def refuse(self, error: EngineError) -> None:
+    def refuse(self, error: EngineError) -> None:
         """Answer with an error."""
-        await self.respond(encode_error(error))
+        self.respond(encode_error(error))
 
     def read(self, route: Feed[Q]) -> Q:
         """Decode as one of the route's messages.
@@ -71,7 +72,8 @@ class Delivery:
         return decode(self.data, route.carries)
 
 
-Deliver = Callable[[Delivery], Awaitable[None]]
+Deliver = Callable[[Delivery], Awaitable[None] | None]
+"""Plain or a coroutine function, with the difference that it makes for `Receive`."""
 
 
 class Bus:
@@ -132,14 +134,14 @@ class Bus:
         """Name the whole subject that `listen` listens to."""
         return self._prefix + route.listening(**address)
 
-    async def publish(self, route: Feed[Q], message: Q, **address: str) -> None:
+    def publish(self, route: Feed[Q], message: Q, **address: str) -> None:
         """Send a message to whoever listens now.
 
         Raises:
             BusDown: The link is down; nothing was sent.
             RequestTooLarge: The message is over the broker's limit.
         """
-        await self.transport.publish(self._prefix + route.at(**address), encode(message))
+        self.transport.publish(self._prefix + route.at(**address), encode(message))
 
     async def call(self, route: Call[Q, R], message: Q, *, timeout_s: float, **address: str) -> R:
         """Send a message and return its answer.
@@ -189,7 +191,7 @@ class Bus:
         self._waiting[key] = answer
         try:
             async with asyncio.timeout(timeout_s):
-                await self.transport.publish(subject, data, key, headers)
+                self.transport.publish(subject, data, key, headers)
                 packet = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"no answer from {name} in {timeout_s:g} s") from None
@@ -214,7 +216,7 @@ class Bus:
         finally:
             del self._probes[key]
 
-    async def _settle(self, packet: Packet) -> None:
+    def _settle(self, packet: Packet) -> None:
         if packet.nobody and (unheard := self._probes.get(packet.subject)) is not None:
             unheard()
             return
@@ -233,10 +235,16 @@ class Bus:
             return True
         return reply.removeprefix(self._prefix).partition(".")[0] in _ANSWERABLE
 
-    def _opener(self, deliver: Deliver) -> Callable[[Packet], Awaitable[None]]:
-        async def receive(packet: Packet) -> None:
-            if not packet.nobody:
-                reply = packet.reply if self._answerable(packet.reply) else None
-                await deliver(Delivery(packet.subject, packet.data, reply, self))
+    def _opener(self, deliver: Deliver) -> Receive:
+        def receive(packet: Packet) -> Awaitable[None] | None:
+            if packet.nobody:
+                return None
+            reply = packet.reply if self._answerable(packet.reply) else None
+            return deliver(Delivery(packet.subject, packet.data, reply, self))
 
-        return receive
+        async def receive_waiting(packet: Packet) -> None:
+            rest = receive(packet)
+            if rest is not None:
+                await rest
+
+        return receive_waiting if waits(deliver) else receive

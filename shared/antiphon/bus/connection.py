@@ -16,19 +16,66 @@ from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, StaleConnectionError
 
+from antiphon.bus.receiving import hand_at_once
+from antiphon.bus.transport import Packet
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from urllib.parse import ParseResult
+
     from nats.aio.client import Srv
     from nats.aio.subscription import Subscription
 
+    from antiphon.bus.transport import Receive
+
 FLUSH_TIMEOUT_S = 2
+DEFAULT_PORT = 4222
+
+
+_MESSAGE = b"MSG "
+_LINE_END = b"\r\n"
+_NOBODY = b"NATS/1.0 503"
+
+
+class Feed(asyncio.StreamReaderProtocol):
+    """Offers what comes to `take`, and gives the reader what that leaves."""
+
+    def __init__(self, reader: asyncio.StreamReader, take: Callable[[bytes], bytes]) -> None:
+        super().__init__(reader)
+        self._unread: bytearray = reader._buffer  # pyright: ignore[reportAttributeAccessIssue]
+        self._take = take
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come, unless something before it has not been read yet."""
+        rest = data if self._unread else self._take(data)
+        if rest:
+            super().data_received(rest)
 
 
 class Socket(TcpTransport):
-    """A TCP connection that closes at once.
+    """A TCP connection that offers what comes to `take` first, and that closes at once.
 
     `StreamWriter.close` first writes what is buffered, so that reconnecting from a frozen or
     half-open broker would wait for the very peer that was given up.
     """
+
+    def __init__(self, take: Callable[[bytes], bytes]) -> None:
+        super().__init__()
+        self._take = take
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        """Connect as nats-py does, with a protocol of our own."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(buffer_size, loop)
+        protocol = Feed(reader, self._take)
+        async with asyncio.timeout(connect_timeout):
+            transport, _ = await loop.create_connection(
+                lambda: protocol, uri.hostname or "", uri.port or DEFAULT_PORT
+            )
+        self._bare_io_reader = self._io_reader = reader
+        self._bare_io_writer = self._io_writer = asyncio.StreamWriter(
+            transport, protocol, reader, loop
+        )
 
     def close(self) -> None:
         """Close without writing what is buffered. Whoever wants it written flushes before."""
@@ -36,22 +83,54 @@ class Socket(TcpTransport):
             self._io_writer.transport.abort()
 
     @property
-    def open(self) -> bool:
-        """Whether it may be written to."""
-        return self._io_writer is not None and not self._io_writer.transport.is_closing()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is open and has passed on all that was written."""
-        writer = self._io_writer
-        return writer is not None and self.open and not writer.transport.get_write_buffer_size()
+    def wire(self) -> asyncio.WriteTransport | None:
+        """What may be written to, while it is open."""
+        if self._io_writer is None or self._io_writer.transport.is_closing():
+            return None
+        return self._io_writer.transport
 
 
 class Connection(Client):
     """A client that reconnects after every error, and publishes nothing of the time before."""
 
-    _write_due = False
-    """Whether what is pending is written at the end of this turn of the event loop."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._receivers: dict[int, Receive] = {}  # plain ones, by the subscription's id
+
+    @property
+    def pending_data_size(self) -> int:
+        """Bytes that the system has not taken yet, wherever they wait."""
+        wire = self._wire
+        return self._pending_data_size + (wire.get_write_buffer_size() if wire else 0)
+
+    def send(
+        self, subject: str, data: bytes, reply: str | None, headers: Mapping[str, str] | None
+    ) -> bool:
+        """Publish, or return False where there is no connection. The caller checks the size.
+
+        `Client.publish` is four coroutines, checks each subject by two regular expressions, and
+        wakes a task that writes. uvloop writes what a turn has written at its end, all at once.
+        """
+        wire = self._wire
+        if wire is None:
+            return False
+        answer_at = f"{reply} " if reply else ""
+        if headers is None:
+            line = f"PUB {subject} {answer_at}{len(data)}\r\n"
+        else:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            head = f"NATS/1.0\r\n{lines}\r\n"
+            head_bytes = len(head.encode())
+            line = f"HPUB {subject} {answer_at}{head_bytes} {head_bytes + len(data)}\r\n{head}"
+        self._write_pending(wire)
+        wire.write(b"%b%b\r\n" % (line.encode(), data))
+        return True
+
+    async def hear(self, subject: str, receive: Receive, queue: str | None) -> Subscription:
+        """Subscribe with a plain function, which gets each message in the turn that brings it."""
+        subscription = await self.subscribe(subject, queue=queue or "")
+        self._receivers[subscription._id] = receive
+        return subscription
 
     def forget(self) -> None:
         """Drop the commands that were not written yet, and fail the flushes that wait for a pong.
@@ -84,10 +163,11 @@ class Connection(Client):
             await self._send_unsubscribe(sid)
         await subscription._pending_queue.join()
         subscription._stop_processing()
+        self._receivers.pop(sid, None)
 
     async def _connect_to_server(self, s: Srv) -> None:
         if self._transport is None and s.uri.scheme in ("nats", "tls"):
-            socket = Socket()
+            socket = Socket(self._take)
             await socket.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
             self._transport = socket
         else:
@@ -105,27 +185,57 @@ class Connection(Client):
             await self._process_op_err(StaleConnectionError())
 
     async def _flush_pending(self, force_flush: bool = False) -> None:
-        """Write what is published in a turn of the event loop at its end, all at once.
-
-        nats-py wakes a task for it each time, which costs as much as all else of a small message.
-        It still does while the broker is slow to read, since it waits for it.
-        """
-        socket, flusher = self._transport, self._flusher_task
-        idle = isinstance(socket, Socket) and socket.idle
-        if force_flush or not idle or flusher is None or flusher.done():
+        """Write what is pending at once; nats-py wakes a task, which waits for a slow broker."""
+        wire = self._wire
+        if wire is not None:
+            self._write_pending(wire)
+        else:
             await super()._flush_pending(force_flush)
-        elif not self._write_due:
-            self._write_due = True
-            asyncio.get_running_loop().call_soon(self._write)
 
-    def _write(self) -> None:
-        """Write what is pending; on a socket that has closed meanwhile it waits to be forgotten."""
-        self._write_due = False
+    @property
+    def _wire(self) -> asyncio.WriteTransport | None:
         socket = self._transport
-        if self.is_connected and self._pending and isinstance(socket, Socket) and socket.open:
-            socket.writelines(self._pending)
+        return socket.wire if isinstance(socket, Socket) and self.is_connected else None
+
+    def _write_pending(self, wire: asyncio.WriteTransport) -> None:
+        if self._pending:
+            wire.writelines(self._pending)
             self._pending = []
             self._pending_data_size = 0
+
+    def _take(self, data: bytes) -> bytes:
+        """Give plain receivers the whole messages that a read begins with; return what is left.
+
+        nats-py would wake a task for what was read and another one for each message, and make its
+        way through both with regular expressions: that was half of what a small message cost. What
+        is left goes that way still, and all that comes behind it until nats-py is through.
+        """
+        at = 0
+        while not self._ps.buf and data.startswith(_MESSAGE, at):
+            line_end = data.find(_LINE_END, at)
+            if line_end < 0:
+                break
+            subject, sid, *reply, size = data[at + len(_MESSAGE) : line_end].split()
+            begin = line_end + len(_LINE_END)
+            end = begin + int(size)
+            receive = self._receivers.get(int(sid))
+            if receive is None or end + len(_LINE_END) > len(data):
+                break
+            answer_at = reply[0].decode() if reply else None
+            hand_at_once(receive, Packet(subject.decode(), data[begin:end], answer_at))
+            at = end + len(_LINE_END)
+        return data[at:]
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        """Give a plain receiver what nats-py has parsed; its own way is for the others."""
+        receive = self._receivers.get(sid)
+        if receive is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        nobody = bool(headers) and not data and headers.startswith(_NOBODY)
+        hand_at_once(receive, Packet(subject.decode(), data, reply.decode() or None, nobody))
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         """Send a ping behind all that was published.

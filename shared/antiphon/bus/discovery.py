@@ -133,9 +133,9 @@ class Discovery:
         ]
 
     def _answering(self, answer: Callable[[], Pong]) -> Receive:
-        async def receive(packet: Packet) -> None:
+        def receive(packet: Packet) -> None:
             if packet.reply is not None:
-                await self._transport.publish(packet.reply, msgspec.json.encode(answer()))
+                self._transport.publish(packet.reply, msgspec.json.encode(answer()))
 
         return receive
 

@@ -83,7 +83,7 @@ class FaultyTransport:
         finally:
             await self._inner.__aexit__(*error)
 
-    async def publish(
+    def publish(
         self,
         subject: str,
         data: bytes,
@@ -102,7 +102,7 @@ class FaultyTransport:
                 self._held[subject] = deque([(data, reply, headers)])
                 self._group.create_task(self._release(subject))
             else:
-                await self._inner.publish(subject, data, reply, headers)
+                self._inner.publish(subject, data, reply, headers)
 
     async def subscribe(
         self, subject: str, receive: Receive, queue: str | None = None
@@ -137,7 +137,7 @@ class FaultyTransport:
         while held:
             data, reply, headers = held.popleft()
             try:
-                await self._inner.publish(subject, data, reply, headers)
+                self._inner.publish(subject, data, reply, headers)
             except BusDown:
                 held.clear()  # Lost on the way, as anything held in an outage is.
         del self._held[subject]

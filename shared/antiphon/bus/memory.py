@@ -120,7 +120,7 @@ class MemoryTransport:
                 pump.cancel()
             await self._group.__aexit__(None, None, None)
 
-    async def publish(
+    def publish(
         self,
         subject: str,
         data: bytes,

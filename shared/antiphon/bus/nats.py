@@ -14,7 +14,7 @@ import nats.errors
 from antiphon.bus.connection import Connection
 from antiphon.bus.errors import BusDown
 from antiphon.bus.link import LinkState
-from antiphon.bus.receiving import hand_over
+from antiphon.bus.receiving import hand_over, waits
 from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
 
@@ -111,7 +111,7 @@ class NatsTransport:
             self._link.drop()
             await self._close()
 
-    async def publish(
+    def publish(
         self,
         subject: str,
         data: bytes,
@@ -125,32 +125,17 @@ class NatsTransport:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
         if self._connection.pending_data_size > OUTBOUND_BYTES_MAX:
             raise BusDown("the broker reads nothing", retry_after_s=1.0)
-        try:
-            await self._connection.publish(
-                subject, data, reply or "", dict(headers) if headers else None
-            )
-        except (
-            nats.errors.ConnectionClosedError,
-            nats.errors.ConnectionDrainingError,
-            nats.errors.OutboundBufferLimitError,
-        ) as error:
-            raise BusDown("the link to the broker is down", retry_after_s=1.0) from error
+        if not self._connection.send(subject, data, reply, headers):
+            raise BusDown("the link to the broker is down", retry_after_s=1.0)
 
     async def subscribe(
         self, subject: str, receive: Receive, queue: str | None = None
     ) -> NatsSubscription:
         """Call `receive` for each message, one at a time, in order."""
-
-        async def callback(message: Msg) -> None:
-            await hand_over(receive, packet_of(message))
-
-        inner = await self._connection.subscribe(  # pyright: ignore[reportUnknownMemberType]
-            subject,
-            queue=queue or "",
-            cb=callback,
-            pending_msgs_limit=PENDING_MESSAGES_MAX,
-            pending_bytes_limit=PENDING_BYTES_MAX,
-        )
+        if waits(receive):
+            inner = await self._subscribe_queued(subject, receive, queue)
+        else:
+            inner = await self._connection.hear(subject, receive, queue)
         subscription = NatsSubscription(self._connection, inner, self._subscriptions.discard)
         self._subscriptions.add(subscription)
         if self._link.up:
@@ -170,6 +155,20 @@ class NatsTransport:
             raise BusDown("the broker has not read everything", retry_after_s=1.0) from error
         if not (self._link.up and self._connection.is_connected and self._link.joins == joins):
             raise BusDown("the link to the broker dropped", retry_after_s=1.0)
+
+    async def _subscribe_queued(
+        self, subject: str, receive: Receive, queue: str | None
+    ) -> Subscription:
+        async def callback(message: Msg) -> None:
+            await hand_over(receive, packet_of(message))
+
+        return await self._connection.subscribe(  # pyright: ignore[reportUnknownMemberType]
+            subject,
+            queue=queue or "",
+            cb=callback,
+            pending_msgs_limit=PENDING_MESSAGES_MAX,
+            pending_bytes_limit=PENDING_BYTES_MAX,
+        )
 
     def _options(self) -> dict[str, Any]:
         config = self._config

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from typing import TYPE_CHECKING
 
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from antiphon.bus.transport import Packet, Receive
 
 log = logging.getLogger(__name__)
 
 
+def waits(receive: Callable[..., Awaitable[None] | None]) -> bool:
+    """Whether it may wait, and so needs a task."""
+    return inspect.iscoroutinefunction(receive)
+
+
+def hand_at_once(receive: Receive, packet: Packet) -> None:
+    """Let a plain function have a packet, and log what it raises, as `hand_over` does."""
+    try:
+        assert receive(packet) is None, "a plain receiver has something to await"
+    except EngineError as error:
+        log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
+    except Exception:
+        log.exception("receiver failed", extra={"subject": packet.subject})
+
+
 async def hand_over(receive: Receive, packet: Packet) -> None:
     """Let `receive` have a packet, and log what it raises: one message must not end the others."""
     try:
-        await receive(packet)
+        rest = receive(packet)
+        if rest is not None:
+            await rest
     except asyncio.CancelledError:
         if _being_cancelled():
             raise

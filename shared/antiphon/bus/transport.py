@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol, Self
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+
+class Packet(msgspec.Struct, frozen=True):
     """One received message.
 
     Attributes:
@@ -22,7 +22,9 @@ class Packet:
     nobody: bool = False
 
 
-Receive = Callable[[Packet], Awaitable[None]]
+Receive = Callable[[Packet], Awaitable[None] | None]
+"""A plain function is called as soon as there is a message, and must not block. A coroutine
+function may wait: it costs a task, and what comes meanwhile is queued, up to a bound."""
 
 
 class Subscription(Protocol):
@@ -79,14 +81,14 @@ class Transport(Protocol):
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def publish(
+    def publish(
         self,
         subject: str,
         data: bytes,
         reply: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send to whoever listens now.
+        """Send to whoever listens now, without waiting until it has left.
 
         Nothing is buffered while the link is down: state stays with its owner. `headers` are for
         the broker; nobody who listens is told of them.

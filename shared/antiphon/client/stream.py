@@ -209,7 +209,7 @@ class Stream:
         self._tries += 1
         subject = self._bus.subject(GENERATE, model=self._request.model)
         try:
-            await self._bus.transport.publish(subject, encode(self._request), self._inbox)
+            self._bus.transport.publish(subject, encode(self._request), self._inbox)
         except BusDown:
             return  # asked again after the silence
 
@@ -246,7 +246,7 @@ class Stream:
         except EngineError:
             return  # nobody hears our inbox any more: the gateway finds that out by itself
 
-    async def _receive(self, packet: Packet) -> None:
+    def _receive(self, packet: Packet) -> None:
         event: Event
         if packet.nobody:
             event = NobodyListens("no gateway serves this model", retry_after_s=1.0)

@@ -94,13 +94,13 @@ class Answer(Generic[Q, R]):
 class Follow(Generic[Q]):
     """Apply each message of a feed, one at a time, in order.
 
-    `apply` must not wait between looking at a sequence number and applying the message; it may
-    await publishes after that. A malformed message is logged, counted and dropped. A draining
-    process follows its feeds until the drain is over: what runs still needs them.
+    `apply` cannot wait: nothing comes between looking at a sequence number and applying the
+    message, and a message costs no task. A malformed message is logged, counted and dropped. A
+    draining process follows its feeds until the drain is over: what runs still needs them.
     """
 
     route: Feed[Q]
-    apply: Callable[[Q], Awaitable[None]]
+    apply: Callable[[Q], None]
     address: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -120,8 +120,8 @@ class Follow(Generic[Q]):
         """Subscribe to the route."""
         return await bus.listen(self.route, deliver, **self.address)
 
-    async def _apply(self, delivery: Delivery) -> None:
-        await self.apply(delivery.read(self.route))
+    def _apply(self, delivery: Delivery) -> None:
+        self.apply(delivery.read(self.route))
 
 
 def _tally(route: Feed[Q], bus: Bus, address: Mapping[str, str]) -> Tally:

@@ -74,7 +74,7 @@ class Pulse:
         """Send one heartbeat. Not sent while the link is down, the next one says the same."""
         process, role = self._runtime.process, self._service.role
         try:
-            await self._runtime.bus.publish(
+            self._runtime.bus.publish(
                 HEARTBEAT, self._heartbeat(), role=role, instance=process.instance
             )
         except RequestTooLarge as error:
@@ -108,14 +108,14 @@ class Pulse:
         """Ask who is there: at the start, and whenever the broker is back."""
         self._runtime.health.changed()
         try:
-            await self._runtime.bus.publish(DISCOVER, Discover(asker=self._runtime.process))
+            self._runtime.bus.publish(DISCOVER, Discover(asker=self._runtime.process))
         except EngineError:
             self._runtime.metrics.bus_errors.labels("discover").inc()
 
-    async def _hear(self, beat: Heartbeat) -> None:
+    def _hear(self, beat: Heartbeat) -> None:
         self._runtime.peers.hear(beat)
 
-    async def _asked(self, question: Discover) -> None:
+    def _asked(self, question: Discover) -> None:
         """Answer after a pause of our own: a whole cluster is asked at once."""
         if question.asker == self._runtime.process:
             return

@@ -40,8 +40,8 @@ class Inbox(Protocol):
         """Whether nobody waits for an answer."""
         ...
 
-    async def deliver(self, delivery: Delivery) -> None:
-        """Take one message. Raises nothing but cancellation."""
+    def deliver(self, delivery: Delivery) -> None:
+        """Take one message. Raises nothing."""
         ...
 
     def shut(self) -> None:
@@ -100,13 +100,13 @@ class RequestInbox:
         """Whether every call that was taken is answered."""
         return not self._taken
 
-    async def deliver(self, delivery: Delivery) -> None:
+    def deliver(self, delivery: Delivery) -> None:
         """Take the call, or refuse it at once."""
         if not self._open:
-            await self._refuse(delivery, LEAVING)
+            self._refuse(delivery, LEAVING)
         elif len(self._taken) >= self._places:
             text = f"{self._route} has {self._places} calls in flight, its limit"
-            await self._refuse(delivery, Overloaded(text, retry_after_s=OVERLOADED_RETRY_S))
+            self._refuse(delivery, Overloaded(text, retry_after_s=OVERLOADED_RETRY_S))
         else:
             call = _Taken(delivery, time.monotonic())
             self._taken.add(call)
@@ -121,28 +121,28 @@ class RequestInbox:
         """Answer the calls whose task was cancelled before it began."""
         self.shut()
         for call in list(self._taken):
-            await self._settle(call, LEAVING)
+            self._settle(call, LEAVING)
 
     async def _run(self, call: _Taken) -> None:
         try:
             async with self._slots:
                 reply = await self._handler(call.delivery)
-            await call.delivery.respond(reply)
+            call.delivery.respond(reply)
         except asyncio.CancelledError:
-            await self._settle(call, LEAVING)
+            self._settle(call, LEAVING)
             raise
         except EngineError as error:
-            await self._settle(call, error)
+            self._settle(call, error)
         except Exception:
             log.exception("handler failed", extra={"route": self._route})
-            await self._settle(call, Internal("internal error"))
+            self._settle(call, Internal("internal error"))
         else:
             self._forget(call, OK)
 
-    async def _settle(self, call: _Taken, error: EngineError) -> None:
+    def _settle(self, call: _Taken, error: EngineError) -> None:
         if isinstance(error, InvalidRequest):
             log.info("call refused", extra={"route": self._route, "reason": error.message})
-        await answer(call.delivery, error, self._counts)
+        answer(call.delivery, error, self._counts)
         self._forget(call, error.code)
 
     def _forget(self, call: _Taken, outcome: str) -> None:
@@ -150,9 +150,9 @@ class RequestInbox:
         self._counts.open(len(self._taken))
         self._counts.answered(time.monotonic() - call.since_s, outcome)
 
-    async def _refuse(self, delivery: Delivery, error: EngineError) -> None:
+    def _refuse(self, delivery: Delivery, error: EngineError) -> None:
         self._counts.refused(error.code)
-        await answer(delivery, error, self._counts)
+        answer(delivery, error, self._counts)
 
 
 class StreamInbox:
@@ -166,7 +166,7 @@ class StreamInbox:
     def __init__(
         self,
         route: str,
-        apply: Callable[[Delivery], Awaitable[None]],
+        apply: Callable[[Delivery], None],
         *,
         calls: asyncio.TaskGroup,
         counts: RouteCounts,
@@ -181,11 +181,11 @@ class StreamInbox:
         """Always: a feed has no caller."""
         return True
 
-    async def deliver(self, delivery: Delivery) -> None:
+    def deliver(self, delivery: Delivery) -> None:
         """Apply the message. One that cannot be read, or raises, is dropped."""
         since_s = time.monotonic()
         try:
-            await self._apply(delivery)
+            self._apply(delivery)
         except EngineError as error:
             if isinstance(error, InvalidRequest):
                 self._counts.malformed()
@@ -213,11 +213,11 @@ async def _fail(error: AssertionError) -> None:
     raise error
 
 
-async def answer(delivery: Delivery, error: EngineError, counts: RouteCounts) -> None:
+def answer(delivery: Delivery, error: EngineError, counts: RouteCounts) -> None:
     """Send an error to whoever waits for one. Never raises: a reply must not end the service."""
     extra = {"subject": delivery.subject, "code": error.code}
     try:
-        await delivery.respond(encode_error(error))
+        delivery.respond(encode_error(error))
     except EngineError as failure:
         counts.unsent("answer")
         log.warning("answer not sent", extra=extra | {"reason": failure.message})

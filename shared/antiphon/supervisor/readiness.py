@@ -41,7 +41,7 @@ class Readiness:
         """Those that have not been ready yet."""
         return frozenset(self._waiting)
 
-    async def _deliver(self, delivery: Delivery) -> None:
+    def _deliver(self, delivery: Delivery) -> None:
         try:
             heartbeat = delivery.read(HEARTBEAT)
         except InvalidRequest:

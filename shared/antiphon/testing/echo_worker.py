@@ -147,7 +147,7 @@ class EchoWorker:
     async def drain(self) -> None:
         """Nothing runs."""
 
-    async def _on_commands(self, batch: CommandBatch) -> None:
+    def _on_commands(self, batch: CommandBatch) -> None:
         if batch.worker != self._runtime.process:
             return
         self._leader, self._commands_seq = batch.leader, batch.seq
@@ -156,7 +156,7 @@ class EchoWorker:
                 ids = unpack_ids(command.prompt_ids)[: max(1, command.sampling.max_new_tokens)]
                 self._live.append(_Echo(command, ids))
         while self._live and not self._step_s:
-            await self._step()
+            self._step()
 
     async def _pace(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,9 +165,9 @@ class EchoWorker:
             due = max(due + self._step_s, loop.time())
             await asyncio.sleep(due - loop.time())
             if self._live:
-                await self._step()
+                self._step()
 
-    async def _step(self) -> None:
+    def _step(self) -> None:
         """Say one token of each request, a batch a detokenizer."""
         self._steps += 1
         rows: dict[InstanceId, list[TokenRow]] = {}
@@ -179,7 +179,7 @@ class EchoWorker:
             batch = TokenBatch(
                 worker=self._runtime.process, seq=seq, step=self._steps, rows=tuple(said)
             )
-            await self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
+            self._runtime.bus.publish(TOKENS, batch, detokenizer=detokenizer)
 
 
 if __name__ == "__main__":

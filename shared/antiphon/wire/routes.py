@@ -112,7 +112,7 @@ class Feed(Generic[Q]):
 
     def at(self, **parts: str) -> str:
         """Fill in the subject, escaping each part."""
-        return fill(self.subject, parts)
+        return _filled(self.subject, tuple(parts.items()))
 
     def listening(self, **parts: str) -> str:
         """Fill in the subject, with a wildcard for each part that is left out."""
@@ -139,6 +139,12 @@ def escape(part: str) -> str:
     return re.sub(
         r"[^A-Za-z0-9_-]", lambda match: "".join(f"={b:02X}" for b in match[0].encode()), part
     )
+
+
+@lru_cache(1024)
+def _filled(subject: str, parts: tuple[tuple[str, str], ...]) -> str:
+    """What `fill` makes of it, remembered: a process publishes to the same few subjects."""
+    return fill(subject, dict(parts))
 
 
 def fill(subject: str, parts: dict[str, str]) -> str:

@@ -111,7 +111,7 @@ class FakeGateway:
         if self._spend(self.deaf_to, message):
             return
         if self.refuses is not None:
-            await delivery.respond(encode_error(self.refuses))
+            delivery.respond(encode_error(self.refuses))
             return
         known = next((r for r in self.requests if r.request.key == message.key), None)
         if known is not None:
@@ -133,7 +133,7 @@ class FakeGateway:
             return
         request = next((r for r in self.requests if r.id == message.request_id), None)
         if request is None:
-            await delivery.refuse(InvalidRequest("no such request is known here"))
+            delivery.refuse(InvalidRequest("no such request is known here"))
             return
         match message:
             case GenerateCancel():
@@ -143,7 +143,7 @@ class FakeGateway:
                 await self._say_again(
                     request, message.places[0].text_offset if message.places else 0
                 )
-        await delivery.respond(GenerateDone(request_id=request.id))
+        delivery.respond(GenerateDone(request_id=request.id))
 
     async def _say_again(self, request: Request, start: int) -> None:
         for message in self._again(request, start):
@@ -167,10 +167,10 @@ class FakeGateway:
             self._held_back.append((request.delivery, message))
             return
         for _ in range(2 if chance.random() < mischief.repeated else 1):
-            await request.delivery.respond(message)
+            request.delivery.respond(message)
         late, self._held_back = self._held_back, []
         for delivery, held in late:
-            await delivery.respond(held)
+            delivery.respond(held)
 
     @staticmethod
     def _spend(left: dict[type[Message], int], message: Message) -> bool:

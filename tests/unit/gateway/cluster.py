@@ -138,14 +138,14 @@ class Cluster:
             self.mute_tokenizers -= 1
             return
         if self.encode_error is not None:
-            await delivery.refuse(self.encode_error)
+            delivery.refuse(self.encode_error)
             return
         text = request.prompt
         if text is None:
             text = "\n".join(message.content for message in request.messages or ())
         first = len(text.encode())
         text += request.pair or request.suffix or ""
-        await delivery.respond(
+        delivery.respond(
             EncodeReply(
                 request_id=request.request_id,
                 token_ids=pack_ids([self.words[text]] if text in self.words else text.encode()),
@@ -166,18 +166,18 @@ class Cluster:
     async def _decode(self, delivery: Delivery) -> None:
         request = delivery.read(DECODE)
         if any(token > 255 for row in request.token_ids for token in unpack_ids(row)):
-            await delivery.refuse(InvalidRequest("there is no such token", param="tokens"))
+            delivery.refuse(InvalidRequest("there is no such token", param="tokens"))
             return
         texts = (bytes(list(unpack_ids(row))).decode(errors="replace") for row in request.token_ids)
-        await delivery.respond(DecodeReply(request_id=request.request_id, texts=tuple(texts)))
+        delivery.respond(DecodeReply(request_id=request.request_id, texts=tuple(texts)))
 
     async def _submit(self, delivery: Delivery) -> None:
         request = delivery.read(SUBMIT)
         self.submits.append(request)
         if self.submit_error is not None:
-            await delivery.refuse(self.submit_error)
+            delivery.refuse(self.submit_error)
             return
-        await delivery.respond(SubmitAccepted(request_id=request.request_id, term=TERM, position=0))
+        delivery.respond(SubmitAccepted(request_id=request.request_id, term=TERM, position=0))
         self._group.create_task(self._generate(request))
 
     async def _generate(self, request: SubmitRequest) -> None:
@@ -264,24 +264,24 @@ class Cluster:
         batch = TextBatch(
             detokenizer=DETOKENIZER, gateway=request.owner, seq=self._seq, rows=(row,)
         )
-        await self._bus.publish(TEXT, batch, gateway=request.owner.instance)
+        self._bus.publish(TEXT, batch, gateway=request.owner.instance)
 
     async def _cancel(self, delivery: Delivery) -> None:
         request = delivery.read(CANCEL)
         self.cancelled.append(request.request_id)
-        await delivery.respond(CancelAccepted(request_id=request.request_id))
+        delivery.respond(CancelAccepted(request_id=request.request_id))
 
     async def _control(self, delivery: Delivery) -> None:
         order = delivery.read(WORKER_CONTROL)
         self.orders.append(order)
         if isinstance(order, FlushCache) and self.waiting:
-            await delivery.respond(ControlDone(requests=self.waiting))
+            delivery.respond(ControlDone(requests=self.waiting))
         else:
             flushed = isinstance(order, FlushCache)
-            await delivery.respond(ControlDone(pages_freed=3, requests=0 if flushed else 2))
+            delivery.respond(ControlDone(pages_freed=3, requests=0 if flushed else 2))
 
     async def _resume(self, delivery: Delivery) -> None:
-        await delivery.respond(TextResumed(rows=0))
+        delivery.respond(TextResumed(rows=0))
 
     async def _opened(self, delivery: Delivery) -> None:
         message: OpenList = delivery.read(OPEN)
@@ -292,7 +292,7 @@ class Cluster:
         while True:
             for process, role in self._members():
                 beat = self._heartbeat(role, process)
-                await self._bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
+                self._bus.publish(HEARTBEAT, beat, role=role, instance=process.instance)
             self.beats += 1
             await asyncio.sleep(0.05)
 

@@ -180,7 +180,7 @@ async def test_a_bare_client_says_its_key_in_json_and_a_retry_costs_nothing(
         async def ask(**fields: object) -> None:
             data = encode_json(msgspec.structs.replace(request, **fields))
             subject = PREFIX + GENERATE.at(model=MODEL)
-            await bus.transport.publish(subject, data, f"{PREFIX}client.acme.mine")
+            bus.transport.publish(subject, data, f"{PREFIX}client.acme.mine")
 
         await ask(api_key=key_of("acme"))
         await until(lambda: count(GenerateEnd) == 1)

@@ -106,7 +106,7 @@ async def test_it_is_answered_in_kind(at: House, json_: bool) -> None:
         request = EmbedRequest(model=MODEL, prompt_ids=((97, 98), (99,)))
         data = encode_json(request) if json_ else encode(request)
         subject = PREFIX + EMBED.at(model=MODEL)
-        await bus.transport.publish(subject, data, f"{PREFIX}client.default.mine")
+        bus.transport.publish(subject, data, f"{PREFIX}client.default.mine")
         await until(lambda: bool(heard))
     reply = decode(heard[0], EMBED.replies)
     assert [list(unpack_floats(vector)) for vector in reply.vectors] == [[2.0, 0.5], [1.0, 0.5]]
@@ -130,7 +130,7 @@ async def refused(
     async with client_bus(at.transport(), "c") as bus:
         await bus.transport.subscribe(PREFIX + reply_to, hear)
         body = json.dumps({"type": "EmbedRequest", "model": MODEL} | said).encode()
-        await bus.transport.publish(PREFIX + EMBED.at(model=MODEL), body, PREFIX + reply_to)
+        bus.transport.publish(PREFIX + EMBED.at(model=MODEL), body, PREFIX + reply_to)
         await until(lambda: bool(heard))
     return decode(heard[0], (ErrorReply,))
 

@@ -70,7 +70,7 @@ class Client:
     ) -> None:
         """Publish a request."""
         data = encode_json(request) if json else encode(request)
-        await self.bus.transport.publish(PREFIX + GENERATE.at(model=MODEL), data, inbox)
+        self.bus.transport.publish(PREFIX + GENERATE.at(model=MODEL), data, inbox)
 
     async def first(self, kind: type[M], count: int = 1) -> M:
         """Wait for so many messages of a kind and return the last."""

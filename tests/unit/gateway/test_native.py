@@ -531,8 +531,8 @@ async def test_an_abort_is_told_to_the_other_gateways(at: House) -> None:
             told = group.create_task(post(at, GENERATE, {"text": "a", "rid": "x"}))
             await until(lambda: at.service._driver.open_count == 1)  # pyright: ignore[reportPrivateUsage]
             late = AbortRequests(prefix="x", not_after_unix_ms=0)
-            await other.publish(ABORT, late, model=MODEL)
-            await other.publish(ABORT, msgspec.structs.replace(heard[0], prefix="x"), model=MODEL)
+            other.publish(ABORT, late, model=MODEL)
+            other.publish(ABORT, msgspec.structs.replace(heard[0], prefix="x"), model=MODEL)
         assert cast("Reply", told.result()[1])["meta_info"]["finish_reason"]["type"] == "abort"
     assert heard[0].prefix == ""
 

@@ -146,7 +146,7 @@ class Stage:
             commands=commands,
             not_after_unix_ms=SystemClock().unix_ms() + 5_000,
         )
-        await self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
+        self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
 
     async def close(self, *request_ids: str) -> None:
         """The owner has ended these."""
@@ -160,7 +160,7 @@ class Stage:
             closed=tuple(map(RequestId, request_ids)),
             not_after_unix_ms=SystemClock().unix_ms() + 5_000,
         )
-        await self.bus.publish(OPEN, closed, model=model)
+        self.bus.publish(OPEN, closed, model=model)
 
     async def load_is(self, requests: int) -> None:
         self.beats.clear()
@@ -242,7 +242,7 @@ async def test_a_stop_of_the_detokenizer_ends_the_choice(stage: Stage) -> None:
         choice=0,
         offset=1,
     )
-    await stage.bus.publish(STOP, stop, worker=stage.worker.process.instance)
+    stage.bus.publish(STOP, stop, worker=stage.worker.process.instance)
     await stage.load_is(0)
     assert not stage.ended("a")
 
@@ -253,7 +253,7 @@ async def test_a_resend_brings_everything_again(stage: Stage) -> None:
     ids = stage.ids("a")
     stage.batches.clear()
     resend = ResendTokens(worker=stage.worker.process, detokenizer=DETOKENIZER)
-    await stage.bus.publish(STOP, resend, worker=stage.worker.process.instance)
+    stage.bus.publish(STOP, resend, worker=stage.worker.process.instance)
     await until(lambda: stage.ended("a"))
     assert stage.ids("a") == ids
 

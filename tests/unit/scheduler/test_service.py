@@ -89,7 +89,7 @@ class FakeWorker(Peer):
         worker = self.runtime.process.instance
         for message in self.cache.take():
             if not lost:
-                await self.runtime.bus.publish(KV_EVENTS, message, model=MODEL, worker=worker)
+                self.runtime.bus.publish(KV_EVENTS, message, model=MODEL, worker=worker)
 
     def report(self) -> Report:
         load = WorkerLoad(
@@ -108,7 +108,7 @@ class FakeWorker(Peer):
         assert self.cache is not None
         return self.cache.replay(message)
 
-    async def _obey(self, batch: CommandBatch) -> None:
+    def _obey(self, batch: CommandBatch) -> None:
         self.commands += batch.commands
 
 
@@ -182,7 +182,7 @@ class FakeGateway(Peer):
                 opened=tuple(self.open.values()),
                 not_after_unix_ms=self.runtime.clock.unix_ms() + 1000,
             )
-            await self.runtime.bus.publish(OPEN, change, model=MODEL)
+            self.runtime.bus.publish(OPEN, change, model=MODEL)
             await asyncio.sleep(0.02)
 
 

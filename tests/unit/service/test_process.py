@@ -142,7 +142,7 @@ async def test_a_bug_without_a_caller_does_not_end_the_process(
 ) -> None:
     async with echo(server.url) as service:
         await service.ready(bus)
-        await bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
+        bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
         assert await outcome(bus, 0, BUG) == "internal"
         assert await outcome(bus, 0) == "ok"
 

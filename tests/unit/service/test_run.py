@@ -158,8 +158,8 @@ async def test_a_bug_where_nobody_waits_for_an_answer_ends_nothing() -> None:
     broker = MemoryBroker()
     async with callers(broker) as calls, running(EchoService(), MemoryTransport(broker)) as run:
         async with client_bus(MemoryTransport(broker), "mute") as bus:
-            await bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
-            await bus.transport.publish("test.v1.tokenizer.echo.encode", b"\xc1 no message")
+            bus.publish(TOKENIZE, echo_request(CLOCK, BUG), model=MODEL)
+            bus.transport.publish("test.v1.tokenizer.echo.encode", b"\xc1 no message")
         await until(lambda: answered(run, "internal") == 1)
         await until(lambda: answered(run, "invalid_request") == 1)
         calls.call(1, after_s=0.0)
@@ -210,7 +210,7 @@ class Wrong(EchoService):
     def endpoints(self) -> Sequence[Endpoint]:
         return (*super().endpoints(), Follow(route=OPEN, apply=self._opened, address={}))
 
-    async def _opened(self, _: OpenList) -> None:
+    def _opened(self, _: OpenList) -> None:
         raise AssertionError("wrong, on purpose")
 
 
@@ -223,7 +223,7 @@ async def test_an_assertion_that_fails_in_a_feed_ends_the_process_and_answers_wh
             calls.call(3, after_s=LONG_S)
             await until(lambda: open_calls(run) == 3)
             async with client_bus(MemoryTransport(broker), "gateway", party=Role.GATEWAY) as bus:
-                await bus.publish(OPEN, an_open_list(bus), model=MODEL)
+                bus.publish(OPEN, an_open_list(bus), model=MODEL)
                 await run.gone.wait()
             with pytest.raises(ExceptionGroup) as raised:
                 await run.ended()
@@ -300,7 +300,7 @@ async def test_whoever_asks_is_answered_with_a_heartbeat() -> None:
         running(EchoService(), MemoryTransport(broker), settings=settings) as run,
         hearing(bus) as heard,
     ):
-        await bus.publish(DISCOVER, Discover(asker=bus.process))
+        bus.publish(DISCOVER, Discover(asker=bus.process))
         async with asyncio.timeout(1):
             assert (await heard.get()).process == run.process
 
@@ -345,7 +345,7 @@ class Store(EchoService):
         self.flushed = isinstance(message, FlushCache)
         return ControlDone()
 
-    async def follow(self, message: OpenList) -> None:
+    def follow(self, message: OpenList) -> None:
         self.done.set()
 
     async def drain(self) -> None:
@@ -366,7 +366,7 @@ async def test_a_draining_service_still_hears_what_its_work_needs() -> None:
         assert service.flushed
         assert not run.gone.is_set()
         whole = OpenList(model=MODEL, owner=bus.process, version=1, whole=True, not_after_unix_ms=0)
-        await bus.publish(OPEN, whole, model=MODEL)
+        bus.publish(OPEN, whole, model=MODEL)
         await run.ended(timeout_s=2)
 
 
@@ -425,7 +425,7 @@ async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
         client_bus(MemoryTransport(broker)) as bus,
         running(service, MemoryTransport(broker)) as run,
     ):
-        await bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
+        bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
         sample = run.metrics.registry.get_sample_value
         await until(lambda: sample("antiphon_malformed_total", {"route": OPEN.name}) == 1)
         service.done.set()

@@ -78,5 +78,5 @@ async def beat(settings: Settings) -> None:
                 load=0,
                 not_after_unix_ms=0,
             )
-            await bus.publish(HEARTBEAT, heartbeat, role=Role.WORKER, instance=me.instance)
+            bus.publish(HEARTBEAT, heartbeat, role=Role.WORKER, instance=me.instance)
             await asyncio.sleep(0.1)

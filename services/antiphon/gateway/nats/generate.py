@@ -253,7 +253,7 @@ async def _respond(
     delivery: Delivery, message: GenerateText | GenerateEnd, probe: str | None
 ) -> None:
     try:
-        await delivery.respond(message, probe=probe)
+        delivery.respond(message, probe=probe)
     except RequestTooLarge as error:
         # Only the whole of an answer that was not streamed can be so large.
         assert isinstance(message, GenerateEnd)
@@ -261,7 +261,7 @@ async def _respond(
             msgspec.structs.replace(choice, text=None, details=None) for choice in message.choices
         )
         refused = msgspec.structs.replace(message, choices=bare, error=encode_error(error))
-        await delivery.respond(refused, probe=probe)
+        delivery.respond(refused, probe=probe)
 
 
 def _digest(request: GenerateRequest) -> bytes:

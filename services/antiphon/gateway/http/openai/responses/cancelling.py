@@ -53,4 +53,4 @@ class Cancelling:
         self._entrance.abort(name, exact=True)
         not_after_unix_ms = self._runtime.clock.unix_ms() + round(_AGAIN_S * 1000)
         message = AbortRequests(prefix=name, not_after_unix_ms=not_after_unix_ms)
-        await self._runtime.bus.publish(ABORT, message, model=ModelName(record.response.model))
+        self._runtime.bus.publish(ABORT, message, model=ModelName(record.response.model))
