@@ -145,7 +145,7 @@ class Driver:
         stream = self._streams[action.request_id]
         now = self._runtime.clock.now()
         if isinstance(action.event, Said) and stream.spoke_at is not None:
-            self._metrics.token_gap.observe(now - stream.spoke_at)
+            self._metrics.note_gap(now - stream.spoke_at)
         stream.put(action.event, now)
         if isinstance(action.event, Ended):
             del self._streams[action.request_id]
@@ -204,6 +204,7 @@ class Driver:
             self._set_alarm()
 
     def _wake(self) -> None:
+        self._metrics.settle()
         actions = self._owner.tick()
         self._set_alarm()
         self._apply(actions)

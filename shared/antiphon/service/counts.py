@@ -20,6 +20,8 @@ class RouteCounts:
         self._open = metrics.calls_open.labels(tally.name)
         self._seconds = metrics.call_seconds.labels(tally.name)
         self._messages = metrics.messages.labels(tally.name)
+        self._applied = 0
+        metrics.settle_with(self._settle)
 
     def open(self, calls: int) -> None:
         """So many calls are taken and not answered."""
@@ -38,7 +40,7 @@ class RouteCounts:
 
     def applied(self, seconds: float) -> None:
         """A message of a feed was applied."""
-        self._messages.inc()
+        self._applied += 1
         self._tally.count(seconds)
 
     def dropped(self, seconds: float, code: str) -> None:
@@ -52,3 +54,7 @@ class RouteCounts:
     def unsent(self, kind: str) -> None:
         """A message did not leave."""
         self._metrics.bus_errors.labels(kind).inc()
+
+    def _settle(self) -> None:
+        self._messages.inc(self._applied)
+        self._applied = 0

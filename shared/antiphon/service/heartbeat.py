@@ -62,12 +62,10 @@ class Pulse:
     async def judge(self) -> None:
         """Draw verdicts of the peers several times a heartbeat, until cancelled."""
         peers, link = self._runtime.peers, self._runtime.bus.link
-        age = self._runtime.metrics.peer_age
         peers.watch(self._forget_age)
+        self._runtime.metrics.settle_with(self._tell_ages)
         while True:
             peers.judge(link_up=link.up, joins=link.joins)
-            for peer in peers.all():
-                age.labels(peer.beat.role, peer.process.instance).set(peers.age_s(peer))
             await asyncio.sleep(self._runtime.settings.service.heartbeat_s / _JUDGEMENTS_PER_BEAT)
 
     async def send(self) -> None:
@@ -127,6 +125,11 @@ class Pulse:
     def _answer(self) -> None:
         self._answering = False
         self._runtime.health.changed()
+
+    def _tell_ages(self) -> None:
+        peers, age = self._runtime.peers, self._runtime.metrics.peer_age
+        for peer in peers.all():
+            age.labels(peer.beat.role, peer.process.instance).set(peers.age_s(peer))
 
     def _forget_age(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED:
