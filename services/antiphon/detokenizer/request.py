@@ -58,11 +58,15 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Tokens that count, up to the ends found here."""
+        completion_tokens = reasoning_tokens = 0
+        for choice in self.choices.values():
+            completion_tokens += choice.tokens
+            reasoning_tokens += choice.reasoning_tokens
         return Usage(
             prompt_tokens=self.stream.prompt_tokens,
-            completion_tokens=sum(choice.tokens for choice in self.choices.values()),
+            completion_tokens=completion_tokens,
             cached_tokens=self.stream.cached_tokens,
-            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices.values()),
+            reasoning_tokens=reasoning_tokens,
         )
 
     def rows(self, index: int, text_start: int, token_start: int) -> Iterator[TextRow]:

@@ -38,6 +38,8 @@ class StopScanner:
         Of two stops that begin at the same place, the one named first in the request wins, and a
         string before a pattern.
         """
+        if not self._strings and not self._patterns:
+            return text
         places = self._matches(text)
         text = self._held + text
         places = [*self._found(text), *places]
