@@ -76,6 +76,7 @@ class SchedulerService:
         self._leader = Leader(
             runtime.process, self._model, Rules.of(self._settings), runtime.clock, runtime.peers
         )
+        runtime.metrics.settle_with(self._measure)
         runtime.peers.watch(self._note_peer)
         runtime.group.create_task(self._tick(), name="tick")
         runtime.group.create_task(self._speak(), name="speak")
@@ -162,7 +163,6 @@ class SchedulerService:
         while True:
             self._leader.tick(link_up=link.up, joins=link.joins)
             self._ask_for_replays()
-            self._measure()
             self._news.set()
             await asyncio.sleep(pause_s)
 
