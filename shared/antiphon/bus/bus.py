@@ -229,9 +229,9 @@ class Bus:
             if not answer.done():
                 answer.set_result(None)
 
-    def _answerable(self, reply: str | None) -> bool:
+    def _answerable(self, reply: str) -> bool:
         """Whether an answer may go there: to inboxes, never to a route that we are named to."""
-        if reply is None or not reply.startswith(self._prefix):
+        if not reply.startswith(self._prefix):
             return True
         return reply.removeprefix(self._prefix).partition(".")[0] in _ANSWERABLE
 
@@ -239,7 +239,9 @@ class Bus:
         def receive(packet: Packet) -> Awaitable[None] | None:
             if packet.nobody:
                 return None
-            reply = packet.reply if self._answerable(packet.reply) else None
+            reply = packet.reply
+            if reply is not None and not self._answerable(reply):
+                reply = None
             return deliver(Delivery(packet.subject, packet.data, reply, self))
 
         async def receive_waiting(packet: Packet) -> None:
