@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.openai.frame import GAP, Frame
 from antiphon.gateway.http.openai.logprobs import (
     chat_logprobs,
 )
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream import Stream
 
-_NUL = "\0"
 """Stands where the text will; no name of a model or an answer is this."""
 
 
@@ -69,8 +69,7 @@ class ChatVoice(OpenAiVoice):
         super().__init__(header, streams, telling, cached=cached, record=record)
         inside = streams[0].inside
         self._speeches = [Speech(telling.hearing, inside=inside) for _ in range(telling.choices)]
-        self._bare = not (telling.logprobs or telling.usage_always or telling.hidden or telling.ids)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._frames: dict[int, Frame] = {}
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object with all choices."""
@@ -155,17 +154,12 @@ class ChatVoice(OpenAiVoice):
         return b"".join([*told, self._event(end, usage=usage)])
 
     def _content(self, index: int, text: str) -> bytes:
-        """A chunk of content and nothing else, which nearly all are.
-
-        From one to the next only the text differs: the rest is written once a choice.
-        """
-        if index not in self._frames:
-            choice = ChatChunkChoice(index=index, delta=Delta(content=_NUL))
-            before, gap, after = self._event(choice).partition(msgspec.json.encode(_NUL))
-            assert gap, "a chunk without its text"
-            self._frames[index] = (before, after)
-        before, after = self._frames[index]
-        return before + msgspec.json.encode(text) + after
+        """A chunk of content and nothing else."""
+        frame = self._frames.get(index)
+        if frame is None:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=GAP))
+            frame = self._frames[index] = Frame(self._event(choice))
+        return frame.around(text)
 
     def _said(self, said: Said, deltas: list[Delta]) -> bytes:
         """A chunk for each delta: the first tells of the tokens, each of the usage."""

@@ -62,6 +62,11 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     hearing: Hearing = Hearing()
 
+    @property
+    def bare(self) -> bool:
+        """Whether a chunk in the middle of an answer tells nothing beside the text."""
+        return not (self.logprobs or self.usage_always or self.hidden or self.ids)
+
 
 def telling_of(
     body: Body, *, logprobs: bool, top: int, prompt_ids: bool, echo: bool = False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.openai.frame import GAP, Frame
 from antiphon.gateway.http.openai.logprobs import (
     NOTHING_BEFORE,
     text_logprobs,
@@ -61,6 +62,7 @@ class CompletionVoice(OpenAiVoice):
         self._echoes = echoes
         self._characters = [0] * (telling.choices * len(streams))
         self._begun: set[int] = set()
+        self._frames: dict[int, Frame] = {}
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """One object with the choices of every prompt, the best of each where more were made."""
@@ -88,6 +90,10 @@ class CompletionVoice(OpenAiVoice):
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
         """A chunk for each text; the last one of a choice carries its end."""
         self._hear(prompt, events)
+        if len(events) == 1 and self._bare and isinstance(said := events[0], Said):
+            index = self._index(prompt, said.choice)
+            if index in self._begun:
+                return self._text(index, said.text)
         return b"".join(
             self._event(
                 self._piece(prompt, choice, said, finished),
@@ -103,6 +109,13 @@ class CompletionVoice(OpenAiVoice):
         if self._telling.usage_last:
             told += self._event(usage=self._usage(usages))
         return told + DONE
+
+    def _text(self, index: int, text: str) -> bytes:
+        """A chunk of text and nothing else."""
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(self._event(TextChoice(index=index, text=GAP)))
+        return frame.around(text)
 
     def _piece(
         self, prompt: int, choice: int, said: Said | None, finished: Finished | None

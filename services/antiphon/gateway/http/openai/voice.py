@@ -67,6 +67,7 @@ class OpenAiVoice(Voice):
         """
         self._header = header
         self._telling = telling
+        self._bare = telling.bare
         self._cached = cached
         self._record = record
         self._streams = streams
