@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from tests.models.parity import MISSED, Saved, error, mutants, opened, texts, without_tensors
@@ -45,7 +46,8 @@ class Reader:
         """Compute a plan; types of tokens are those of `typed`."""
         runner, rows = self._runner, len(plan.slot)
         if self._types:
-            plan = replace(plan, token_types=(plan.tokens % self._types).astype(np.int32))
+            types = (plan.tokens % self._types).astype(np.int32)
+            plan = msgspec.structs.replace(plan, token_types=types)
         self.ctx = runner._contexts.of(plan, build(plan, runner._shapes, runner._states_count))
         tokens = torch.as_tensor(plan.tokens.astype(np.int64))
         left = runner._model.own.forward(self.ctx, tokens=tokens).last

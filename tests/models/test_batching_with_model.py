@@ -72,7 +72,7 @@ def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]],
         report = loop.turn(mail())
         hear(report)
         if batching.idle:
-            assert report.pages_free == pages
+            assert report.credit.pages_free == pages
             return texts, report
     raise AssertionError("the loop does not come to an end")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -287,7 +288,7 @@ def a_plan(llama: Path):
 def test_a_plan_that_the_runner_cannot_follow_is_refused(llama, change, message) -> None:
     runner, plan = a_plan(llama)
     with pytest.raises(PlanRefused, match=message):
-        runner.run(replace(plan, **change))
+        runner.run(msgspec.structs.replace(plan, **change))
 
 
 def test_page_bytes_are_those_of_the_pool(llama: Path, tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ApartRunner:
         for index in futures:
             # A slot whose step failed has drawn nothing: this plan will count for nothing.
             tokens[index] = self._last.get(-1 - int(tokens[index]), 0)
-        outcome = self._runner.run(replace(plan, tokens=tokens))
+        outcome = self._runner.run(msgspec.structs.replace(plan, tokens=tokens))
         for row, slot in enumerate(plan.slot.tolist()):
             accepted = outcome.token_ids[outcome.starts[row] : outcome.starts[row + 1]]
             if len(accepted):

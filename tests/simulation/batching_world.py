@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from tests.simulation.hash_runner import HashRunner, next_token
 
@@ -82,7 +83,7 @@ class WorldRunner(HashRunner):
         tokens = plan.tokens.copy()
         for index in (tokens < 0).nonzero()[0].tolist():
             tokens[index] = self._drawn[-1 - int(tokens[index])]
-        return replace(plan, tokens=tokens)
+        return msgspec.structs.replace(plan, tokens=tokens)
 
 
 @dataclass

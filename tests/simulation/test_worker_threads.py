@@ -6,8 +6,9 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from tests.simulation.batching_world import Told, World
 
@@ -79,7 +80,7 @@ class BusSide:
         self.seen["crossed"] += len(gone)
         kept = tuple(progress for progress in report.progress if progress.key not in dropped)
         returned = tuple(key for key in report.returned if key not in dropped)
-        self.world.hear(_with(report, progress=kept, returned=returned))
+        self.world.hear(msgspec.structs.replace(report, progress=kept, returned=returned))
         return True
 
     def hear_until(self, holds: Callable[[], bool]) -> None:
@@ -154,11 +155,6 @@ class BusSide:
             assert told.ids == said[: len(told.ids)]
         else:
             self.world.verify(told)
-
-
-def _with(report: StepReport, **said: Any) -> StepReport:
-    fields = {name: getattr(report, name) for name in StepReport.__slots__}
-    return StepReport(**(fields | said))
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from antiphon.config.errors import ConfigError
@@ -127,7 +128,7 @@ class Ground:
             tokens[index] = token or 0
             if token is None:
                 sound[np.searchsorted(plan.query_start, index, side="right") - 1] = False
-        return replace(plan, tokens=tokens), sound
+        return msgspec.structs.replace(plan, tokens=tokens), sound
 
     def note(self, record: Record, sound: Flags) -> None:
         """A plan was run; rows that were not sound spoil what they wrote."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.model_worker.batching.mailbox import Mail
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
@@ -42,5 +43,5 @@ def warm_up(loop: BatchingLoop, *, pools: bool = False) -> StepReport:
             if news.finish is not None and news.finish.error is not None:
                 raise CannotStart(f"the model does not run: {news.finish.error.message}")
             if news.finish is not None:
-                return replace(report, progress=())
+                return msgspec.structs.replace(report, progress=())
         mail = Mail()

@@ -130,7 +130,6 @@ class BusSide:
                 pages_returning=0,
                 slots_free=0,
             ),
-            pages_free=1,
             running=count,
             waiting=0,
             retractions=0,

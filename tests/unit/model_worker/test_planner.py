@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -385,7 +384,7 @@ def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
         top_logprobs=none,
         named_logprobs=none,
     )
-    steps.batching.commit(rows, replace(outcome(1, [drawn]), details=made))
+    steps.batching.commit(rows, msgspec.structs.replace(outcome(1, [drawn]), details=made))
     return steps.batching.take_progress()
 
 

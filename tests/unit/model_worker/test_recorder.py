@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import stat
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 from tests.simulation.hash_runner import HashRunner
@@ -72,8 +72,8 @@ def test_the_oldest_plans_make_room() -> None:
     few = Recorder(plans_max=3)
     small = Recorder(bytes_max=6_000)
     for step in range(10):
-        few.begin(replace(plan, step=step))
-        small.begin(replace(plan, step=step))
+        few.begin(msgspec.structs.replace(plan, step=step))
+        small.begin(msgspec.structs.replace(plan, step=step))
     assert [r.plan.step for r in few.records()] == [7, 8, 9]
     assert 1 < len(small.records()) < 6
     assert small.records()[-1].plan.step == 9
@@ -94,7 +94,7 @@ def test_what_a_client_sizes_counts() -> None:
         values=np.zeros(count, np.float32),
     )
     recorder = Recorder(bytes_max=10 * count)
-    recorder.begin(replace(plan, biases=biases))
+    recorder.begin(msgspec.structs.replace(plan, biases=biases))
     assert recorder.records() == ()
 
 
@@ -117,7 +117,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         begun_starts=ints,
         begun_ids=ints,
     )
-    records[0] = Record(replace(records[0].plan, penalties=penalties, token_masks=ints))
+    records[0] = Record(
+        msgspec.structs.replace(records[0].plan, penalties=penalties, token_masks=ints)
+    )
     file = write(tmp_path / "new", header(stage), records)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     found = read(file)
@@ -132,6 +134,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 def fields(value: object) -> object:
     """A plan or an outcome as plain containers."""
     names = getattr(type(value), "__dataclass_fields__", None)
+    names = names or getattr(type(value), "__struct_fields__", None)
     return value if names is None else {name: fields(getattr(value, name)) for name in names}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -515,4 +514,4 @@ class WrongStep:
 
     def run(self, plan: Plan) -> Outcome:
         outcome = self._runner.run(plan)
-        return outcome if plan.step <= 2 else dataclasses.replace(outcome, step=0)
+        return outcome if plan.step <= 2 else msgspec.structs.replace(outcome, step=0)

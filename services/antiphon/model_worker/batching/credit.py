@@ -18,7 +18,7 @@ HORIZON_STEPS = 32
 and queues, and so near that few answers end in between without it being known."""
 
 
-class Credit(msgspec.Struct, frozen=True, kw_only=True):
+class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Pages of the group that has the fewest to offer, recurrent states aside: slots count them.
 
     Attributes:

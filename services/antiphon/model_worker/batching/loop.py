@@ -6,14 +6,20 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.builder import build_plan
+import msgspec
+
+from antiphon.model_worker.batching.builder import Row, build_plan
+from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.plan import Outcome
 from antiphon.model_worker.batching.queue import Backlog
-from antiphon.model_worker.batching.recorder import Recorder
+from antiphon.model_worker.batching.recorder import Record, Recorder
+from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.runner import ApartRunner
+from antiphon.model_worker.cache.events import Event
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -25,17 +31,10 @@ from antiphon.wire.command import (
 from antiphon.wire.errors import Internal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from antiphon.model_worker.batching.batching import Batching
-    from antiphon.model_worker.batching.builder import Row
-    from antiphon.model_worker.batching.credit import Credit
     from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
-    from antiphon.model_worker.batching.plan import Outcome, Plan
-    from antiphon.model_worker.batching.recorder import Record
-    from antiphon.model_worker.batching.request import ChoiceKey, Progress
+    from antiphon.model_worker.batching.plan import Plan
     from antiphon.model_worker.batching.runner import Runner
-    from antiphon.model_worker.cache.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +46,7 @@ CREDIT_PERIOD_S = 0.1
 """How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one turn of the loop did, and how things stand after it.
 
     Attributes:
@@ -57,7 +55,6 @@ class StepReport:
         tokens: Tokens in the plan that was launched.
         rows: Choices in it.
         credit: What could be taken on, lately.
-        pages_free: In the group that has the fewest left.
         retractions: Since start.
         preemptions: Since start.
         failures: Plans that raised, since start.
@@ -77,7 +74,6 @@ class StepReport:
     rows: int = 0
     progress: tuple[Progress, ...]
     credit: Credit
-    pages_free: int
     running: int
     waiting: int
     retractions: int
@@ -89,12 +85,11 @@ class StepReport:
     started: tuple[ChoiceKey, ...] = ()
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    backlog: Backlog = field(default_factory=Backlog)
+    backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(msgspec.Struct, frozen=True):
     """A plan that was launched and whose outcome nobody has read yet."""
 
     rows: Sequence[Row]
@@ -173,7 +168,6 @@ class BatchingLoop:
             rows=len(rows),
             progress=batching.take_progress(),
             credit=self._count_credit(now),
-            pages_free=batching.pools.pages_free,
             running=len(batching.running),
             waiting=len(batching.waiting),
             retractions=batching.retractions,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -143,9 +144,11 @@ class Splice:
     handle: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass.
+
+    A struct, as all that each step makes anew: a dataclass of so many fields takes longer to make
+    than what is in them.
 
     Attributes:
         step: Grows by one; a rank refuses a gap.
@@ -243,8 +246,7 @@ class Vectors:
     values: Floats  # (starts[R],)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a pass produced. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
 
     step: int

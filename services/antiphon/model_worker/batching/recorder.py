@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ _ROW_BYTES = 64  # a row's entries in every column, about
 _TOKEN_BYTES = 12  # id, position, and perhaps a logit row
 
 
-class Record(msgspec.Struct):
+class Record(msgspec.Struct, gc=False):
     """A plan, and what became of it once that is known.
 
     Attributes:
@@ -33,8 +32,9 @@ class Record(msgspec.Struct):
 
     def end(self, outcome: Outcome) -> None:
         """The plan has been computed."""
-        plain = outcome.details is None and outcome.vectors is None
-        self.outcome = outcome if plain else replace(outcome, details=None, vectors=None)
+        if outcome.details is not None or outcome.vectors is not None:
+            outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
+        self.outcome = outcome
 
     def spoil(self) -> None:
         """It was launched on tokens that were never drawn: what came of it says nothing."""

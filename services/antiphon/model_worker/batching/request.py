@@ -63,7 +63,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     deadline_unix_ms: int
 
 
-class Finish(msgspec.Struct, frozen=True, kw_only=True):
+class Finish(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How a choice ended."""
 
     reason: FinishReason
@@ -81,7 +81,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
         return cls(reason=FinishReason.ERROR, error=encode_error(error))
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step did to one choice: more ids, an end, or both.
 
     `weights` names those that drew these ids; `retractions` counts from the choice's beginning.
