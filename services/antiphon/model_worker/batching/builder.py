@@ -14,11 +14,12 @@ from antiphon.model_worker.batching.request import Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.slots import Slots
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request that a plan computes: `[start, start + length)`.
 
     Attributes:
@@ -50,27 +51,30 @@ class Row(msgspec.Struct, frozen=True):
 def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
     """Lay the rows out, in the order given. None of their requests has lost its slot."""
     layout = slots.layout(rows)
-    start = np.array([row.start for row in rows], np.int32)
-    tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
-    positions = layout.index + start[layout.row]
-    masks, masked = slots.steering.masks(rows)
-    pooling = pool_rows(rows)
+    tokens, positions, kv_len = _decodes(rows) if layout.decodes else _pieces(rows, layout)
+    steering = slots.steering
+    masks = masked = penalties = biases = None
+    if not steering.idle:
+        masks, masked = steering.masks(rows)
+        penalties = steering.penalties(rows, layout.slot, layout.draws)
+        biases = steering.biases(rows)
+    pooling = None if layout.decodes else pool_rows(rows)
     return Plan(
         step=step,
         slot=layout.slot,
         query_start=layout.query_start,
         query_len=layout.query_len,
-        kv_len=start + layout.query_len,
+        kv_len=kv_len,
         adapter=layout.adapter,
         tokens=tokens,
-        positions=positions[np.newaxis, :],
+        positions=positions,
         logit_tokens=layout.logit_tokens,
         sampling=layout.sampling,
         page_tables=_page_tables(rows, layout.slot, slots),
-        penalties=slots.steering.penalties(rows, layout.slot, layout.draws),
+        penalties=penalties,
         token_masks=masks,
         token_mask_rows=masked,
-        biases=slots.steering.biases(rows),
+        biases=biases,
         details=slots.telling.rows(rows, layout.query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(rows),
@@ -78,11 +82,30 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
     )
 
 
+def _decodes(rows: Sequence[Row]) -> tuple[Ints, Ints, Ints]:
+    """What `_pieces` gives of rows of one token each, which need no array of their own."""
+    starts = [row.start for row in rows]
+    tokens = [row.request.ids.item(row.start) for row in rows]
+    columns = np.array((tokens, starts), np.int32)
+    return columns[0], columns[1:], columns[1] + 1
+
+
+def _pieces(rows: Sequence[Row], layout: Layout) -> tuple[Ints, Ints, Ints]:
+    """The tokens of all rows, their positions, and how many tokens each row knows at its end."""
+    start = np.array([row.start for row in rows], np.int32)
+    tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
+    positions = layout.index + start[layout.row]
+    return tokens, positions[np.newaxis, :], start + layout.query_len
+
+
 def _page_tables(rows: Sequence[Row], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
     """The page tables by group; of states, what each row reads and what it writes."""
-    tables = list(slots.page_tables(slot))
     first = rows[0].request.table
     assert first is not None, "a running request has no pages"
+    tables = slots.page_tables(slot)
+    if not first.chains:
+        return tables
+    tables = list(tables)
     for group in first.chains:
         pairs = [
             row.request.table.chains[group].pair(row.start)

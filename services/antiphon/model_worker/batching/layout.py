@@ -27,6 +27,7 @@ class Layout:
 
     Attributes:
         shapes: Of each row.
+        decodes: Whether every row is one token after which another is drawn.
         draws: (R,) whether it draws.
         row: (T,) of each token.
         index: (T,) of each token in its row.
@@ -34,6 +35,7 @@ class Layout:
     """
 
     shapes: Sequence[RowShape]
+    decodes: bool
     slot: Ints
     query_start: Ints
     query_len: Ints
@@ -55,6 +57,7 @@ class Layout:
         row = np.repeat(np.arange(len(shapes)), query_len)
         return cls(
             shapes=shapes,
+            decodes=len(row) == len(shapes) and bool(draws.all()),
             slot=slot,
             query_start=query_start,
             query_len=query_len,

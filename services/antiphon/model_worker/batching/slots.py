@@ -62,6 +62,7 @@ class Slots:
             choice=np.zeros(slots_max, np.int32),
         )
         self._layout: Layout | None = None
+        self._copied: tuple[Ints, tuple[Ints, ...]] | None = None
 
     @property
     def free_count(self) -> int:
@@ -119,11 +120,15 @@ class Slots:
         return self._layout
 
     def page_tables(self, slots: Ints) -> tuple[Ints, ...]:
-        """A copy of the page tables of these slots, (R, N) a cache group."""
-        return tuple(
-            table[slots, : entries[slots].max()]
-            for table, entries in zip(self._tables, self.entries, strict=True)
-        )
+        """A copy of the page tables of these slots, (R, N) a cache group.
+
+        Plans of the same layout share it while none of the tables changes.
+        """
+        if self._copied is None or self._copied[0] is not slots:
+            groups = zip(self._tables, self.entries, strict=True)
+            copies = [table[slots, : max(entries[slots].tolist())] for table, entries in groups]
+            self._copied = slots, tuple(copies)
+        return self._copied[1]
 
     def _rewrite(self, request: Request) -> None:
         slot, table = request.slot, request.table
@@ -135,6 +140,7 @@ class Slots:
 
     def _write(self, group: int, slot: int, table: PageTable, start: int) -> None:
         """Write the entries of a page table from `start` on."""
+        self._copied = None
         pages = table.pages(group)
         count = len(pages)
         if count > self._tables[group].shape[1]:

@@ -72,6 +72,11 @@ class Steering:
         self._guides.pop(slot, None)
         self._biases.pop(slot, None)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has any of it."""
+        return not (self._penalised_count or self._filters or self._guides or self._biases)
+
     def penalties(
         self, rows: Sequence[Row], slots: Ints, draws: NDArray[np.bool_]
     ) -> Penalties | None:
