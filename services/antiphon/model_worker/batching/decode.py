@@ -18,7 +18,7 @@ Want = tuple["Request", int]
 
 
 def grow(
-    wants: Sequence[Want],
+    wants: list[Want],
     room: Room,
     slots: Slots,
     running: Callable[[], Collection[Request]],
@@ -42,7 +42,7 @@ def grow(
     """
     short = [want for want in wants if not _covered(*want)]
     if not short:
-        return list(wants)
+        return wants
     # One eviction for all of them: page by page it took longer than all else in a step of decodes.
     room.find(_needs(short))
     short.sort(key=lambda want: want[0].arrival)

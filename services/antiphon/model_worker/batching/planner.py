@@ -66,12 +66,17 @@ class Planner:
         self._steps += 1
         self._preempt()
         budget = Budget(self._limits, holdings.pools.page_tokens, holdings.checkpoints)
+        # Some of these may give way to others while these are chosen: they have no table then.
+        answering: list[Request] = []
+        begun: list[Request] = []
+        for request in holdings.running.values():
+            (answering if request.answers else begun).append(request)
         if self._limits.mixed:
-            return self._decodes(budget) + self._prompts(budget, now)
+            return self._decodes(answering, budget) + self._prompts(begun, budget, now)
         if self._decodes_due:
-            wants = self._decodes(budget) or self._prompts(budget, now)
+            wants = self._decodes(answering, budget) or self._prompts(begun, budget, now)
         else:
-            wants = self._prompts(budget, now) or self._decodes(budget)
+            wants = self._prompts(begun, budget, now) or self._decodes(answering, budget)
         self._decodes_due = any(not request.answers for request, _ in wants)
         return wants
 
@@ -95,29 +100,29 @@ class Planner:
                 request.touched = self._steps
                 self._holdings.touch(request)
 
-    def _decodes(self, budget: Budget) -> list[Want]:
+    def _decodes(self, answering: Sequence[Request], budget: Budget) -> list[Want]:
         """Everybody who has begun to answer: nobody is ever left out."""
-        answering = [
-            request
-            for request in self._holdings.running.values()
-            if request.answers and request.pending
+        pending = [
+            (request, tokens)
+            for request in answering
+            if request.table is not None and (tokens := request.pending)
         ]
         # A token each is there for certain; some have more, for more than one was accepted.
-        budget.tokens -= len(answering)
+        budget.tokens -= len(pending)
         wants: list[Want] = []
-        for request in answering:
-            more = min(request.pending - 1, budget.tokens)
+        for request, tokens in pending:
+            more = 0 if tokens == 1 else min(tokens - 1, budget.tokens)
             budget.tokens -= more
             wants.append((request, request.planned + 1 + more))
         if wants:
             self._holdings.room.ratio.decay()
         return self._grow(wants)
 
-    def _prompts(self, budget: Budget, now: float) -> list[Want]:
+    def _prompts(self, begun: Sequence[Request], budget: Budget, now: float) -> list[Want]:
         """Prompts that are begun, and then those who wait."""
         wants: list[Want] = []
-        for request in self._holdings.running.values():
-            if request.answers or not (pending := request.pending):
+        for request in begun:
+            if request.table is None or not (pending := request.pending):
                 continue
             length = budget.chunk(request.planned, pending)
             if not length:

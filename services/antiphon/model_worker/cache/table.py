@@ -49,11 +49,6 @@ class CachePools:
         """Pages of the group that has the fewest, states aside."""
         return min(self.groups[index].pages_total for index in self.measured)
 
-    @property
-    def pages_free(self) -> int:
-        """Pages that can be given now, in the group that has the fewest; states aside."""
-        return min(self.pools[index].free_count for index in self.measured)
-
     def free(self) -> list[int]:
         """Pages a group that can be given now."""
         return [pool.free_count for pool in self.pools]
@@ -160,7 +155,9 @@ class PageTable:
 
     def covers(self, tokens: int) -> bool:
         """Whether the next row may go up to token `tokens` with what is there."""
-        return tokens <= self.reserved and not any(chain.need for chain in self.chains.values())
+        if tokens > self.reserved:
+            return False
+        return not self.chains or not any(chain.need for chain in self.chains.values())
 
     def need(self, tokens: int) -> list[int]:
         """Pages a group that `allocate(tokens)` would take."""
