@@ -270,6 +270,7 @@ def test_nothing_is_kept_of_what_has_ended_however_far_off_its_time_is() -> None
     while not steps.batching.idle:
         steps.go()
     steps.batching.take_progress()
+    steps.batching.take_started()
     gc.collect()
     assert [ref() for ref in held] == [None] * 3
 

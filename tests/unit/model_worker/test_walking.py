@@ -131,7 +131,7 @@ def test_what_nobody_expected_is_raised_in_the_loop() -> None:
     threads = WalkThreads(patience_s=10.0)
     walks, _ = walked(threads, [guide(Broken("cab"))], C)
     with pytest.raises(ZeroDivisionError):
-        walks[0].check()
+        walks[0].ends()
     walks, _ = walked(threads, [guide(Word("cab"))], C)
     assert walks[0].done
 

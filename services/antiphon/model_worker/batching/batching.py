@@ -35,12 +35,11 @@ from antiphon.wire.command import PauseMode
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Outcome
-    from antiphon.model_worker.batching.slots import Slots
     from antiphon.model_worker.batching.walking import Walker
     from antiphon.model_worker.cache.table import CachePools
 
@@ -53,6 +52,10 @@ class Batching:
     Called from one thread only: `add` and `drop` between steps, then `next_rows`, then `commit` or
     `fail` with what became of them. The next rows may be chosen before the last are committed;
     their tokens are `future` then. Knows no clock: `now` is any that never goes back, in seconds.
+
+    Attributes:
+        running: Requests with pages by slot, in the order in which they were started.
+        slots: What plans are gathered from.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Batching:
         self.waiting = WaitingQueue(self.rules)
         namespace = namespace or Namespace(model_digest=limits.weights_digest)
         self._holdings = Holdings(limits, pools, self.index, namespace)
+        self.running = self._holdings.running
+        self.slots = self._holdings.slots
         self._timeouts = Timeouts(limits)
         self._late = LateRows(walker or WalksHere(), limits.follow_timeout_s)
         self._planner = Planner(limits, self.rules, self._holdings, self.waiting, self._timeouts)
@@ -88,14 +93,9 @@ class Batching:
         return not self._requests
 
     @property
-    def running(self) -> dict[int, Request]:
-        """Requests with pages by slot, in the order in which they were started."""
-        return self._holdings.running
-
-    @property
-    def slots(self) -> Slots:
-        """What plans are gathered from."""
-        return self._holdings.slots
+    def goes_on(self) -> bool:
+        """Whether somebody runs, and the next rows can be chosen without a wait for a guide."""
+        return bool(self.running) and not self._late
 
     @property
     def retractions(self) -> int:
@@ -168,7 +168,7 @@ class Batching:
         rows = [
             self._launch(request, end)
             for request, end in self._planner.wants(now)
-            if request.phase is Phase.RUNNING
+            if request.table is not None
         ]
         self._rows_launched += len(rows)
         stands = not rows and not self._rows_launched
@@ -179,11 +179,12 @@ class Batching:
 
     def expire(self, now: float) -> None:
         """End those whose time is over: it runs in a pause, too, in which no rows are chosen."""
-        self._settle_late()
-        overdue = [*self._timeouts.take_due(now), *self._late.overdue(now)]
-        for request, error in overdue:
-            if request.phase is not Phase.ENDED:
-                self._end(request, Finish.failed(error))
+        if self._late:
+            self._settle_late()
+        if self._timeouts.any_due(now):
+            self._end_overdue(self._timeouts.take_due(now))
+        if self._late:
+            self._end_overdue(self._late.overdue(now))
 
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
         """Apply what a plan produced. Rows whose requests went other ways are passed over."""
@@ -191,24 +192,22 @@ class Batching:
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
         drawn = [token_ids[start:end] for start, end in pairwise(starts)]
-        walks = {
-            index: Walk(row.request.guide, drawn[index])
-            for index, row in enumerate(rows)
-            if row.request.guide is not None and drawn[index] and row.current
-        }
-        self._late.walk(list(walks.values()))
+        walks = self._walk(rows, drawn) if self.slots.steering.guided else _NO_WALKS
+        tells = outcome.details is not None or outcome.vectors is not None
         for index, row in enumerate(rows):
             if not row.current:
                 continue
-            if status[index] == RowStatus.OK:
-                told = _told(outcome, index)
-                self._commit_drawn(LateRow(row, drawn[index], told, walks.get(index)))
-            elif status[index] == RowStatus.NO_TOKEN:
-                error = InvalidRequest("what the request allows leaves no token to go on with")
-                self._end(row.request, Finish.failed(error))
+            if status[index]:
+                self._end(row.request, Finish.failed(_failure(status[index])))
+                continue
+            told = _told(outcome, index) if tells else None
+            walk = walks.get(index)
+            if walk is None:
+                self._commit_row(row, drawn[index], told)
+            elif walk.done:
+                self._commit_row(row, drawn[index], told, walk.ends())
             else:
-                error = Internal("the model produced no finite number")
-                self._end(row.request, Finish.failed(error))
+                self._put_late(LateRow(row, drawn[index], told, walk))
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
@@ -269,6 +268,10 @@ class Batching:
         progress, self._progress = tuple(self._progress), []
         return progress
 
+    def take_started(self) -> Sequence[Request]:
+        """Those that were started for the first time since the last call."""
+        return self._planner.take_started()
+
     def credit(self) -> Credit:
         """What could be taken on now."""
         return credit(self.pools, self.index, self._holdings.room, self.slots)
@@ -311,15 +314,27 @@ class Batching:
         request.launch(end, draws=draws)
         return row
 
-    def _commit_drawn(self, drawn: LateRow) -> None:
-        if drawn.walk is None or drawn.walk.done:
-            self._commit_row(drawn)
-            return
-        self._late.put(drawn)
-        request, table = drawn.row.request, drawn.row.request.table
+    def _end_overdue(self, overdue: Iterable[tuple[Request, EngineError]]) -> None:
+        for request, error in list(overdue):
+            if request.phase is not Phase.ENDED:
+                self._end(request, Finish.failed(error))
+
+    def _walk(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> dict[int, Walk]:
+        """Send guides over what their rows have drawn; which walk is a row's, by its index."""
+        walks = {
+            index: Walk(row.request.guide, drawn[index])
+            for index, row in enumerate(rows)
+            if row.request.guide is not None and drawn[index] and row.current
+        }
+        self._late.walk(list(walks.values()))
+        return walks
+
+    def _put_late(self, late: LateRow) -> None:
+        self._late.put(late)
+        request, table = late.row.request, late.row.request.table
         assert table is not None, "a running request has no pages"
-        table.commit(drawn.row.end)
-        request.computed = drawn.row.end
+        table.commit(late.row.end)
+        request.computed = late.row.end
         if request.prefilling:  # whoever waits for its prompt need not wait for its grammar
             self._holdings.share(request)
             self._holdings.sharing.retire(request)
@@ -328,16 +343,21 @@ class Batching:
         """Commit the rows whose guides have arrived, as if their step had just ended."""
         for late in self._late.take_done():
             if late.row.current:
-                self._commit_row(late)
+                self._commit_row(late.row, late.accepted, late.told, late.walk.ends())
             elif late.row.request.guide is not None:  # it was retracted, and draws them again
                 late.row.request.guide.take_back()
 
-    def _commit_row(self, drawn: LateRow) -> None:
-        row, accepted, told = drawn.row, drawn.accepted, drawn.told
+    def _commit_row(
+        self,
+        row: Row,
+        accepted: list[int],
+        told: Told | Vector | None,
+        ends: Sequence[Finish | None] = (),
+    ) -> None:
         request, table = row.request, row.request.table
         assert table is not None, "a running request has no pages"
         assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
-        outputs = request.outputs
+        length = request.length
         computed = row.end if accepted or not row.draws else self._again(row)
         table.commit(computed)
         if len(accepted) == row.draws:
@@ -346,10 +366,10 @@ class Batching:
         else:
             request.resume(computed)
         if accepted:
-            request.accept(accepted, drawn.ends())
+            request.accept(accepted, ends)
             self.slots.length[request.slot] = request.length
         if told is not None:
-            told.tell(request, accepted=len(accepted), kept=request.outputs - outputs)
+            told.tell(request, accepted=len(accepted), kept=request.length - length)
         self._settle(request, drew=bool(accepted))
 
     def _again(self, row: Row) -> int:
@@ -372,7 +392,7 @@ class Batching:
             if drew:
                 request.prefilling = False
                 self._holdings.sharing.retire(request)
-        elif self._holdings.keeps_state(request):
+        elif self.pools.states and self._holdings.keeps_state(request):
             self._holdings.share(request)
         elif self.pools.windows:
             self.slots.update(request)
@@ -398,6 +418,17 @@ class Batching:
         self._timeouts.ended(request)
         request.end()
         del self._requests[request.key]
+
+
+_NO_WALKS: Mapping[int, Walk] = {}
+"""No guide is on its way."""
+
+
+def _failure(status: int) -> EngineError:
+    """What a row ends with that has drawn nothing, by its status."""
+    if status == RowStatus.NO_TOKEN:
+        return InvalidRequest("what the request allows leaves no token to go on with")
+    return Internal("the model produced no finite number")
 
 
 def _told(outcome: Outcome, row: int) -> Told | Vector | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.builder import Row
     from antiphon.model_worker.batching.pooling import Vector
-    from antiphon.model_worker.batching.request import Finish, Request
+    from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.batching.telling import Told
     from antiphon.model_worker.batching.walking import Walk, Walker
 
@@ -22,27 +22,20 @@ _RETRY_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class LateRow:
-    """What a row is committed with.
+    """What a row will be committed with.
 
     Attributes:
         accepted: The tokens that it has drawn.
         told: What is told of them, or what the prompt became.
-        walk: Of its guide, if it has one and has drawn any.
+        walk: Of its guide.
         since: When it was first waited for.
     """
 
     row: Row
     accepted: list[int]
     told: Told | Vector | None
-    walk: Walk | None
+    walk: Walk
     since: float | None = None
-
-    def ends(self) -> Sequence[Finish | None]:
-        """How each token ends the choice by its grammar; none without one. Its walk is done."""
-        if self.walk is None:
-            return ()
-        self.walk.check()
-        return self.walk.finishes
 
 
 class LateRows:
@@ -78,7 +71,6 @@ class LateRows:
         rows, self._rows = self._rows, []
         for late in rows:
             request = late.row.request
-            assert late.walk is not None, "a row waits for nothing"
             if request.phase is Phase.ENDED:
                 self._walker.forget(late.walk)
             elif late.walk.done:

@@ -49,6 +49,7 @@ class Planner:
         self._holdings = holdings
         self._waiting = waiting
         self._timeouts = timeouts
+        self._started: list[Request] = []
         self._decodes_due = False
         self._pages_short = False
         self._steps = 0
@@ -79,6 +80,13 @@ class Planner:
             wants = self._prompts(begun, budget, now) or self._decodes(answering, budget)
         self._decodes_due = any(not request.answers for request, _ in wants)
         return wants
+
+    def take_started(self) -> Sequence[Request]:
+        """Those that were started for the first time since the last call."""
+        if not self._started:
+            return ()
+        started, self._started = self._started, []
+        return started
 
     def retract(self, request: Request) -> None:
         """Take slot and pages from a running request, and let it wait at its old place.
@@ -199,6 +207,7 @@ class Planner:
         self._waiting.admit(request, now)
         if request.started_s is None:
             self._timeouts.started(request, now)
+            self._started.append(request)
         self._holdings.start(request, table, now)
 
     def _preempt(self) -> None:

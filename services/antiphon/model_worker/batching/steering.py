@@ -73,6 +73,11 @@ class Steering:
         self._biases.pop(slot, None)
 
     @property
+    def guided(self) -> bool:
+        """Whether anybody follows a grammar."""
+        return bool(self._guides)
+
+    @property
     def idle(self) -> bool:
         """Whether nobody has any of it."""
         return not (self._penalised_count or self._filters or self._guides or self._biases)

@@ -53,6 +53,10 @@ class Timeouts:
         self._waiting.forget(request)
         self._running.forget(request)
 
+    def any_due(self, now: float) -> bool:
+        """Whether anybody's time is over."""
+        return self._running.due(now) or self._waiting.due(now)
+
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:
         """Those whose time is over, with the reason, each once."""
         for request in self._running.take(now):
@@ -86,15 +90,18 @@ class _Due:
     def next_due(self) -> float | None:
         return self._order[0][0] + self._time_s if self._order and self._time_s else None
 
+    def due(self, now: float) -> bool:
+        if not self._order or self._time_s is None:
+            return False
+        return now >= self._order[0][0] + self._time_s
+
     def forget(self, request: Request) -> None:
         found = self._since.pop(request.arrival, None)
         if found is not None:
             del self._order[bisect_left(self._order, (found[0], request.arrival))]
 
     def take(self, now: float) -> Iterator[Request]:
-        while self._order and self._time_s is not None:
-            since, arrival = self._order[0]
-            if now < since + self._time_s:
-                return
+        while self.due(now):
+            arrival = self._order[0][1]
             del self._order[0]
             yield self._since.pop(arrival)[1]

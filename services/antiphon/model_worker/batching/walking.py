@@ -50,10 +50,15 @@ class Walk:
             self._bug = error
         self.done = True
 
-    def check(self) -> None:
-        """Raise what nobody expected on the way."""
+    def ends(self) -> Sequence[Finish | None]:
+        """How each token ends the choice by its grammar, once the walk is done.
+
+        Raises:
+            Exception: What nobody expected on the way.
+        """
         if self._bug is not None:
             raise self._bug
+        return self.finishes
 
     def _run(self) -> None:
         self.guide.mark()

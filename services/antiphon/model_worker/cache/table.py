@@ -184,7 +184,7 @@ class PageTable:
         began.
         """
         assert self.committed <= tokens <= self.reserved, "committed tokens have no pages"
-        if tokens > self.committed:
+        if self.chains and tokens > self.committed:
             for chain in self.chains.values():
                 chain.commit(tokens)
         self.committed = tokens
