@@ -83,11 +83,12 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
 
 
 def _decodes(rows: Sequence[Row]) -> tuple[Ints, Ints, Ints]:
-    """What `_pieces` gives of rows of one token each, which need no array of their own."""
-    starts = [row.start for row in rows]
+    """What `_pieces` gives of rows of one token each, in one array for all."""
     tokens = [row.request.ids.item(row.start) for row in rows]
-    columns = np.array((tokens, starts), np.int32)
-    return columns[0], columns[1:], columns[1] + 1
+    starts = [row.start for row in rows]
+    ends = [start + 1 for start in starts]
+    columns = np.array((tokens, starts, ends), np.int32)
+    return columns[0], columns[1:2], columns[2]
 
 
 def _pieces(rows: Sequence[Row], layout: Layout) -> tuple[Ints, Ints, Ints]:

@@ -43,9 +43,10 @@ def grow(
     short = [want for want in wants if not _covered(*want)]
     if not short:
         return wants
-    # One eviction for all of them: page by page it took longer than all else in a step of decodes.
-    room.find(_needs(short))
-    short.sort(key=lambda want: want[0].arrival)
+    if len(short) > 1:
+        # One eviction for all: page by page it took longer than all else in a step of decodes.
+        room.find(_needs(short))
+        short.sort(key=lambda want: want[0].arrival)
     for request, end in short:
         # Its table goes when it is retracted itself, maybe for one before it.
         while request.table is not None and not room.take(request.table, end):

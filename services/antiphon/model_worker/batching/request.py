@@ -140,6 +140,16 @@ class Request:
         stepwise: What may be drawn depends on the token before, which must be known here.
     """
 
+    # Of so many attributes in a dictionary, each that a step needs is a line of memory by itself.
+    __slots__ = (
+        "__weakref__", "_details", "ahead", "arrival", "began", "cache_key", "cached_tokens",
+        "computed", "emitted", "end_ids", "filter", "finish", "following", "guide", "ids", "key",
+        "late", "length", "life", "namespace", "overtaken_before_s", "overtaken_s",
+        "passed_leaders", "phase", "place", "planned", "prefilling", "prefix", "prompt_tokens",
+        "queued_s", "rank", "retractions", "scores", "slot", "started_s", "state", "stepwise",
+        "table", "tokens_max", "told", "touched", "urgent",
+    )  # fmt: skip
+
     def __init__(
         self,
         key: ChoiceKey,
@@ -334,11 +344,13 @@ class Request:
             return None
         told = self.ids[self.prompt_tokens + self.emitted : self.length]
         self.emitted = outputs
-        details, self._details = self._details, []
+        details = _UNTOLD
+        if self._details:
+            details, self._details = join(self._details), []
         return Progress(
             key=self.key,
             token_ids=told.tobytes(),
-            details=join(details) if details else _UNTOLD,
+            details=details,
             cached_tokens=self.cached_tokens,
             weights=weights,
             retractions=self.retractions,

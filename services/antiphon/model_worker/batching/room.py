@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import le
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,12 +65,11 @@ class Room:
     def find(self, needs: Sequence[int]) -> bool:
         """Whether so many pages a group are free now, after the index gave up what it must."""
         free = self._pools.free()
-        short = [max(0, need - have) for need, have in zip(needs, free, strict=True)]
-        if any(short):
-            self.before_eviction()
-            self._index.evict(short)
-            free = self._pools.free()
-        return all(need <= have for need, have in zip(needs, free, strict=True))
+        if all(map(le, needs, free)):
+            return True
+        self.before_eviction()
+        self._index.evict([max(0, need - have) for need, have in zip(needs, free, strict=True)])
+        return all(map(le, needs, self._pools.free()))
 
     def coming(self, needs: Sequence[int]) -> bool:
         """Whether so many pages will be free once the launched plans have finished."""
