@@ -220,6 +220,31 @@ def endless(number: int) -> tuple[ChoiceKey, RequestState]:
     )
 
 
+def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
+    world = World(1, overlap=False, queue_timeout_s=None, running_timeout_s=None)
+    heard, delivered = 0, {}
+    compute = world.runner.run
+
+    def run(plan: Plan) -> Outcome:
+        delivered[plan.step] = heard
+        return compute(plan)
+
+    def deliver(report: StepReport) -> None:
+        nonlocal heard
+        heard += 1
+        side.reports.put(report)
+
+    world.runner.run = run  # type: ignore[method-assign]
+    with beside(world) as side:
+        side.loop._deliver = deliver
+        key, state = endless(0)
+        world.told[key] = Told(state)
+        side.box.run(key, state)
+        side.hear_until(lambda: world.told[key].finish is not None)
+    assert len(delivered) > 10
+    assert all(count == step - 1 for step, count in delivered.items())
+
+
 @both
 def test_who_waits_in_a_pause_for_too_long_ends_in_it(overlap: bool) -> None:
     world = World(1, overlap=overlap, queue_timeout_s=0.05, running_timeout_s=None)

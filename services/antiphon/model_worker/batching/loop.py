@@ -42,7 +42,7 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep the interpreter from the other one. Python's default, 5 ms, is longer
 than a step of a small model: the bus side would run in the gaps only."""
 
-CREDIT_PERIOD_S = 0.1
+CREDIT_PERIOD_S = 0.25
 """How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
 
 
@@ -105,6 +105,11 @@ class BatchingLoop:
     until whoever is to blame is alone; a bug in the loop itself leaves `run` as what it is, and
     ends the process.
 
+    The report of a step is delivered when the next plan is about to be computed, or at once if one
+    is in flight already or none follows. Whoever takes it wakes up then, while kernels run that
+    leave the interpreter alone; any sooner, and two threads would contend for it between two steps,
+    when nothing is computed.
+
     Attributes:
         recorder: The last plans.
         pulse: Grows with whatever the loop begins; 0 while it rests. For a watchdog.
@@ -133,6 +138,7 @@ class BatchingLoop:
         self._clock = clock
         self._overlap = overlap
         self._flight: Flight | None = None
+        self._undelivered: StepReport | None = None
         self._credit = batching.credit()
         self._backlog = batching.waiting.backlog()
         self._credit_due_s = 0.0
@@ -145,7 +151,12 @@ class BatchingLoop:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.thread = threading.get_ident()
         while (mail := self._take()) is not None:
-            self._deliver(self.turn(mail))
+            report = self.turn(mail)
+            self._hand_over()  # that of the turn before, if this one has computed nothing
+            self._undelivered = report
+            if self._flight is not None or self.paused or not self._batching.goes_on:
+                self._hand_over()
+        self._hand_over()
         self.pulse = 0
 
     def turn(self, mail: Mail) -> StepReport:
@@ -159,12 +170,13 @@ class BatchingLoop:
         done = self._obey(mail.orders) if mail.orders else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
-        self._run_step(rows)
-        started = [row.request for row in rows if row.request.started_s == now]
+        tokens = self._run_step(rows)
+        seconds = time.perf_counter() - began if rows else 0.0
+        started = batching.take_started()
         return StepReport(
             step=self._step,
-            seconds=time.perf_counter() - began if rows else 0.0,
-            tokens=sum(row.length for row in rows),
+            seconds=seconds,
+            tokens=tokens,
             rows=len(rows),
             progress=batching.take_progress(),
             credit=self._count_credit(now),
@@ -176,12 +188,17 @@ class BatchingLoop:
             paused=self.paused,
             done=done,
             events=batching.index.take_events(),
-            started=tuple(request.key for request in started),
-            prompt_tokens=sum(request.prompt_tokens for request in started),
-            cached_tokens=sum(request.cached_tokens for request in started),
+            started=tuple([request.key for request in started]),
+            prompt_tokens=sum([request.prompt_tokens for request in started]),
+            cached_tokens=sum([request.cached_tokens for request in started]),
             backlog=self._backlog,
             returned=tuple(returned),
         )
+
+    def _hand_over(self) -> None:
+        report, self._undelivered = self._undelivered, None
+        if report is not None:
+            self._deliver(report)
 
     def _next_rows(self, now: float) -> Sequence[Row]:
         if not self.paused:
@@ -235,13 +252,18 @@ class BatchingLoop:
                 met = batching.set_aside(mode)
                 return ControlDone(pages_freed=batching.renew(order.version), requests=met)
 
-    def _run_step(self, rows: Sequence[Row]) -> None:
-        """Launch these rows, then read what was launched before them; or they, without overlap."""
+    def _run_step(self, rows: Sequence[Row]) -> int:
+        """Launch these rows, then read what was launched before them; or they, without overlap.
+
+        Return how many tokens they have.
+        """
         landed, self._flight = self._flight, self._launch(rows) if rows else None
+        tokens = 0 if self._flight is None else len(self._flight.record.plan.tokens)
         if not self._overlap:
             landed, self._flight = self._flight, None
         if landed is not None:
             self._land(landed)
+        return tokens
 
     def _launch(self, rows: Sequence[Row]) -> Flight:
         self._step += 1
@@ -286,6 +308,7 @@ class BatchingLoop:
 
     def _read(self, flight: Flight) -> Outcome | None:
         """Wait for a plan; nothing if it raised."""
+        self._hand_over()
         step = flight.record.plan.step
         try:
             outcome = flight.outcome()
