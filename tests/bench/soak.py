@@ -16,7 +16,6 @@ import asyncio
 import random
 import sys
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -24,17 +23,12 @@ from typing import TYPE_CHECKING, TypedDict
 import aiohttp
 import msgspec
 import numpy as np
+from tests.bench.told import health_ports, numbers
 from tests.system.stack import Stack, serving
 
-from antiphon.bus.bus import Bus, Delivery
-from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
-from antiphon.config.process import BusConfig
-from antiphon.wire.base import Process
 from antiphon.wire.errors import EngineError
 from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
-from antiphon.wire.routes import HEARTBEAT
 from antiphon.wire.sampling import DetailParams
 
 if TYPE_CHECKING:
@@ -99,7 +93,7 @@ def soak(minutes: float, seed: int = 0) -> Result:
 
 
 async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
-    ports = await _health_ports(stack)
+    ports = await health_ports(stack)
     pids = stack.pids()
     samples: dict[str, list[tuple[float, int]]] = {name: [] for name in pids}
     outcomes: Counter[str] = Counter()
@@ -113,7 +107,7 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
             group.create_task(_watch(pids, samples, ends_at))
         left = await asyncio.to_thread(_settled, ports)
     growth = {name: _growth(points) for name, points in samples.items()}
-    counted = _metrics(ports)
+    counted = numbers(ports)
     result = Result(
         seed=seed,
         minutes=minutes,
@@ -274,45 +268,11 @@ def _settled(ports: dict[str, int]) -> dict[str, float]:
     """What is left of each that should be zero, as soon as all are, or when the time is over."""
     until = time.monotonic() + EMPTY_WITHIN_S
     while True:
-        counted = _metrics(ports)
+        counted = numbers(ports)
         left = {name: counted[name] for name in EMPTY}
         if not any(left.values()) or time.monotonic() > until:
             return left
         time.sleep(0.25)
-
-
-def _metrics(ports: dict[str, int]) -> dict[str, float]:
-    """Every plain number that the services tell."""
-    found: dict[str, float] = {}
-    for port in ports.values():
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
-            for line in reply.read().decode().splitlines():
-                name, _, value = line.partition(" ")
-                if not line.startswith("#") and "{" not in name:
-                    found[name] = float(value)
-    return found
-
-
-async def _health_ports(stack: Stack) -> dict[str, int]:
-    """Where each service tells its numbers, by its heartbeat."""
-    config = msgspec.convert({"url": stack.nats_url}, BusConfig)
-    here = Process(instance=InstanceId("soak"), incarnation=new_incarnation())
-    ports: dict[str, int] = {}
-    roles = {name.rpartition("-")[0] for name in stack.pids()}
-    complete = asyncio.Event()
-
-    async def deliver(delivery: Delivery) -> None:
-        beat = delivery.read(HEARTBEAT)
-        ports[beat.process.instance] = beat.health_port
-        if len(ports) == len(roles):
-            complete.set()
-
-    async with Bus(NatsTransport(config, name="soak"), ClusterName("antiphon"), here) as bus:
-        for role in sorted(roles):
-            await bus.listen(HEARTBEAT, deliver, role=role)
-        async with asyncio.timeout(10):
-            await complete.wait()
-    return ports
 
 
 def main() -> int:

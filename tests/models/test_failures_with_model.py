@@ -28,8 +28,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
+    from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.recorder import Record
     from antiphon.model_worker.batching.request import RequestState
     from antiphon.model_worker.batching.runner import Runner
@@ -139,13 +138,13 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
         pass
 
     class Raises(Sampler):
-        def draw(self, *_: Any, **__: Any) -> Tensor:
+        def draw(self, *_: Any, **__: Any) -> Ints:
             raise NoToken
 
     model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
     model.runner._sampler = Raises(model.runner.ops)
     batch = Stepper(model.runner, model.groups)
-    batch.add(range(20))
+    batch.add(range(20)).temperature = 1.0
     with pytest.raises(NoToken):
         batch.prefill()
     assert not any(pool._data.any() for pool in model.runner.pools)

@@ -17,6 +17,7 @@ from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import Control
+from antiphon.model_worker.cpu_time import CpuTime
 from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.figures import Figures
 from antiphon.model_worker.grammar.grammars import Grammars
@@ -106,8 +107,10 @@ class ModelWorker:
             warm = partial(warm_up, self._loop, pools=pools)
             self._on_report(await self._event_loop.run_in_executor(thread, warm))
             ended = self._event_loop.run_in_executor(thread, self._loop.run)
+            self._followed = self._event_loop.create_future()
             for work, name in (
                 (_watch(ended), "batching"),
+                (_watch(self._followed), "steps"),
                 (self._tick(), "tick"),
                 (self._agreement.end(), "agreement"),
             ):
@@ -235,6 +238,7 @@ class ModelWorker:
         )
         self._figures = Figures(engine.resolved)
         self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
+        self._runtime.metrics.registry.register(CpuTime(lambda: self._loop.native_thread))
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
         self._pulse = Pulse(self._loop, watchdog, self._metrics.stalled)
 
@@ -336,7 +340,8 @@ class ModelWorker:
             self._publish()
             self._announce()
         except Exception as error:  # noqa: BLE001  # raised in a task, which ends the process
-            self._runtime.group.create_task(self._guard(_fail(error)), name="steps")
+            if not self._followed.done():
+                self._followed.set_exception(error)
         self._moved.set()
 
     def _on_report(self, report: StepReport) -> None:
@@ -421,13 +426,9 @@ class ModelWorker:
         await self._moved.wait()
 
 
-async def _watch(loop: asyncio.Future[None]) -> None:
-    """End the process with the batching loop's own exception, should it have one.
+async def _watch(work: asyncio.Future[None]) -> None:
+    """End the process with the exception of what no task runs, should it have one.
 
     Shielded: the loop ends by its mailbox, and whoever leaves waits for that.
     """
-    await asyncio.shield(loop)
-
-
-async def _fail(error: Exception) -> None:
-    raise error
+    await asyncio.shield(work)

@@ -453,7 +453,7 @@ async def test_what_has_not_begun_is_given_back_if_another_worker_is_there(drain
             worker = stage.worker.process.instance
             await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
         await until(lambda: given_back(stage) == ["b"])
-        await until(lambda: stage.ended("a"))
+        await until(lambda: stage.ended("a"), 20.0)
         assert len(stage.ids("a")) == 900
         await stage.command(Abort(request_id=RequestId("b"), attempt=Attempt(term=TERM, n=1)))
         await until(lambda: given_back(stage) == [])
@@ -467,7 +467,7 @@ async def test_a_lone_worker_keeps_what_waits() -> None:
         await stage.command(admit("b"))
         worker = stage.worker.process.instance
         await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
-        await until(lambda: stage.ended("b"))
+        await until(lambda: stage.ended("b"), 20.0)
         assert len(stage.ids("b")) == 5
 
 

@@ -44,6 +44,14 @@ def lacking() -> str | None:
     return None
 
 
+def computing_s() -> float:
+    """Processor time that threads which call kernels have spent in them, in seconds.
+
+    The other threads of torch's pool, which help them, are not counted.
+    """
+    return load().computing_s() if lacking() is None else 0.0
+
+
 def arithmetic() -> dict[str, str]:
     """What the bits of a result depend on in this process, beside its operands.
 

@@ -114,6 +114,7 @@ class BatchingLoop:
         recorder: The last plans.
         pulse: Grows with whatever the loop begins; 0 while it rests. For a watchdog.
         thread: Which thread it runs in, once it does.
+        native_thread: The same by the system's number.
         paused: Whether it runs no steps.
     """
 
@@ -130,6 +131,7 @@ class BatchingLoop:
         self.recorder = Recorder()
         self.pulse = 0
         self.thread: int | None = None
+        self.native_thread: int | None = None
         self.paused = False
         self._batching = batching
         self._launch_plan = _launcher(runner, overlap=overlap)
@@ -149,7 +151,7 @@ class BatchingLoop:
     def run(self) -> None:
         """Go on until the mailbox is closed. The body of the loop's thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.thread = threading.get_ident()
+        self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
         while (mail := self._take()) is not None:
             report = self.turn(mail)
             self._hand_over()  # that of the turn before, if this one has computed nothing

@@ -78,6 +78,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("isas", isas, "Instruction sets that this machine runs, best first.");
     module.def("isa", [] { return std::string(kernels().isa); }, "The one in use.");
     module.def("use_isa", use_isa, "Use another one; for tests, while no kernel runs.");
+    module.def(
+        "computing_s", Computing::seconds,
+        "Processor time that calling threads have spent in kernels.");
     bind_linear(module);
     bind_memory(module);
     bind_attention(module);

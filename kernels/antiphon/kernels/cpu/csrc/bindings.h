@@ -6,6 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+
 #include "table.h"
 
 namespace py = pybind11;
@@ -15,6 +19,30 @@ const Table &kernels();
 
 // Threads of torch's pool that this thread may use.
 int threads();
+
+// While it lives a kernel runs: the interpreter is free for other threads, and the processor time
+// of this one is counted.
+class Computing {
+  public:
+    Computing() : began_(thread_ns()) {}
+    Computing(const Computing &) = delete;
+    Computing &operator=(const Computing &) = delete;
+    ~Computing() { total_ += thread_ns() - began_; }
+
+    // Of all threads that have called kernels so far; their teams' other members are not counted.
+    static double seconds() { return static_cast<double>(total_) * 1e-9; }
+
+  private:
+    static int64_t thread_ns() {
+        timespec now{};
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+    }
+
+    inline static std::atomic<int64_t> total_ = 0;
+    const int64_t began_;
+    const py::gil_scoped_release unlocked_;
+};
 
 // One a file; bindings.cpp calls them all.
 void bind_linear(py::module_ &module);

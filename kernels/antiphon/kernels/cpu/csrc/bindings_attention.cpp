@@ -37,7 +37,7 @@ at::Tensor rmsnorm(const at::Tensor &x, const at::Tensor &weight, double eps) {
         .finite = nullptr,
     };
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().norm(call, team);
     return out;
 }
@@ -64,7 +64,7 @@ std::pair<at::Tensor, at::Tensor> add_rmsnorm(
     };
     const int team = threads();
     {
-        py::gil_scoped_release unlocked;
+        const Computing computing;
         kernels().norm(call, team);
     }
     return {out, total};
@@ -78,7 +78,7 @@ at::Tensor silu_mul(const at::Tensor &gate_up) {
     const int64_t width = rows.size(1) / 2;
     at::Tensor out = at::empty({rows.size(0), width}, rows.options());
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().gate(
         number, rows.const_data_ptr(), rows.size(0), width, out.mutable_data_ptr(), team);
     return out;
@@ -93,7 +93,7 @@ Optional finite_rows(const at::Tensor &x) {
     auto *flags = finite.mutable_data_ptr<bool>();
     const int team = threads();
     {
-        py::gil_scoped_release unlocked;
+        const Computing computing;
         kernels().finite(
             number, rows.const_data_ptr(), rows.size(0), rows.size(1), flags, team);
     }
@@ -107,7 +107,7 @@ at::Tensor greatest(const at::Tensor &x) {
     TORCH_CHECK(rows.scalar_type() == at::kFloat, "x is (rows, size) float32");
     at::Tensor found = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().greatest(
         rows.const_data_ptr<float>(), rows.size(0), rows.size(1),
         found.mutable_data_ptr<int64_t>(), team);
@@ -172,7 +172,7 @@ at::Tensor ready_heads(
         .q_stride = queries * shape.head_size,
     };
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().heads(call, tokens, team);
     return q;
 }
@@ -203,7 +203,7 @@ at::Tensor paged_attention(
     };
     const auto &tasks = rows.tasks();
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().attention(call, tasks.data(), static_cast<int64_t>(tasks.size()), team);
     return out;
 }

@@ -87,7 +87,7 @@ at::Tensor Linear::forward(const at::Tensor &x, Epilogue epilogue) const {
     at::Tensor y = at::empty({rows.size(0), columns}, x.options().dtype(kept));
     if (rows.size(0) > 0) {
         const int team = threads();
-        py::gil_scoped_release unlocked;
+        const Computing computing;
         kernels().linear(
             packed_, rows.const_data_ptr(), rows.size(0), y.mutable_data_ptr(), epilogue, team);
     }
@@ -127,7 +127,7 @@ void Linear::write(const at::Tensor &rows, int64_t panel, int64_t lane, int64_t 
     };
     // Others read meanwhile what comes next: a team that waits for their core is slower than none.
     const int team = std::max(threads() - 1, 1);
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().pack(call, team);
 }
 
@@ -143,7 +143,7 @@ at::Tensor Linear::rows(const at::Tensor &outputs) const {
     const auto type = packed_.number == Number::bf16 ? at::kBFloat16 : at::kFloat;
     at::Tensor y = at::empty({ids.size(0), packed_.inputs}, at::TensorOptions(type));
     const int team = threads();
-    py::gil_scoped_release unlocked;
+    const Computing computing;
     kernels().linear_rows(packed_, data, ids.size(0), y.mutable_data_ptr(), team);
     return y;
 }

@@ -177,7 +177,7 @@ class Stack {
         make_room(call, ends);
         const int team = threads();
         {
-            py::gil_scoped_release unlocked;
+            const Computing computing;
             kernels().stack(call, team);
         }
         return flags_of(finite);
