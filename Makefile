@@ -79,6 +79,7 @@ bench-serving: setup  ## Load on a server, open or closed loop; ARGS='--arrival 
 
 bench-steps: setup  ## One step: deterministic and not, what is beside the layers, and torch
 	$(BIN)/python -m tests.bench.kernels.steps --json tests/bench/results/steps.json $(ARGS)
+	$(BIN)/python -m tests.bench.share
 	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that wait; int8; grammars

@@ -55,9 +55,15 @@ class Way:
         decoder = self.runner._model.decoder
         for name in ("forward", "logits"):
             setattr(decoder, name, self._timed(getattr(decoder, name), layers=name == "forward"))
+        stack = self.runner._contexts._stack
+        if stack is not None:
+            setattr(stack, "score", self._timed(stack.score, layers=True))  # noqa: B010  # as above
 
     def step(self, plan: Plan) -> tuple[float, float, float]:
-        """Run a plan: seconds of the step, of its layers, and beside layers and head."""
+        """Run a plan: seconds of the step, of its layers, and beside layers and head.
+
+        Where all is one call from ids to logits, the layers are all of it.
+        """
         self.decoder_s = self.layers_s = 0.0
         self.runner._step = None
         start = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
+from tests.bench import share
 from tests.bench.kernels import attention, step_report
 from tests.bench.page.markdown import markdown, who
 
@@ -20,6 +22,14 @@ percentile, all ways in turn: as served, with `--enable-deterministic-inference`
 operations.
 Beside is what a step takes outside its layers and its head: Python, plan, checks and sampling. The
 limit is reading weights and cache at the rate measured beside it.
+"""
+SHARE_HEAD = """
+## Whose a step is
+
+Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
+batching thread in kernels and in Python, and of the bus thread, whose upkeep between steps
+(heartbeats, some 10 ms a second) is in it. Medians of {windows} windows of two seconds:
+[tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
 ## Loading
@@ -61,6 +71,27 @@ def _step_cells(report: step_report.Report, case: step_report.Case) -> Sequence[
         f"{default.beside.p50:.2f} ({default.beside.p50 / default.step.p50:.1%})",
         f"{torch.step.p50:.2f}",
         f"{default.limit:.2f}",
+    )
+
+
+def shares(report: share.Report) -> Iterable[str]:
+    """What a step spends outside of its kernels."""
+    yield SHARE_HEAD.format(windows=len(report.cases[0].windows)) + "\n"
+    yield f"{who(report.machine)}.\n\n"
+    yield markdown(
+        ("model", "clients", "step ms", "kernels ms", "Python ms", "bus ms", "Python and bus"),
+        map(_share_cells, report.cases),
+    )
+
+
+def _share_cells(case: share.Shares) -> Sequence[str]:
+    found = [window.share for window in case.windows]
+    return (
+        case.shape,
+        str(case.clients),
+        f"{median(window.step_ms for window in case.windows):.1f}",
+        *(f"{median(w.part_ms(part) for w in case.windows):.2f}" for part in share.PARTS),
+        f"**{median(found):.1%}** ({min(found):.1%}-{max(found):.1%})",
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from tests.bench import loading
+from tests.bench import loading, share
 from tests.bench.crowd.report import CrowdReport
 from tests.bench.kernels import attention, step_report
 from tests.bench.page.against_peers import peers, some_later
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
-from tests.bench.page.worker import eight_bits, loading_weights, steps
+from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.peers.report import PeersReport
 from tests.bench.serving import int8
 from tests.bench.serving.report import RESULTS, read
@@ -47,6 +47,8 @@ def page(results: Path) -> str:
         parts += int8_weights(int8.read(file), results / "perplexity.json")
     if (file := results / "steps.json").exists():
         parts += steps(step_report.read(file))
+    if (file := results / "share.json").exists():
+        parts += shares(share.read(file))
     if (file := results / "loading.json").exists():
         parts += loading_weights(msgspec.json.decode(file.read_bytes(), type=loading.Report))
     if (file := results / "attention-fp8.json").exists():
