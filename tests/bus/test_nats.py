@@ -12,18 +12,17 @@ import uvloop
 from tests.bus.worlds import Mailbox, bus_config, flood
 
 from antiphon.bus import nats as transport_module
-from antiphon.bus.connection import Socket
+from antiphon.bus.connection import Connection, Socket
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
+from antiphon.bus.transport import Packet
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.wait import until
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from antiphon.bus.transport import Packet
 
 USERS = """
 authorization {
@@ -268,3 +267,62 @@ async def test_another_server_of_the_list_is_taken(server: NatsServer) -> None:
             await names[first].kill()
             await until(lambda: transport.link.joins == 2)
             assert transport._connection._server_info["server_name"] != first
+
+
+async def test_a_subject_that_is_no_text_is_heard_and_ends_nothing() -> None:
+    async with NatsServer() as server, NatsTransport(bus_config(server.url), name="test") as here:
+        heard: list[Packet] = []
+        await here.subscribe("odd.*", heard.append)
+        host, _, port = server.url.removeprefix("nats://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await reader.readline()  # INFO
+        writer.write(b'CONNECT {"verbose":false}\r\n')
+        writer.write(b"PUB odd.\xff 2\r\nno\r\nPUB odd.y 3\r\nyes\r\n")
+        await until(lambda: len(heard) == 2)
+        writer.close()
+        assert [packet.data for packet in heard] == [b"no", b"yes"]
+        assert [packet.subject for packet in heard] == ["odd.\N{REPLACEMENT CHARACTER}", "odd.y"]
+        assert here.link.joins == 1
+
+
+class Taken:
+    """A connection that is up, with a plain receiver of subscription 7, and no socket."""
+
+    def __init__(self) -> None:
+        self.heard: list[Packet] = []
+        self.connection = Connection()
+        self.connection._status = Connection.CONNECTED
+        self.connection._receivers[7] = self.heard.append
+
+    def take(self, data: bytes) -> bytes:
+        return self.connection._take(data)
+
+
+def test_a_payload_that_looks_like_a_message_is_none() -> None:
+    taken = Taken()
+    forged = b"MSG other 7 4\r\nBAD!\r\n"
+    asyncio.run(taken.connection._ps.parse(b"MSG a.b 7 %d\r\n" % len(forged)))
+    assert taken.take(forged + b"\r\n") == forged + b"\r\n"
+    assert taken.heard == []
+    asyncio.run(taken.connection._ps.parse(forged + b"\r\n"))
+    assert taken.heard == [Packet("a.b", forged, None)]
+    assert taken.take(b"MSG a.b 7 2\r\nok\r\n") == b""
+    assert taken.heard[1:] == [Packet("a.b", b"ok", None)]
+
+
+@pytest.mark.parametrize(
+    "line", [b"MSG a 7", b"MSG a x 2", b"MSG a 7 two", b"MSG a b c 7 2", b"MSG a\x0bb 8 2 7"]
+)
+def test_a_line_that_is_none_of_the_protocol_is_left_to_nats_py(line: bytes) -> None:
+    taken = Taken()
+    data = line + b"\r\nhi\r\n"
+    assert taken.take(data) == data
+    assert taken.heard == []
+
+
+def test_what_comes_after_the_connection_is_given_up_is_not_heard() -> None:
+    taken = Taken()
+    taken.connection._status = Connection.RECONNECTING
+    message = b"MSG a 7 2\r\nhi\r\n"
+    assert taken.take(message) == message
+    assert taken.heard == []

@@ -204,8 +204,9 @@ class AngleTable:
         # Plain numbers: a maximum of numpy's and a length of torch's go through Python, cold code.
         last = max(positions.tolist())
         if last >= self._known:
-            self._known = 1 << last.bit_length()
-            self._cos, self._sin = self._computed(self._known)
+            known = 1 << last.bit_length()
+            self._cos, self._sin = self._computed(known)
+            self._known = known
         return Turns(self._cos, self._sin, positions)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nats.aio.client import DEFAULT_BUFFER_SIZE, PING_PROTO, Client
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, StaleConnectionError
+from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 from antiphon.bus.receiving import hand_at_once
 from antiphon.bus.transport import Packet
@@ -37,7 +38,7 @@ _LINE_END = b"\r\n"
 _NOBODY = b"NATS/1.0 503"
 
 
-class Feed(asyncio.StreamReaderProtocol):
+class Intake(asyncio.StreamReaderProtocol):
     """Offers what comes to `take`, and gives the reader what that leaves."""
 
     def __init__(self, reader: asyncio.StreamReader, take: Callable[[bytes], bytes]) -> None:
@@ -50,6 +51,10 @@ class Feed(asyncio.StreamReaderProtocol):
         rest = data if self._unread else self._take(data)
         if rest:
             super().data_received(rest)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the stream: at its end nats-py reconnects, and by the system's errors alone."""
+        super().connection_lost(exc if isinstance(exc, OSError) else None)
 
 
 class Socket(TcpTransport):
@@ -67,7 +72,7 @@ class Socket(TcpTransport):
         """Connect as nats-py does, with a protocol of our own."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(buffer_size, loop)
-        protocol = Feed(reader, self._take)
+        protocol = Intake(reader, self._take)
         async with asyncio.timeout(connect_timeout):
             transport, _ = await loop.create_connection(
                 lambda: protocol, uri.hostname or "", uri.port or DEFAULT_PORT
@@ -188,11 +193,14 @@ class Connection(Client):
             await self._process_op_err(StaleConnectionError())
 
     async def _flush_pending(self, force_flush: bool = False) -> None:
-        """Write what is pending at once; nats-py wakes a task, which waits for a slow broker."""
+        """Write what is pending at once; nats-py wakes a task, which waits for a slow broker.
+
+        Without a connection it stays for the next one, unless `forget` drops it.
+        """
         wire = self._wire
         if wire is not None:
             self._write_pending(wire)
-        else:
+        elif not isinstance(self._transport, Socket):
             await super()._flush_pending(force_flush)
 
     @property
@@ -211,23 +219,30 @@ class Connection(Client):
 
         nats-py would wake a task for what was read and another one for each message, and make its
         way through both with regular expressions: that was half of what a small message cost. What
-        is left goes that way still, and all that comes behind it until nats-py is through.
+        is left goes that way still, and all that comes behind it until nats-py is through: a
+        payload whose line it has parsed is not looked at, since it may look like anything.
         """
         at = 0
-        while not self._ps.buf and data.startswith(_MESSAGE, at):
+        while self._between_messages and data.startswith(_MESSAGE, at):
             line_end = data.find(_LINE_END, at)
-            if line_end < 0:
+            words = data[at + len(_MESSAGE) : max(line_end, 0)].split(b" ")
+            if line_end < 0 or len(words) not in {3, 4} or not (words[1] + words[-1]).isdigit():
                 break
-            subject, sid, *reply, size = data[at + len(_MESSAGE) : line_end].split()
             begin = line_end + len(_LINE_END)
-            end = begin + int(size)
-            receive = self._receivers.get(int(sid))
+            end = begin + int(words[-1])
+            receive = self._receivers.get(int(words[1]))
             if receive is None or end + len(_LINE_END) > len(data):
                 break
-            answer_at = reply[0].decode() if reply else None
-            hand_at_once(receive, Packet(subject.decode(), data[begin:end], answer_at))
+            answer_at = _text(words[2]) if len(words) == 4 else None  # with a reply
+            hand_at_once(receive, Packet(_text(words[0]), data[begin:end], answer_at))
             at = end + len(_LINE_END)
         return data[at:]
+
+    @property
+    def _between_messages(self) -> bool:
+        """Whether nats-py holds no part of a message."""
+        parser = self._ps
+        return self.is_connected and parser.state == AWAITING_CONTROL_LINE and not parser.buf
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
@@ -238,7 +253,7 @@ class Connection(Client):
             await super()._process_msg(sid, subject, reply, data, headers)
             return
         nobody = bool(headers) and not data and headers.startswith(_NOBODY)
-        hand_at_once(receive, Packet(subject.decode(), data, reply.decode() or None, nobody))
+        hand_at_once(receive, Packet(_text(subject), data, _text(reply) or None, nobody))
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
         """Send a ping behind all that was published.
@@ -257,3 +272,8 @@ class Connection(Client):
             self._pings_outstanding = 0
         else:
             await super()._process_pong()
+
+
+def _text(subject: bytes) -> str:
+    """A subject as text. Whoever may publish to a wildcard of ours may put any bytes there."""
+    return subject.decode(errors="replace")

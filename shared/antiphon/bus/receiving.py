@@ -25,10 +25,11 @@ def waits(receive: Callable[..., Awaitable[None] | None]) -> bool:
 def hand_at_once(receive: Receive, packet: Packet) -> None:
     """Let a plain function have a packet, and log what it raises, as `hand_over` does."""
     try:
-        assert receive(packet) is None, "a plain receiver has something to await"
+        rest = receive(packet)
+        assert rest is None, "a plain receiver has something to await"
     except EngineError as error:
         log.warning("receiver refused", extra={"subject": packet.subject, "code": error.code})
-    except Exception:
+    except (Exception, asyncio.CancelledError):
         log.exception("receiver failed", extra={"subject": packet.subject})
 
 

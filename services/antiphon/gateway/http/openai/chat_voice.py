@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Event
     from antiphon.gateway.stream import Stream
 
-"""Stands where the text will; no name of a model or an answer is this."""
-
 
 class ChatVoice(OpenAiVoice):
     """POST /v1/chat/completions."""
