@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_stops_its_request_down_to_the_worker(small: 
         body = {**LONG, "model": small.model}
         answer = await session.post(f"{small.url}/v1/completions", json=body)
         await answer.content.readany()
-        assert await asyncio.to_thread(pages_in_use, small) > 0
+        await asyncio.to_thread(wait_until, lambda: pages_in_use(small) > 0, 5, "pages are used")
         answer.close()
     left_at = time.monotonic()
     await asyncio.to_thread(wait_until, lambda: pages_in_use(small) == 0, 10, "pages are free")
