@@ -63,7 +63,7 @@ class GatewayMetrics:
         self._gaps.append(seconds)
 
     def settle(self) -> None:
-        """Show the gaps that were noted; twice a second."""
+        """Show the gaps that were noted: twice a second, and when they are read."""
         for seconds in self._gaps:
             self._gap.observe(seconds)
         self._gaps.clear()

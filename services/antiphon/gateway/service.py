@@ -67,6 +67,7 @@ class GatewayService:
             message_bytes_max=runtime.bus.transport.payload_bytes_max,
         )
         metrics = GatewayMetrics(runtime.metrics.registry)
+        runtime.metrics.settle_with(metrics.settle)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
         metrics.know(access.names)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 class CpuTime(Collector):
     """Reads the clocks of the worker's two threads when it is asked, and costs nothing between.
 
-    `bus` is the thread that this is made in, which talks to the others; `kernels` and `python` are
-    the batching loop's. Other threads compute beside it, about as long each as `kernels`.
+    `bus` is the thread that this is made in, which talks to the others. `kernels` is what threads
+    that call kernels spend in them, and `python` the rest of the batching loop's: of one thread
+    once the model is loaded, for then nobody else calls any. The other threads of torch's pool
+    compute beside it, about as long each as `kernels`.
     """
 
     def __init__(self, batching: Callable[[], int | None]) -> None:
