@@ -15,7 +15,7 @@ from antiphon.service.service import Report, Runtime, Service
 from antiphon.wire.base import State
 from antiphon.wire.errors import EngineError, RequestTooLarge
 from antiphon.wire.heartbeat import Discover, Heartbeat
-from antiphon.wire.routes import DISCOVER, HEARTBEAT
+from antiphon.wire.routes import DISCOVER, HEARS, HEARTBEAT
 
 if TYPE_CHECKING:
     from antiphon.service.peers import Peer
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ANSWER_PAUSE_S = 0.1
-_JUDGEMENTS_PER_BEAT = 5
 
 
 class Pulse:
@@ -37,9 +36,14 @@ class Pulse:
         self._answering = False
 
     async def listen(self) -> None:
-        """Hear heartbeats, if the route table says that our role does, and questions."""
-        if self._service.role in HEARTBEAT.listeners:
-            await self._runtime.listen(Follow(route=HEARTBEAT, apply=self._hear))
+        """Hear those heartbeats that the route table says our role does, and questions."""
+        role, instance = self._service.role, self._runtime.process.instance
+        heard = [{"role": str(other)} for other in HEARS.get(role, ())]
+        if heard and role not in HEARS[role]:
+            # Our own all the same: that they come back shows that the link is whole.
+            heard.append({"role": str(role), "instance": instance})
+        for address in heard:
+            await self._runtime.listen(Follow(route=HEARTBEAT, apply=self._hear, address=address))
         await self._runtime.listen(Follow(route=DISCOVER, apply=self._asked))
         self._runtime.bus.link.on_join(self._joined)
         await self._joined()
@@ -60,13 +64,14 @@ class Pulse:
                 continue
 
     async def judge(self) -> None:
-        """Draw verdicts of the peers several times a heartbeat, until cancelled."""
+        """Draw verdicts of the peers that we hear whenever one is due, until cancelled."""
+        if self._service.role not in HEARS:
+            return
         peers, link = self._runtime.peers, self._runtime.bus.link
         peers.watch(self._forget_age)
         self._runtime.metrics.settle_with(self._tell_ages)
         while True:
-            peers.judge(link_up=link.up, joins=link.joins)
-            await asyncio.sleep(self._runtime.settings.service.heartbeat_s / _JUDGEMENTS_PER_BEAT)
+            await asyncio.sleep(peers.judge(link_up=link.up, joins=link.joins))
 
     async def send(self) -> None:
         """Send one heartbeat. Not sent while the link is down, the next one says the same."""

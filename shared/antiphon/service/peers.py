@@ -129,8 +129,11 @@ class Peers:
         elif beat.process not in self._replaced:
             self._accept(beat)
 
-    def judge(self, *, link_up: bool, joins: int) -> None:
-        """Draw the verdicts; called several times a heartbeat.
+    def judge(self, *, link_up: bool, joins: int) -> float:
+        """Draw the verdicts; return when to draw them again, in seconds from now.
+
+        That is when somebody's silence would next mean more, so that an idle process is not woken
+        to find that all is well; while nobody can be judged, it is a fifth of a heartbeat.
 
         Args:
             link_up: Whether the broker is reachable.
@@ -139,14 +142,17 @@ class Peers:
         if joins != self._joins:
             self._joins = joins
             self._echo_at = None
+        beat_s = self._patience.heartbeat_s
         if not link_up or not self._link_whole():
-            return
+            return beat_s / 5
         for peer in list(self._peers.values()):
             verdict = self._verdict(peer)
             if verdict is Verdict.DEAD:
                 self._bury(peer)
             elif verdict is not peer.verdict:
                 self._put(Change.CHANGED, replace(peer, verdict=verdict))
+        due_s = min(map(self._due_s, self._peers.values()), default=beat_s)
+        return min(max(due_s, beat_s / 50), beat_s)
 
     def age_s(self, peer: Peer) -> float:
         """Time since the peer was heard."""
@@ -205,6 +211,12 @@ class Peers:
         if beats >= self._patience.dead_beats:
             return Verdict.DEAD
         return Verdict.SUSPECT if beats >= self._patience.suspect_beats else Verdict.ALIVE
+
+    def _due_s(self, peer: Peer) -> float:
+        """How much longer a peer may be silent before that means more than now."""
+        alive = peer.verdict is Verdict.ALIVE
+        beats = self._patience.suspect_beats if alive else self._patience.dead_beats
+        return beats * self._patience.heartbeat_s - self.age_s(peer)
 
     def _bury(self, peer: Peer) -> None:
         del self._peers[peer.process.instance]

@@ -333,12 +333,26 @@ KV_CONTROL = Call(
     senders=(Role.WORKER,),
     listeners=(Role.KV_STORAGE,),
 )
+HEARS = {
+    Role.SCHEDULER: (Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
+    Role.GATEWAY: (
+        Role.SCHEDULER,
+        Role.GATEWAY,
+        Role.TOKENIZER,
+        Role.WORKER,
+        Role.DETOKENIZER,
+    ),
+    Role.WORKER: (Role.GATEWAY, Role.WORKER),
+    Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
+}
+"""Whose heartbeats a role hears: of those by whose word or silence it does something. To be woken
+by the others would cost each process as much as all else that it does while nothing is asked."""
 HEARTBEAT = Feed(
     name="heartbeat",
     subject="heartbeat.{role}.{instance}",
     carries=(Heartbeat,),
     senders=ANYBODY,
-    listeners=(Role.SCHEDULER, Role.GATEWAY, Role.WORKER, Role.DETOKENIZER),
+    listeners=tuple(HEARS),
     spread=Spread.ALL,
 )
 DISCOVER = Feed(

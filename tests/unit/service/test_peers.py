@@ -230,3 +230,32 @@ def test_who_beats_on_a_whole_link_never_dies_and_who_is_silent_always_does(seed
     died = sum(change is Change.DIED for change, _, _ in world.changes)
     born = sum(change is Change.APPEARED for change, _, _ in world.changes)
     assert born - died == len(listed)
+
+
+@pytest.mark.parametrize(("silence_s", "due_s"), [(0.3, 0.5), (1.2, 0.3), (1.5, 1.0), (2.2, 0.3)])
+def test_a_verdict_is_due_when_silence_next_means_more(
+    world: World, silence_s: float, due_s: float
+) -> None:
+    world.beat()
+    world.run(silence_s)
+    due = world.peers.judge(link_up=True, joins=1)
+    assert due == pytest.approx(min(due_s, 0.5))
+
+
+def test_a_verdict_that_is_due_is_drawn_in_time_and_few_others(world: World) -> None:
+    world.run(0)  # the link is whole
+    world.beat()
+    began_s, looks = world.clock.now(), 0
+    while True:
+        world.hear(US)
+        pause_s = world.peers.judge(link_up=True, joins=1)
+        looks += 1
+        if world.verdict() == "dead":
+            break
+        world.clock.advance(pause_s)
+    assert 2.5 <= world.clock.now() - began_s < 2.53
+    assert looks <= 8
+
+
+def test_a_link_that_is_not_whole_is_looked_at_several_times_a_heartbeat(world: World) -> None:
+    assert world.peers.judge(link_up=False, joins=1) == pytest.approx(BEAT_S / 5)

@@ -431,6 +431,12 @@ async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
         service.done.set()
 
 
+class Neighbour(EchoService):
+    """Somebody whom a worker hears."""
+
+    role = Role.GATEWAY
+
+
 async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
     broker, service = MemoryBroker(), Store()
     changes: list[tuple[Change, str]] = []
@@ -439,8 +445,8 @@ async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
             lambda change, peer: changes.append((change, peer.process.incarnation))
         )
         for incarnation in ("1", "2"):
-            async with running(EchoService(), MemoryTransport(broker), incarnation=incarnation):
-                await until(lambda: len(service.runtime.peers.working(Role.TOKENIZER)) == 1)
+            async with running(Neighbour(), MemoryTransport(broker), incarnation=incarnation):
+                await until(lambda: len(service.runtime.peers.working(Role.GATEWAY)) == 1)
         await until(lambda: not service.runtime.peers.all())
         service.done.set()
         assert b"peer_heartbeat_age_seconds{" not in run.metrics.text()
@@ -450,6 +456,18 @@ async def test_peers_appear_and_die_for_a_role_that_hears_heartbeats() -> None:
         (Change.APPEARED, "2"),
         (Change.DIED, "2"),
     ]
+
+
+async def test_nobody_hears_a_role_that_does_nothing_by_its_word() -> None:
+    broker, service = MemoryBroker(), Store()
+    async with (
+        running(service, MemoryTransport(broker)),
+        running(EchoService(), MemoryTransport(broker), incarnation="1"),
+        running(Neighbour(), MemoryTransport(broker), incarnation="2"),
+    ):
+        await until(lambda: len(service.runtime.peers.working(Role.GATEWAY)) == 1)
+        assert [peer.beat.role for peer in service.runtime.peers.all()] == [Role.GATEWAY]
+        service.done.set()
 
 
 async def test_a_fault_at_any_bus_call_neither_hangs_nor_loses_a_call() -> None:
