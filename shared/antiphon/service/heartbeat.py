@@ -71,7 +71,8 @@ class Pulse:
         peers.watch(self._forget_age)
         self._runtime.metrics.settle_with(self._tell_ages)
         while True:
-            await asyncio.sleep(peers.judge(link_up=link.up, joins=link.joins))
+            due_s = peers.judge(link_up=link.up, joins=link.joins)
+            await asyncio.sleep(due_s)
 
     async def send(self) -> None:
         """Send one heartbeat. Not sent while the link is down, the next one says the same."""
