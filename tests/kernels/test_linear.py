@@ -67,11 +67,20 @@ def kept(weight: Tensor, format_: Format) -> Tensor:
     return steps.double() * scales.double()[:, None]
 
 
+def steps_of(x: Tensor, format_: Format) -> int | None:
+    """How many steps of a row's activations its greatest is, where they are rounded."""
+    if format_ == "int8_dynamic":
+        return 127
+    on_squares = extension.load().isa() == "amx" and x.dtype is torch.bfloat16
+    return 127 << 8 if format_ == "int8" and on_squares else None
+
+
 def cut(x: Tensor, format_: Format) -> Tensor:
     """What a format makes of activations, in float64."""
-    if format_ != "int8_dynamic":
+    steps = steps_of(x, format_)
+    if steps is None:
         return x.double()
-    scale = x.float().abs().amax(dim=1, keepdim=True) / 127
+    scale = x.float().abs().amax(dim=1, keepdim=True) / steps
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     return (x.float() * inverse).round().double() * scale.double()
 

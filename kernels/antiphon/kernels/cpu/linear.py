@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Format = Literal["packed", "int8", "int8_dynamic"]
-"""`packed` keeps the weight's own numbers; `int8` rounds each output's weights to 255 steps;
-`int8_dynamic` rounds each row of activations as well, and multiplies bytes."""
+"""`packed` keeps the weight's own numbers; `int8` rounds each output's weights to 255 steps, and on
+AMX each row of activations to 65,025; `int8_dynamic` rounds these to 255 everywhere."""
 
 NUMBERS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """What activations can be, as the library calls it."""
@@ -205,7 +205,7 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 _KINDS = {
     "bf16": ("bf16", 2, torch.bfloat16),
     "f32": ("f32", 1, torch.float32),
-    "int8": ("int8", 2, torch.int8),
+    "int8": ("int8", 4, torch.int8),
     "int8_dynamic": ("int8_dynamic", 4, torch.uint8),
 }
 """By number format or by ours: the library's name, inputs side by side, and what is kept."""

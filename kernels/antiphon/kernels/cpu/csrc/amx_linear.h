@@ -2,49 +2,6 @@
 
 #if ANTIPHON_AMX
 
-// The lower and the upper byte of each whole number below 128 as bf16, which has all of them.
-struct NumberBytes {
-    alignas(64) uint8_t lower[128], upper[128];
-    constexpr NumberBytes() : lower(), upper() {
-        for (int i = 0; i < 128; ++i) {
-            const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(i)) >> 16;
-            lower[i] = static_cast<uint8_t>(bits);
-            upper[i] = static_cast<uint8_t>(bits >> 8);
-        }
-    }
-};
-static constexpr NumberBytes NUMBER_BYTES;
-
-// Pairs of inputs of a panel of bytes, none of them -128, as bf16; its scales are still to come.
-INLINE void unpack_pairs(const int8_t *panel, int64_t pairs, bf16 *to) {
-    constexpr int64_t PAIR = 2 * PANEL;
-    const __m512i low = _mm512_load_si512(NUMBER_BYTES.lower);
-    const __m512i low_64 = _mm512_load_si512(NUMBER_BYTES.lower + 64);
-    const __m512i high = _mm512_load_si512(NUMBER_BYTES.upper);
-    const __m512i high_64 = _mm512_load_si512(NUMBER_BYTES.upper + 64);
-    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
-    // Bytes are joined within quarters of a register: the first half of them goes to lower parts.
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    for (int64_t i = 0; i < pairs; ++i, panel += PAIR, to += PAIR) {
-        const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(panel));
-        const __m512i size = _mm512_abs_epi8(bytes);
-        const __m512i lower = _mm512_permutex2var_epi8(low, size, low_64);
-        const __m512i unsigned_upper = _mm512_permutex2var_epi8(high, size, high_64);
-        const __m512i upper = _mm512_or_si512(unsigned_upper, _mm512_and_si512(bytes, signs));
-        store_int(to, {_mm512_unpacklo_epi8(lower, upper)});
-        store_int(to + PANEL, {_mm512_unpackhi_epi8(lower, upper)});
-    }
-}
-
-// A whole panel of bytes as one of bf16, in memory of this thread.
-static const bf16 *unpacked_panel(const void *panel, int64_t inputs) {
-    static thread_local Scratch scratch;
-    const int64_t pairs = ceil_div(inputs, 2);
-    auto *to = static_cast<bf16 *>(scratch.room(pairs * 2 * PANEL * sizeof(bf16)));
-    unpack_pairs(static_cast<const int8_t *>(panel), pairs, to);
-    return to;
-}
-
 // Load a tile, whose number must be a literal.
 #define LOAD(TILE, PASSES, ...)                                  \
     if constexpr (PASSES) _tile_stream_loadd(TILE, __VA_ARGS__); \
@@ -64,15 +21,14 @@ class SquareTiles {
     SquareTiles(const PackedLinear &linear, void *y, Epilogue epilogue, Coming coming)
         : linear_(linear), y_(y), epilogue_(epilogue), coming_(coming) {}
 
-    // Up to SQUARE_ROWS rows, the `row`-th of y and on, by a panel: of bf16, or of bytes.
+    // Up to SQUARE_ROWS rows, the `row`-th of y and on, by a panel.
     template <Stays STAYS>
     void multiply(
-        const bf16 *x, int64_t row, int64_t height, int64_t panel, const void *weights,
-        bool in_bytes) {
+        const bf16 *x, int64_t row, int64_t height, int64_t panel, const bf16 *weights) {
         const int64_t upper = height < SQUARE ? height : SQUARE, lower = height - upper;
         squares_.shape(upper, lower);
-        if (lower) multiply<STAYS, true>(x, height, weights, in_bytes);
-        else multiply<STAYS, false>(x, height, weights, in_bytes);
+        if (lower) multiply<STAYS, true>(x, height, weights);
+        else multiply<STAYS, false>(x, height, weights);
         finish();
         left_ = {finish_of<bf16>(linear_, panel, epilogue_), panel, row, height, sums_[side_][0]};
         side_ ^= 1;
@@ -99,7 +55,7 @@ class SquareTiles {
     }
 
     template <Stays STAYS, bool BOTH>
-    void multiply(const bf16 *x, int64_t height, const void *weights, bool in_bytes) {
+    void multiply(const bf16 *x, int64_t height, const bf16 *panel) {
         const int64_t inputs = linear_.inputs, whole = inputs / STEP * STEP;
         a_step_ = ceil_div(left_.rows * STEP, inputs);
         _tile_zero(0);
@@ -108,14 +64,9 @@ class SquareTiles {
             _tile_zero(2);
             _tile_zero(3);
         }
-        if (in_bytes) {
-            multiply_bytes<BOTH>(x, height, static_cast<const int8_t *>(weights));
-        } else {
-            const auto *panel = static_cast<const bf16 *>(weights);
-            for (int64_t k = 0; k < whole; k += STEP)
-                step<STAYS, BOTH>(x + k, inputs, panel + k * PANEL);
-            if (whole < inputs) last_step<BOTH>(x + whole, height, panel + whole * PANEL);
-        }
+        for (int64_t k = 0; k < whole; k += STEP)
+            step<STAYS, BOTH>(x + k, inputs, panel + k * PANEL);
+        if (whole < inputs) last_step<BOTH>(x + whole, height, panel + whole * PANEL);
         constexpr int64_t STRIDE = PANEL * sizeof(float);
         float *sums = sums_[side_][0];
         _tile_stored(0, sums, STRIDE);
@@ -125,26 +76,6 @@ class SquareTiles {
             _tile_stored(3, sums + SQUARE * PANEL + SQUARE, STRIDE);
         }
         Squares::written();
-    }
-
-    // A panel of bytes, unpacked some steps before its products, which would wait for what has just
-    // been written, and read once.
-    template <bool BOTH> void multiply_bytes(const bf16 *x, int64_t height, const int8_t *panel) {
-        constexpr int64_t ROOMS = 4;
-        alignas(64) bf16 rooms[ROOMS][STEP * PANEL];
-        const int64_t inputs = linear_.inputs, steps = inputs / STEP, rest = inputs % STEP;
-        const auto unpack = [&](int64_t i) {
-            if (i < steps)
-                unpack_pairs(panel + i * STEP * PANEL, SQUARE, rooms[i % ROOMS]);
-        };
-        for (int64_t i = 0; i < ROOMS - 1; ++i) unpack(i);
-        for (int64_t i = 0; i < steps; ++i) {
-            unpack(i + ROOMS - 1);
-            step<Stays::panel, BOTH>(x + i * STEP, inputs, rooms[i % ROOMS]);
-        }
-        if (rest == 0) return;
-        unpack_pairs(panel + steps * STEP * PANEL, ceil_div(rest, 2), rooms[0]);
-        last_step<BOTH>(x + steps * STEP, height, rooms[0]);
     }
 
     template <Stays STAYS, bool BOTH>
@@ -192,44 +123,50 @@ class SquareTiles {
     alignas(64) float sums_[2][SQUARE_ROWS][PANEL];
 };
 
-#undef LOAD
+// What is asked of the memory while `tiles` tiles of rows meet some panels in so many steps: what
+// comes, and where the panels are read once, what lies a little further on in them.
+static Coming coming_beside(
+    const PackedLinear &linear, int64_t panel, int64_t panels, int64_t tiles, int64_t asks,
+    Coming coming) {
+    const char *weights = static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
+    if (tiles > 1) coming.share(asks);
+    else coming.share_beside(weights, panels * panel_bytes(linear), asks);
+    return coming;
+}
+
+// Call `body(first, height)` for each of so many tiles, of like height: 40 rows are 20 and 20.
+template <class Body> INLINE void by_tiles(int64_t tiles, int64_t rows, Body &&body) {
+    for (int64_t i = 0, row = 0; i < tiles; ++i) {
+        const int64_t height = (rows - row) / (tiles - i);
+        body(row, height);
+        row += height;
+    }
+}
 
 // Rows x, the `first` of y and on, by some panels.
 static void linear_on_squares(
     const PackedLinear &linear, int64_t panel_first, int64_t panel_last, const bf16 *x,
     int64_t first, int64_t rows, void *y, Epilogue epilogue, Coming coming) {
     const int64_t tiles = ceil_div(rows, SQUARE_ROWS), panels = panel_last - panel_first;
-    const bool bytes = linear.weights == Weights::int8, unpacks = bytes && tiles > 1;
     const int64_t asks = tiles * panels * ceil_div(linear.inputs, STEP) * SquareTiles::ASKS;
-    const char *weights = static_cast<const char *>(linear.panels);
-    if (tiles > 1) coming.share(asks);
-    else coming.share_beside(
-        weights + panel_first * panel_bytes(linear), panels * panel_bytes(linear), asks);
-    SquareTiles squares(linear, y, epilogue, coming);
-    const auto by_panels = [&](auto &&body) {
+    SquareTiles squares(
+        linear, y, epilogue, coming_beside(linear, panel_first, panels, tiles, asks, coming));
+    const auto meet = [&](auto stays, int64_t row, int64_t height, int64_t panel) {
+        const char *weights =
+            static_cast<const char *>(linear.panels) + panel * panel_bytes(linear);
+        squares.multiply<stays()>(
+            x + row * linear.inputs, first + row, height, panel,
+            reinterpret_cast<const bf16 *>(weights));
+    };
+    if (panels < tiles) {
         for (int64_t panel = panel_first; panel < panel_last; ++panel)
-            body(panel, weights + panel * panel_bytes(linear));
-    };
-    const auto by_tiles = [&](auto &&body) {
-        // Of like height: 40 rows are 20 and 20.
-        for (int64_t i = 0, row = 0; i < tiles; ++i) {
-            const int64_t height = (rows - row) / (tiles - i);
-            body(x + row * linear.inputs, first + row, height);
-            row += height;
-        }
-    };
-    if (unpacks || (panels < tiles && !bytes)) {
-        by_panels([&](int64_t panel, const void *weights) {
-            if (unpacks) weights = unpacked_panel(weights, linear.inputs);
-            by_tiles([&](const bf16 *x, int64_t row, int64_t height) {
-                squares.multiply<Stays::panel>(x, row, height, panel, weights, false);
+            by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
+                meet(std::integral_constant<Stays, Stays::panel>(), row, height, panel);
             });
-        });
     } else {
-        by_tiles([&](const bf16 *x, int64_t row, int64_t height) {
-            by_panels([&](int64_t panel, const void *weights) {
-                squares.multiply<Stays::rows>(x, row, height, panel, weights, bytes);
-            });
+        by_tiles(tiles, rows, [&](int64_t row, int64_t height) {
+            for (int64_t panel = panel_first; panel < panel_last; ++panel)
+                meet(std::integral_constant<Stays, Stays::rows>(), row, height, panel);
         });
     }
     squares.finish();

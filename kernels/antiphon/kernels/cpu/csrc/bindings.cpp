@@ -18,7 +18,7 @@ bool has_tiles() {
     constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool granted = __builtin_cpu_supports("amx-tile") &&
                                 __builtin_cpu_supports("amx-bf16") &&
-                                __builtin_cpu_supports("avx512vbmi") &&
+                                __builtin_cpu_supports("amx-int8") &&
                                 syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
     return granted;
 }

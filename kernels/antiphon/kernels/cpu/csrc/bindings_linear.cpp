@@ -23,7 +23,7 @@ Shape shape_of(Weights weights) {
     switch (weights) {
         case Weights::bf16: return {2, at::kBFloat16};
         case Weights::f32: return {1, at::kFloat};
-        case Weights::int8: return {2, at::kChar};
+        case Weights::int8: return {4, at::kChar};
         default: return {4, at::kByte};
     }
 }

@@ -1,11 +1,13 @@
 // A packed linear shared out: chunks of rows by panels, for the threads of a team (team.h).
 //
-//     const LinearCall call(linear, x, rows, y, Epilogue::store);
+//     LinearCall call(linear, x, rows, y, Epilogue::store);  // of this thread
 //     member.run(call.chunks(), [&](int64_t i) { call.chunk(i, call.coming(i, threads)); });
 
 // How a call is cut: blocks of rows by groups of panels.
 struct Cutting {
     int64_t rows, row_blocks, panels, panel_groups;
+    // Whether chunks of one block of rows follow each other, and not those of one group of panels.
+    bool by_rows;
 };
 
 // How many rows are computed at once, and how many take no longer than a panel takes to be read.
@@ -18,6 +20,11 @@ static Pace pace_of(const PackedLinear &linear) {
     // that the weights of most steps are read once, and not by every thread.
     if (on_squares(linear)) return {SQUARE_ROWS, SQUARE_ROWS, 256};
     return {TILE_ROWS, 4, 48};
+}
+
+// Whether rows are cut to bytes before they meet the bytes of a panel on squares.
+INLINE bool in_planes(const PackedLinear &linear) {
+    return on_squares(linear) && linear.weights == Weights::int8;
 }
 
 static Cutting cut(const PackedLinear &linear, int64_t rows) {
@@ -40,11 +47,13 @@ static Cutting cut(const PackedLinear &linear, int64_t rows) {
     group = group > largest ? largest : group;
     group = group < smallest ? smallest : group;
     group = group < 1 ? 1 : group > panels ? panels : group;
-    return {block, ceil_div(rows, block), group, ceil_div(panels, group)};
+    // Rows that are cut to planes are so once by each thread that has chunks of their block.
+    return {block, ceil_div(rows, block), group, ceil_div(panels, group), in_planes(linear)};
 }
 
-// One call of a linear, in chunks that may be computed in any order, by any thread. Contiguous are
-// x (rows, inputs) and y (rows, outputs), of half as many columns with silu_mul.
+// One call of a linear as one thread sees it, in chunks that may be computed in any order, by any
+// thread. Contiguous are x (rows, inputs) and y (rows, outputs), of half as many columns with
+// silu_mul.
 class LinearCall {
   public:
     LinearCall(
@@ -59,7 +68,7 @@ class LinearCall {
     int64_t chunks() const { return cut_.row_blocks * cut_.panel_groups; }
 
     // Compute one of them, and ask the memory meanwhile.
-    void chunk(int64_t i, const Coming &coming) const {
+    void chunk(int64_t i, const Coming &coming) {
         if (linear_.number == Number::bf16) compute<bf16>(i, coming);
         else compute<float>(i, coming);
     }
@@ -76,7 +85,12 @@ class LinearCall {
     }
 
   private:
-    int64_t group_of(int64_t i) const { return i / cut_.row_blocks; }
+    int64_t group_of(int64_t i) const {
+        return cut_.by_rows ? i % cut_.panel_groups : i / cut_.row_blocks;
+    }
+    int64_t block_of(int64_t i) const {
+        return cut_.by_rows ? i / cut_.panel_groups : i % cut_.row_blocks;
+    }
     int64_t first_panel(int64_t group) const { return group * cut_.panels; }
     int64_t last_panel(int64_t group) const {
         const int64_t end = (group + 1) * cut_.panels, panels = panels_of(linear_);
@@ -92,16 +106,24 @@ class LinearCall {
         return {panel_at(first), (last - first) * panel_bytes(linear_)};
     }
 
-    template <class T> void compute(int64_t i, const Coming &coming) const {
-        const int64_t first = i % cut_.row_blocks * cut_.rows;
+    template <class T> void compute(int64_t i, const Coming &coming) {
+        const int64_t first = block_of(i) * cut_.rows;
         const int64_t rows = rows_ - first < cut_.rows ? rows_ - first : cut_.rows;
         const int64_t panel = first_panel(group_of(i)), last = last_panel(group_of(i));
         const T *x = static_cast<const T *>(x_) + first * linear_.inputs;
-        if constexpr (std::is_same_v<T, bf16>)
+        if constexpr (std::is_same_v<T, bf16>) {
+            if (in_planes(linear_)) {
+                if (block_of(i) != planes_of_) planes_ = cut_to_planes(x, linear_.inputs, rows);
+                planes_of_ = block_of(i);
+                bytes_on_squares(
+                    linear_, panel, last, planes_, first, rows, y_, epilogue_, coming);
+                return;
+            }
             if (on_squares(linear_)) {
                 linear_on_squares(linear_, panel, last, x, first, rows, y_, epilogue_, coming);
                 return;
             }
+        }
         Block<T> block{linear_, 0, first, nullptr, x, {}};
         if (linear_.weights == Weights::int8_dynamic)
             block.bytes = cut_rows(x, linear_.inputs, rows);
@@ -124,15 +146,17 @@ class LinearCall {
     void *const y_;
     const Epilogue epilogue_;
     const Cutting cut_;
+    Planes planes_ = {};      // of the block of rows that was computed last
+    int64_t planes_of_ = -1;  // its number
 };
 
 // A whole call, with a team of its own.
 static void linear_call(
     const PackedLinear &linear, const void *x, int64_t rows, void *y, Epilogue epilogue,
     int threads) {
-    const LinearCall call(linear, x, rows, y, epilogue);
     Phase phase{};
     in_team(threads, &phase, [&](Member &member) {
+        LinearCall call(linear, x, rows, y, epilogue);
         member.run(call.chunks(), [&](int64_t i) {
             call.chunk(i, call.coming(i, member.threads()));
         });
@@ -155,12 +179,12 @@ template <class T> static void linear_row(const PackedLinear &linear, int64_t ou
             y[k] = at[k / GROUP * GROUP * PANEL + k % GROUP];
         return;
     }
+    constexpr int64_t GROUP = 4;
     const bool dynamic = linear.weights == Weights::int8_dynamic;
-    const int64_t group = dynamic ? 4 : 2;
-    const char *at = panel + lane * group;
+    const char *at = panel + lane * GROUP;
     const float scale = linear.scales[within / width * PANEL + lane];
     for (int64_t k = 0; k < linear.inputs; ++k) {
-        const char byte = at[k / group * group * PANEL + k % group];
+        const char byte = at[k / GROUP * GROUP * PANEL + k % GROUP];
         const int value = dynamic ? static_cast<uint8_t>(byte) - 128 : static_cast<int8_t>(byte);
         store(y + k, all(static_cast<float>(value) * scale), 1);
     }

@@ -3,23 +3,6 @@
 // Each has the roundings of its torch reference, so that it is equal to it but for the order in
 // which a norm's squares are summed. That order depends on the size of a row alone.
 
-// All lanes of a vector, or the first few at the end of a row.
-struct Whole {};
-struct Part {
-    int count;
-};
-template <class T> INLINE F32 take(const T *p, Whole) { return load(p); }
-template <class T> INLINE F32 take(const T *p, Part part) { return load(p, part.count); }
-template <class T> INLINE void put(T *p, F32 a, Whole) { store(p, a); }
-template <class T> INLINE void put(T *p, F32 a, Part part) { store(p, a, part.count); }
-
-// Call `body(i, Whole or Part)` for each vector of a row.
-template <class Body> INLINE void by_vectors(int64_t size, Body &&body) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) body(i, Whole());
-    if (i < size) body(i, Part{static_cast<int>(size - i)});
-}
-
 // Rows that a thread takes at once: enough numbers to be worth a ticket.
 INLINE int64_t rows_together(int64_t rows, int64_t size, int threads) {
     const int64_t worth = ceil_div(8192, size), fair = ceil_div(rows, threads);

@@ -19,7 +19,6 @@ INLINE int64_t panel_bytes(const PackedLinear &linear) {
     switch (linear.weights) {
         case Weights::bf16: return ceil_div(linear.inputs, 2) * 2 * PANEL * 2;
         case Weights::f32: return linear.inputs * PANEL * 4;
-        case Weights::int8: return ceil_div(linear.inputs, 2) * 2 * PANEL;
         default: return ceil_div(linear.inputs, 4) * 4 * PANEL;
     }
 }
@@ -44,18 +43,16 @@ INLINE void prefetch_step(const void *panel, int bytes) {
         _mm_prefetch(static_cast<const char *>(panel) + AHEAD + line, _MM_HINT_T0);
 }
 
-INLINE I32 bf16_pairs(const bf16 *p) { return load_int(p); }
-
-// acc = R rows of bf16 by a panel of pairs; W is bf16, or int8_t with scales to come.
-template <int R, class W>
-INLINE void sum_products(F32 (&acc)[R][2], const W *panel, int64_t inputs, const bf16 *x) {
+// acc = R rows of bf16 by a panel of pairs.
+template <int R>
+INLINE void sum_products(F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, const bf16 *x) {
     const Rows<R, bf16> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     int64_t k = 0;
     for (; k + 1 < inputs; k += 2, panel += 2 * PANEL) {
-        prefetch_step(panel, 2 * PANEL * sizeof(W));
-        const I32 a = bf16_pairs(panel), b = bf16_pairs(panel + PANEL);
+        prefetch_step(panel, 2 * PANEL * sizeof(bf16));
+        const I32 a = load_int(panel), b = load_int(panel + PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const I32 pair = all_words(rows[r] + k);
@@ -64,7 +61,7 @@ INLINE void sum_products(F32 (&acc)[R][2], const W *panel, int64_t inputs, const
         }
     }
     if (k < inputs) {
-        const I32 a = bf16_pairs(panel), b = bf16_pairs(panel + PANEL);
+        const I32 a = load_int(panel), b = load_int(panel + PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const I32 last = all_int(rows[r][k]);
@@ -92,22 +89,50 @@ INLINE void sum_products(F32 (&acc)[R][2], const float *panel, int64_t inputs, c
     }
 }
 
-// acc = R rows of floats by a panel of pairs of bytes, scales to come.
+// acc += R rows by four inputs of a panel of bytes, scales to come; rows are bf16, or floats.
 template <int R>
-INLINE void sum_products(F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const float *x) {
-    const Rows<R, float> rows(x, inputs);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
-    for (int64_t k = 0; k < inputs; k += 2, panel += 2 * PANEL) {
-        prefetch_step(panel, 2 * PANEL);
-        const bool last = k + 1 == inputs;
-        const BytePairs a = load_pairs(panel), b = load_pairs(panel + PANEL);
+INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const Rows<R, bf16> &rows, int64_t k) {
+    const ByteFours a = load_fours(panel), b = load_fours(panel + 2 * PANEL);
+    for (int half = 0; half < 4; half += 2) {
+        const I32 a_pairs = bf16_pairs(a.of[half], a.of[half + 1]);
+        const I32 b_pairs = bf16_pairs(b.of[half], b.of[half + 1]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const F32 first = all(rows[r][k]), second = all(last ? 0.0f : rows[r][k + 1]);
-            acc[r][0] = fma(a.second, second, fma(a.first, first, acc[r][0]));
-            acc[r][1] = fma(b.second, second, fma(b.first, first, acc[r][1]));
+            const I32 pair = all_words(rows[r] + k + half);
+            acc[r][0] = dot_pairs(acc[r][0], a_pairs, pair);
+            acc[r][1] = dot_pairs(acc[r][1], b_pairs, pair);
         }
+    }
+}
+template <int R>
+INLINE void add_fours(
+    F32 (&acc)[R][2], const int8_t *panel, const Rows<R, float> &rows, int64_t k) {
+    const ByteFours a = load_fours(panel), b = load_fours(panel + 2 * PANEL);
+    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const F32 each = all(rows[r][k + i]);
+            acc[r][0] = fma(a.of[i], each, acc[r][0]);
+            acc[r][1] = fma(b.of[i], each, acc[r][1]);
+        }
+    }
+}
+
+// acc = R rows by a panel of fours of bytes, scales to come.
+template <int R, class T>
+INLINE void sum_products(F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const T *x) {
+    const Rows<R, T> rows(x, inputs);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
+    int64_t k = 0;
+    for (; k + 3 < inputs; k += 4, panel += 4 * PANEL) {
+        prefetch_step(panel, 4 * PANEL);
+        add_fours<R>(acc, panel, rows, k);
+    }
+    if (k < inputs) {
+        T last[R][4] = {};
+        for (int r = 0; r < R; ++r) std::memcpy(last[r], rows[r] + k, (inputs - k) * sizeof(T));
+        add_fours<R>(acc, panel, Rows<R, T>(last[0], 4), 0);
     }
 }
 

@@ -1,8 +1,8 @@
-// AVX-512 and tiles of bf16: Sapphire Rapids and later.
+// AVX-512 and tiles of bf16 and of bytes: Sapphire Rapids and later.
 
 #include "standard.h"
 
-#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,amx-tile,amx-bf16")
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")
 #define ISA_NS isa_amx
 #define ANTIPHON_AVX512 1
 #define ANTIPHON_BF16 1

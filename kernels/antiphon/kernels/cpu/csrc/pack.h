@@ -37,27 +37,14 @@ INLINE void quantize_row(const T *x, int64_t inputs, int added, int8_t *bytes, f
     std::memset(bytes + inputs, 0, byte_stride(inputs) - inputs);
 }
 
-// Sixteen rows of pairs of bytes, by their 32-bit words, each of which is two of the panel's.
-INLINE void lay_pairs(
-    const int8_t *rows, int64_t stride, int64_t pairs, uint32_t *columns, uint16_t *panel) {
-    const int64_t words = ceil_div(pairs, 2);
-    lay_words(reinterpret_cast<const char *>(rows), stride, words, columns, LANES);
-    for (int64_t w = 0; w < words; ++w) {
-        const I32 both = load_int(columns + w * LANES);
-        store_halves(panel + 2 * w * PANEL, both);
-        if (2 * w + 1 < pairs) store_halves(panel + (2 * w + 1) * PANEL, upper_halves(both));
-    }
-}
-
 template <class T>
 static void pack_bytes(const PackCall &call, const T *rows, char *panel, float *scales) {
     static thread_local Scratch scratch;
     const int64_t inputs = call.width, stride = byte_stride(inputs);
     const bool dynamic = call.linear.weights == Weights::int8_dynamic;
-    const int group = dynamic ? 4 : 2;
-    const int64_t words = ceil_div(inputs, group);
-    auto *columns = static_cast<uint32_t *>(scratch.room(2 * LANES * stride));
-    auto *bytes = reinterpret_cast<int8_t *>(columns) + LANES * stride;
+    constexpr int GROUP = 4;
+    const int64_t words = ceil_div(inputs, GROUP);
+    auto *bytes = static_cast<int8_t *>(scratch.room(LANES * stride));
     for (int64_t lane = 0; lane < call.lanes; lane += LANES) {
         const int64_t count = call.lanes - lane < LANES ? call.lanes - lane : LANES;
         for (int64_t r = 0; r < count; ++r)
@@ -65,10 +52,9 @@ static void pack_bytes(const PackCall &call, const T *rows, char *panel, float *
                 rows + (lane + r) * inputs, inputs, dynamic ? 128 : 0, bytes + r * stride,
                 scales + lane + r);
         const auto *from = reinterpret_cast<const char *>(bytes);
-        char *to = panel + lane * group;
-        if (count < LANES) lay_few(from, count, stride, words, group, to);
-        else if (dynamic) lay_words(from, stride, words, reinterpret_cast<uint32_t *>(to), PANEL);
-        else lay_pairs(bytes, stride, words, columns, reinterpret_cast<uint16_t *>(to));
+        char *to = panel + lane * GROUP;
+        if (count < LANES) lay_few(from, count, stride, words, GROUP, to);
+        else lay_words(from, stride, words, reinterpret_cast<uint32_t *>(to), PANEL);
     }
 }
 

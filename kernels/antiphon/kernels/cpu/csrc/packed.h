@@ -11,8 +11,9 @@ enum class Number : int { bf16, f32 };
 enum class Weights : int {
     bf16,          // panels [K / 2][32][2], activations are bf16
     f32,           // panels [K][32], activations are f32
-    int8,          // panels [K / 2][32][2] and a scale an output; activations as they are
-    int8_dynamic,  // panels [K / 4][32][4], unsigned with 128 added; activations are cut to 8 bits
+    int8,          // panels [K / 4][32][4] and a scale an output; activations as they are,
+                   // or, on AMX, cut to 16 bits
+    int8_dynamic,  // the same, unsigned with 128 added; activations are cut to 8 bits
 };
 
 // What becomes of the products.

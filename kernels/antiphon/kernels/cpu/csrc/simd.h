@@ -93,18 +93,25 @@ INLINE void store(bf16 *p, F32 a, int count) {
 }
 INLINE F32 rounded_to_bf16(F32 a) { return widen(narrow(a)); }
 
-// Sixteen pairs of signed bytes, the first and the second of each.
-struct BytePairs {
-    F32 first, second;
+// Sixteen words of four signed bytes as four numbers a lane.
+struct ByteFours {
+    F32 of[4];
 };
-INLINE BytePairs load_pairs(const int8_t *p) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
-    const __m512i words = _mm512_cvtepi8_epi16(bytes);
-    const __m512i firsts = _mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16);
-    return {{_mm512_cvtepi32_ps(firsts)}, {_mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16))}};
+INLINE F32 byte_of(I32 words, int byte) {
+    return to_float({_mm512_srai_epi32(_mm512_slli_epi32(words.v, 24 - 8 * byte), 24)});
+}
+INLINE ByteFours load_fours(const int8_t *p) {
+    const I32 words = load_int(p);
+    return {byte_of(words, 0), byte_of(words, 1), byte_of(words, 2), byte_of(words, 3)};
 }
 INLINE void store_bytes(int8_t *p, I32 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a.v));
+}
+
+// Numbers that bf16 has as pairs of it.
+INLINE I32 bf16_pairs(F32 first, F32 second) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first.v), 16);
+    return {_mm512_or_si512(low, _mm512_castps_si512(second.v))};
 }
 
 INLINE I32 all_words(const void *p) {
@@ -114,13 +121,6 @@ INLINE I32 all_words(const void *p) {
 }
 
 #if ANTIPHON_BF16
-// Pairs of bytes as pairs of bf16, exactly.
-INLINE I32 bf16_pairs(const int8_t *p) {
-    const auto *bytes = reinterpret_cast<const __m128i *>(p);
-    const __m512 lo = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
-    const __m512 hi = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-    return {(__m512i)_mm512_cvtne2ps_pbh(hi, lo)};
-}
 // acc + w.lo * x.lo + w.hi * x.hi, each lane a pair of bf16.
 INLINE F32 dot_pairs(F32 acc, I32 w, I32 x) {
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.v, (__m512bh)x.v)};
@@ -130,11 +130,6 @@ INLINE F32 low_half(I32 a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 
 INLINE F32 high_half(I32 a) {
     const __m512i mask = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
     return {_mm512_castsi512_ps(_mm512_and_si512(a.v, mask))};
-}
-INLINE I32 bf16_pairs(const int8_t *p) {
-    const BytePairs pairs = load_pairs(p);
-    const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(pairs.first.v), 16);
-    return {_mm512_or_si512(first, _mm512_castps_si512(pairs.second.v))};
 }
 INLINE F32 dot_pairs(F32 acc, I32 w, I32 x) {
     return fma(high_half(w), high_half(x), fma(low_half(w), low_half(x), acc));
@@ -160,12 +155,6 @@ INLINE I32 dot_bytes(I32 acc, I32 w, I32 x) {
     return {_mm512_add_epi32(acc.v, _mm512_add_epi32(even, odd))};
 }
 #endif
-
-// The upper half of each lane as its lower one, and the lower halves of all lanes.
-INLINE I32 upper_halves(I32 a) { return {_mm512_srli_epi32(a.v, 16)}; }
-INLINE void store_halves(uint16_t *p, I32 a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(a.v));
-}
 
 // The sum and the greatest of all lanes, in an order that never changes.
 INLINE __m256 upper(F32 a) {
@@ -300,19 +289,19 @@ INLINE __m256 rounded_to_bf16(__m256 a) {
 }
 INLINE F32 rounded_to_bf16(F32 a) { return {rounded_to_bf16(a.lo), rounded_to_bf16(a.hi)}; }
 
-// Sixteen pairs of signed bytes, the first and the second of each.
-struct BytePairs {
-    F32 first, second;
+// Sixteen words of four signed bytes as four numbers a lane.
+struct ByteFours {
+    F32 of[4];
 };
-INLINE __m256 first_words(__m256i a) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 16), 16));
+INLINE __m256 byte_of(__m256i words, int byte) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 24 - 8 * byte), 24));
 }
-INLINE __m256 second_words(__m256i a) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(a, 16)); }
-INLINE BytePairs load_pairs(const int8_t *p) {
-    const auto *bytes = reinterpret_cast<const __m128i *>(p);
-    const __m256i lo = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes));
-    const __m256i hi = _mm256_cvtepi8_epi16(_mm_loadu_si128(bytes + 1));
-    return {{first_words(lo), first_words(hi)}, {second_words(lo), second_words(hi)}};
+INLINE F32 byte_of(I32 words, int byte) {
+    return {byte_of(words.lo, byte), byte_of(words.hi, byte)};
+}
+INLINE ByteFours load_fours(const int8_t *p) {
+    const I32 words = load_int(p);
+    return {byte_of(words, 0), byte_of(words, 1), byte_of(words, 2), byte_of(words, 3)};
 }
 INLINE void store_bytes(int8_t *p, I32 a) {
     alignas(32) int32_t lanes[LANES];
@@ -336,11 +325,9 @@ INLINE __m256i bf16_pairs(__m256 first, __m256 second) {
     const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(first), 16);
     return _mm256_or_si256(low, _mm256_castps_si256(second));
 }
-// Pairs of bytes as pairs of bf16, exactly.
-INLINE I32 bf16_pairs(const int8_t *p) {
-    const BytePairs pairs = load_pairs(p);
-    return {
-        bf16_pairs(pairs.first.lo, pairs.second.lo), bf16_pairs(pairs.first.hi, pairs.second.hi)};
+// Numbers that bf16 has as pairs of it.
+INLINE I32 bf16_pairs(F32 first, F32 second) {
+    return {bf16_pairs(first.lo, second.lo), bf16_pairs(first.hi, second.hi)};
 }
 INLINE __m256 dot_pairs(__m256 acc, __m256i w, __m256i x) {
     return _mm256_fmadd_ps(
@@ -364,17 +351,6 @@ INLINE __m256i dot_bytes(__m256i acc, __m256i w, __m256i x) {
 // acc + the four products in each lane; w unsigned bytes, x signed ones. Exact.
 INLINE I32 dot_bytes(I32 acc, I32 w, I32 x) {
     return {dot_bytes(acc.lo, w.lo, x.lo), dot_bytes(acc.hi, w.hi, x.hi)};
-}
-
-// The upper half of each lane as its lower one, and the lower halves of all lanes.
-INLINE I32 upper_halves(I32 a) {
-    return {_mm256_srli_epi32(a.lo, 16), _mm256_srli_epi32(a.hi, 16)};
-}
-INLINE void store_halves(uint16_t *p, I32 a) {
-    const __m256i mask = _mm256_set1_epi32(0xffff);
-    const __m256i packed =
-        _mm256_packus_epi32(_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
 INLINE __m256 halves_added(F32 a) { return _mm256_add_ps(a.lo, a.hi); }

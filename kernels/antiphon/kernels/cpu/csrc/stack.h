@@ -147,15 +147,15 @@ class StackRun {
     }
 
     // A chunk, while the memory is asked for the next, or for the first of the `next` linear.
-    void chunk(const LinearCall &call, int64_t i, const PackedLinear *next) const {
+    void chunk(LinearCall &call, int64_t i, const PackedLinear *next) const {
         call.chunk(i, call.coming(i, team_.threads(), next));
     }
 
-    void linear(const LinearCall &call, const PackedLinear *next) {
+    void linear(LinearCall call, const PackedLinear *next) {
         team_.run(call.chunks(), [&](int64_t i) { chunk(call, i, next); });
     }
 
-    void linear_and_norm(const LinearCall &call, const NormCall &norm, const PackedLinear *next) {
+    void linear_and_norm(LinearCall call, const NormCall &norm, const PackedLinear *next) {
         if (call_.tokens > ROWS_IN_PASSING) {
             linear(call, next);
             norm_phase(norm);
