@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
 
 import pytest
 import uvloop
+from nats.aio.client import Client
 from tests.bus.worlds import Mailbox, bus_config, flood
 
 from antiphon.bus import nats as transport_module
@@ -17,6 +20,7 @@ from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.transport import Packet
+from antiphon.service.tasks import Tasks
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.wait import until
 from antiphon.wire.errors import RequestTooLarge
@@ -146,6 +150,69 @@ async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
             transport.publish("news", b"x" * 2048)
         transport.publish("news", b"after")
         assert await box.wait(1) == [b"after"]
+
+
+class Doorkeeper:
+    """Between clients and a broker. The second who comes hears INFO, one PONG and nothing more."""
+
+    def __init__(self, broker_url: str) -> None:
+        self.visits: list[asyncio.StreamWriter] = []
+        self._broker = urlsplit(broker_url)
+        self._pumps = Tasks()
+
+    async def __aenter__(self) -> Self:
+        await self._pumps.__aenter__()
+        self._server = await asyncio.start_server(self._visit, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        await self._pumps.cancel(1.0)
+        await self._pumps.__aexit__(None, None, None)
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.visits.append(writer)
+        lines_max = 2 if len(self.visits) == 2 else sys.maxsize
+        inner, outer = await asyncio.open_connection(self._broker.hostname, self._broker.port)
+        for pump in (self._pump(reader, outer, sys.maxsize), self._pump(inner, writer, lines_max)):
+            self._pumps.create_task(pump)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines_max: int
+    ) -> None:
+        try:
+            async for line in reader:
+                if lines_max > 0:
+                    writer.write(line)
+                lines_max -= 1
+        except OSError:
+            pass
+        finally:
+            writer.transport.abort()
+
+
+async def test_an_attempt_to_rejoin_that_fails_late_leaves_nobody_who_reads(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client.flush, "__defaults__", (0.2,))  # its timeout, for a failure soon
+    async with (
+        Doorkeeper(server.url) as door,
+        NatsTransport(bus_config(door.url), name="test") as transport,
+    ):
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+        door.visits[0].transport.abort()
+        await until(lambda: transport.link.joins == 2)
+        assert len(door.visits) == 3, "the second attempt was to fail"
+        door.visits[1].transport.abort()
+        for told in (b"one", b"two", b"three"):
+            transport.publish("news", told)
+            await transport.flush(2)
+        assert await box.wait(3) == [b"one", b"two", b"three"]
 
 
 async def reloaded(log: Path) -> None:

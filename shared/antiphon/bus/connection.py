@@ -174,12 +174,34 @@ class Connection(Client):
         self._receivers.pop(sid, None)
 
     async def _connect_to_server(self, s: Srv) -> None:
-        if self._transport is None and s.uri.scheme in ("nats", "tls"):
+        """Connect, with nothing left of an attempt that failed after its connection was made.
+
+        nats-py connects its transport once more while the tasks of that attempt live. Their reader
+        comes upon the new socket when the old one ends, and two that read end each other: a client
+        that hears nothing for ever and does not know it.
+        """
+        await self._leave_attempt()
+        if s.uri.scheme in ("nats", "tls"):
             socket = Socket(self._take)
             await socket.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
             self._transport = socket
         else:
             await super()._connect_to_server(s)
+
+    async def _leave_attempt(self) -> None:
+        tasks: tuple[asyncio.Task[None] | None, ...] = (
+            self._reading_task,
+            self._ping_interval_task,
+            self._flusher_task,
+        )
+        running: list[asyncio.Task[None]] = [task for task in tasks if task and not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     async def _process_err(self, err_msg: str) -> None:
         """Reconnect after any error but a permission violation, which ends nothing.
