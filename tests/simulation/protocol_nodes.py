@@ -457,7 +457,7 @@ class WorkerNode(Node):
         if progress:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
-            self.output.step(self.step, progress)
+            self.output.step(self.step, progress, relays=self.network.up)
         self._publish()
 
     def _give_back(self) -> None:

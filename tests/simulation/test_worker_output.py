@@ -140,7 +140,7 @@ class World:
                     self.mailbox.drop(key)
 
     def report(self, report: StepReport) -> None:
-        self.output.step(report.step, report.progress)
+        self.output.step(report.step, report.progress, relays=True)
 
     def work(self) -> None:
         mail = self.mailbox.take(wait=False)

@@ -46,6 +46,11 @@ class Announcer:
         """Number of the newest event."""
         return self._log.seq
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._unsent)
+
     def add(self, events: Sequence[Event]) -> None:
         """The batching loop reports what happened in a step."""
         self._log.add(events)

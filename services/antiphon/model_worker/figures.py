@@ -16,8 +16,6 @@ OUTPUT_S = 10
 PROMPTS_S = 60
 """Over how long the hit rate is."""
 
-_ID_BYTES = 4
-
 
 class Lately:
     """A sum over the last so many seconds, to the second."""
@@ -58,11 +56,10 @@ class Figures:
         self._prompts = Lately(PROMPTS_S)
         self._cached = Lately(PROMPTS_S)
 
-    def observe(self, report: StepReport, now: float) -> None:
-        """Take note of a turn of the loop."""
-        if report.progress:
-            told = sum(len(news.token_ids) for news in report.progress)
-            self._output.add(told // _ID_BYTES, now)
+    def observe(self, report: StepReport, output_tokens: int, now: float) -> None:
+        """Take note of a turn of the loop, which told so many tokens."""
+        if output_tokens:
+            self._output.add(output_tokens, now)
         if report.started:
             self._prompts.add(report.prompt_tokens, now)
             self._cached.add(report.cached_tokens, now)

@@ -39,10 +39,11 @@ class Journal:
         here = span("worker.generate", run.traceparent, request_id=run.state.request_id).start()
         self._entries[run.key] = _Entry(run, here, now)
 
-    def step(self, progress: Iterable[Progress], now: float) -> None:
-        """The loop has done something to these."""
-        entries = self._entries
+    def step(self, progress: Iterable[Progress], now: float) -> int:
+        """The loop has done something to these; return how many tokens of answers it told."""
+        entries, id_bytes = self._entries, 0
         for news in progress:
+            id_bytes += len(news.token_ids)
             entry = entries.get(news.key)
             if entry is None:
                 continue
@@ -52,6 +53,7 @@ class Journal:
             if news.finish is not None:
                 error = news.finish.error
                 self._end(entry, now, error.code if error else news.finish.reason.value)
+        return id_bytes // _ID_BYTES
 
     def drop(self, key: ChoiceKey, now: float) -> None:
         """It was taken back: a stop string, a cancellation, a deadline."""

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-_ID_BYTES = 4
+SECONDS_MAX = 4096
+"""Steps whose times wait for somebody to read them."""
 
 
 class WorkerMetrics:
@@ -22,7 +23,7 @@ class WorkerMetrics:
         self._seconds: list[float] = []
         self._computed_tokens = 0
         self._prompt_tokens = self._cached_tokens = 0
-        self._output_bytes = 0
+        self._output_tokens = 0
         self._retractions_seen = self._preemptions_seen = self._failures_seen = 0
 
         def counter(name: str, meaning: str) -> Counter:
@@ -55,19 +56,20 @@ class WorkerMetrics:
         self._pages_cached = gauge("pages_cached", "Pages that only the prefix cache has.")
         self._held = gauge("held", "Requests whose ids are kept for a replay.")
 
-    def observe(self, report: StepReport) -> None:
-        """Take note of a turn of the loop. Cheap, for each step does it; `settle` does the rest."""
+    def observe(self, report: StepReport, output_tokens: int) -> None:
+        """Take note of a turn of the loop, which told so many tokens; `settle` does the rest."""
         self._last = report
         if report.rows:
             self._seconds.append(report.seconds)
             self._computed_tokens += report.tokens
             self._prompt_tokens += report.prompt_tokens
             self._cached_tokens += report.cached_tokens
-        for news in report.progress:
-            self._output_bytes += len(news.token_ids)
+        self._output_tokens += output_tokens
+        if len(self._seconds) >= SECONDS_MAX:
+            self.settle()
 
     def settle(self) -> None:
-        """Show what was noted; several times a second."""
+        """Show what was noted: somebody reads it."""
         report = self._last
         if report is None:
             return
@@ -75,10 +77,10 @@ class WorkerMetrics:
             self._step_seconds.observe(seconds)
         self._seconds.clear()
         self._computed.inc(self._computed_tokens)
-        self._output.inc(self._output_bytes // _ID_BYTES)
+        self._output.inc(self._output_tokens)
         self._prompts.inc(self._prompt_tokens)
         self._cached.inc(self._cached_tokens)
-        self._computed_tokens = self._output_bytes = 0
+        self._computed_tokens = self._output_tokens = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._retractions.inc(report.retractions - self._retractions_seen)
         self._retractions_seen = report.retractions

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.accounts import Accounts
 from antiphon.model_worker.agreement import Agreement
 from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -19,12 +20,9 @@ from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.control import Control
 from antiphon.model_worker.cpu_time import CpuTime
 from antiphon.model_worker.dumps import Dumps
-from antiphon.model_worker.figures import Figures
 from antiphon.model_worker.grammar.grammars import Grammars
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.handing_back import others, room, tokens_max
-from antiphon.model_worker.journal import Journal
-from antiphon.model_worker.metrics import WorkerMetrics
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
 from antiphon.model_worker.pulse import Pulse
@@ -84,7 +82,6 @@ class ModelWorker:
         self._settings = settings
         self._opener = opener
         self._model = served_name(settings)
-        self._journal = Journal()
         self._seqs = SeqSender()
         self._moved = asyncio.Event()
         self._reports: deque[StepReport] = deque()
@@ -171,7 +168,7 @@ class ModelWorker:
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
-                figures=self._figures.report(
+                figures=self._accounts.figures(
                     last, grammars=len(self._unguided), now=self._runtime.clock.now()
                 ),
             ),
@@ -236,11 +233,10 @@ class ModelWorker:
             lambda: self._output.live_count,
             self._runtime.health.tell,
         )
-        self._figures = Figures(engine.resolved)
-        self._metrics = WorkerMetrics(self._runtime.metrics.registry, pools.pages_total)
+        self._accounts = Accounts(self._runtime.metrics, pools.pages_total, engine.resolved)
         self._runtime.metrics.registry.register(CpuTime(lambda: self._loop.native_thread))
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        self._pulse = Pulse(self._loop, watchdog, self._metrics.stalled)
+        self._pulse = Pulse(self._loop, watchdog, self._accounts.metrics.stalled)
 
     def _on_command(self, batch: CommandBatch) -> None:
         returned = self._output.returned_count
@@ -283,13 +279,13 @@ class ModelWorker:
         for action in actions:
             match action:
                 case Run():
-                    self._journal.begin(action, now)
+                    self._accounts.begin(action, now)
                     if action.state.sampling.grammar is None:
                         self._hand_over(action)
                     else:
                         self._unguided.put(action)
                 case Drop(key, kept):
-                    self._journal.drop(key, now)
+                    self._accounts.drop(key, now)
                     if not self._unguided.drop(key):
                         self._mailbox.drop(key, kept)
         self._publish()
@@ -312,7 +308,7 @@ class ModelWorker:
             self._refuse(run.key, error)
 
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        self._journal.drop(key, self._runtime.clock.now())
+        self._accounts.drop(key, self._runtime.clock.now())
         self._output.refuse(key, error)
         self._publish()
         self._moved.set()
@@ -332,37 +328,43 @@ class ModelWorker:
 
         A task would cost another turn of it at each step.
         """
+        reports = self._reports
         try:
-            while self._reports:
-                self._on_report(self._reports.popleft())
-                if not self._reports_taken.is_set():
+            while reports:
+                full = len(reports) >= REPORTS_MAX
+                report = reports.popleft()
+                self._on_report(report, relays=not reports and self._runtime.bus.link.up)
+                if full:
                     self._reports_taken.set()
             self._publish()
-            self._announce()
+            if self._announcer.has_unsent:
+                self._announce()
         except Exception as error:  # noqa: BLE001  # raised in a task, which ends the process
             if not self._followed.done():
                 self._followed.set_exception(error)
-        self._moved.set()
+        if self._output.draining:
+            self._moved.set()
 
-    def _on_report(self, report: StepReport) -> None:
+    def _on_report(self, report: StepReport, *, relays: bool = False) -> None:
         if self._last is not None and report.paused != self._last.paused:
             self._runtime.health.changed()
         self._last = report
         self._stepped_at = now = self._runtime.clock.now()
-        self._journal.step(report.progress, now)
-        self._output.step(report.step, report.progress)
-        self._output.started(report.started)
-        self._announcer.add(report.events)
+        ended = self._output.step(report.step, report.progress, relays=relays)
+        self._accounts.put_down(report, now, ended=ended)
+        if report.started:
+            self._output.started(report.started)
+        if report.events:
+            self._announcer.add(report.events)
         if report.returned:
             self._act(self._output.returned(report.returned))
             self._runtime.health.changed()  # the leader shall hear of it now
-        self._metrics.observe(report)
-        self._figures.observe(report, now)
-        self._control.done(report.done)
+        if report.done:
+            self._control.done(report.done)
 
     def _publish(self) -> None:
         bus = self._runtime.bus
-        while self._output.has_unsent and bus.link.up:
+        if self._output.has_unsent and bus.link.up:
             for detokenizer, batch in self._output.take():
                 try:
                     bus.publish(TOKENS, batch, detokenizer=detokenizer)
@@ -390,8 +392,7 @@ class ModelWorker:
             self._act(self._output.tick(now_ms))
             self._announce()
             self._give_back(now_ms)
-            self._metrics.settle()
-            self._metrics.hold(
+            self._accounts.metrics.hold(
                 held=self._output.held_count,
                 overrun_tokens=self._output.overrun_tokens,
                 returned=self._output.returned_count,

@@ -137,9 +137,8 @@ class BusSide:
 
     def take(self, report: StepReport) -> list[bytes]:
         """All that is done of a step until its messages are bytes."""
-        self.journal.step(report.progress, 1.0)
-        self.output.step(report.step, report.progress)
-        self.metrics.observe(report)
+        self.output.step(report.step, report.progress, relays=True)
+        self.metrics.observe(report, self.journal.step(report.progress, 1.0))
         return [encode(batch) for _, batch in self.output.take()]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pytest
 
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
-from antiphon.model_worker.held import ROW_IDS_MAX
+from antiphon.model_worker.held import RELAYED_BYTES_MAX, ROW_IDS_MAX
+from antiphon.model_worker.outbox import BATCH_BYTES_MAX, RELAYED_ROWS_MAX
 from antiphon.model_worker.output import (
-    BATCH_BYTES_MAX,
     FORGOTTEN_AFTER_MS,
     FREED_AFTER_MS,
     OPEN_GRACE_MS,
@@ -521,3 +522,86 @@ def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
     assert [row.finish_reason is not None for row in rows] == [False, False, False, True]
     assert len(batches) > 1
     assert max(len(encode(batch)) for batch in batches) < BATCH_BYTES_MAX
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
+    """Two machines hear the same; one of them makes rows as tokens come, and none in an outage."""
+    chance = random.Random(seed)
+    waits, relays = Bench(), Bench()
+    live = {1: "a", 2: "b", 3: "c"}
+    for bench in (waits, relays):
+        bench.command(*map(admit, live.values()))
+    retractions = dict.fromkeys(live, 0)
+    for step in range(1, 40):
+        down = chance.random() < 0.2
+        progress: list[Progress] = []
+        for key in list(live):
+            retractions[key] += chance.random() < 0.1
+            ids = [chance.randrange(100) for _ in range(chance.choice([0, 1, 1, 1, 2, 90]))]
+            ends = chance.random() < 0.03
+            if ends:
+                del live[key]
+            elif not ids:
+                continue
+            news = Progress(
+                key=ChoiceKey(key),
+                token_ids=pack_ids(ids),
+                weights="w",
+                retractions=retractions[key],
+                finish=LENGTH if ends else None,
+            )
+            progress.append(news)
+        places = [
+            TokenPlace(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
+            for name in live.values()
+        ]
+        again = ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=tuple(places))
+        ended = [
+            waits.output.step(step, progress),
+            relays.output.step(step, progress, relays=not down),
+        ]
+        assert ended == [any(news.finish for news in progress)] * 2
+        if chance.random() < 0.1:
+            for bench in (waits, relays):
+                bench.output.take()  # whoever relays takes before anything else happens
+                bench.output.resend(again)
+        if not down:
+            sent = [
+                [
+                    (to, batch.seq, batch.step, sorted(batch.rows, key=_place))
+                    for to, batch in bench.output.take()
+                ]
+                for bench in (waits, relays)
+            ]
+            assert sent[0] == sent[1]
+
+
+def _place(row: TokenRow) -> tuple[str, int]:
+    return row.request_id, row.offset
+
+
+def test_as_many_relayed_rows_as_there_may_be_are_one_batch_of_bounded_size() -> None:
+    bench = Bench(live_max=RELAYED_ROWS_MAX)
+    bench.command(*(admit(f"request-{n}") for n in range(RELAYED_ROWS_MAX)))
+    keys = [ChoiceKey(n + 1) for n in range(RELAYED_ROWS_MAX)]
+    for key in keys:
+        bench.step(key, [7])
+    bench.rows()
+    ids = pack_ids(range(RELAYED_BYTES_MAX // 4))
+    progress = [Progress(key=key, token_ids=ids) for key in keys]
+    bench.output.step(2, progress, relays=True)
+    ((_, batch),) = bench.output.take()
+    assert [row.offset for row in batch.rows] == [1] * len(keys)
+    assert len(encode(batch)) < BATCH_BYTES_MAX
+
+
+def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
+    bench = Bench()
+    bench.command(admit())
+    bench.step(1, [5])
+    bench.rows()
+    bench.step(1, [6])
+    bench.output.step(3, [Progress(key=ChoiceKey(1), token_ids=pack_ids([7]))], relays=True)
+    (row,) = bench.rows()
+    assert (row.offset, list(unpack_ids(row.token_ids))) == (1, [6, 7])

@@ -1,0 +1,115 @@
+"""What nobody waits for is counted later, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from antiphon.model_worker.accounts import REPORTS_MAX, Accounts
+from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.output import Run
+from antiphon.telemetry.metrics import Metrics
+from antiphon.wire.base import FinishReason
+from antiphon.wire.codec import pack_ids
+from antiphon.wire.ids import RequestId
+from antiphon.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from antiphon.wire.heartbeat import WorkerFigures
+
+KEY = ChoiceKey(1)
+LENGTH = Finish(reason=FinishReason.LENGTH)
+
+
+def report(step: int, ids: list[int], finish: Finish | None = None) -> StepReport:
+    return StepReport(
+        step=step,
+        seconds=0.01,
+        tokens=1,
+        rows=1,
+        progress=(Progress(key=KEY, token_ids=pack_ids(ids), finish=finish),),
+        credit=Credit(
+            pages_free=1, pages_evictable=1, pages_promised=0, pages_returning=0, slots_free=0
+        ),
+        running=1,
+        waiting=0,
+        retractions=0,
+    )
+
+
+class Desk:
+    """Accounts with one choice that runs since 10 s, and their readers."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.accounts = Accounts(self.metrics, 10, None)
+        state = RequestState(
+            request_id=RequestId("r"),
+            choice=0,
+            prompt_ids=pack_ids([1, 2]),
+            sampling=SamplingParams(max_new_tokens=9),
+            deadline_unix_ms=0,
+        )
+        self.accounts.begin(Run(KEY, state, None), 10.0)
+
+    def put_down(self, step: int, ids: list[int], finish: Finish | None = None) -> None:
+        ended = finish is not None
+        self.accounts.put_down(report(step, ids, finish), 10.0 + step, ended=ended)
+
+    def read(self, name: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"antiphon_worker_{name}")
+
+    def figures(self) -> WorkerFigures:
+        return self.accounts.figures(report(9, []), grammars=0, now=19.0)
+
+
+@pytest.fixture
+def desk(caplog: pytest.LogCaptureFixture) -> Desk:
+    caplog.set_level(logging.INFO)
+    return Desk()
+
+
+def test_whoever_reads_the_numbers_reads_all_that_was_put_down(desk: Desk) -> None:
+    desk.put_down(1, [5])
+    desk.put_down(2, [6, 7])
+    assert desk.read("output_tokens_total") == 3
+    assert desk.read("step_seconds_count") == 2
+    desk.put_down(3, [8])
+    assert desk.read("output_tokens_total") == 4
+    assert desk.figures().output_tokens_s == pytest.approx(0.4)
+
+
+def test_the_heartbeat_tells_all_that_was_put_down(desk: Desk) -> None:
+    desk.put_down(1, [5])
+    desk.put_down(2, [6, 7])
+    assert desk.figures().output_tokens_s == pytest.approx(0.3)
+
+
+def test_the_line_of_a_choice_comes_when_it_ends_and_has_all_its_tokens(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.put_down(1, [5])
+    assert not caplog.records
+    desk.put_down(4, [6, 7], LENGTH)
+    (line,) = (record.__dict__ for record in caplog.records)
+    assert (line["output_tokens"], line["first_token_s"], line["seconds"]) == (3, 1.0, 4.0)
+
+
+def test_a_choice_that_is_dropped_has_had_what_was_put_down(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.put_down(1, [5])
+    desk.accounts.drop(KEY, 12.0)
+    (line,) = (record.__dict__ for record in caplog.records)
+    assert (line["reason"], line["output_tokens"], line["seconds"]) == ("dropped", 1, 2.0)
+
+
+def test_reports_that_nobody_reads_do_not_pile_up(desk: Desk) -> None:
+    for step in range(10 * REPORTS_MAX):
+        desk.put_down(step, [5])
+        assert len(desk.accounts._uncounted) < REPORTS_MAX
+    assert desk.read("output_tokens_total") == 10 * REPORTS_MAX
