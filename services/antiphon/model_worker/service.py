@@ -331,11 +331,10 @@ class ModelWorker:
         reports = self._reports
         try:
             while reports:
-                full = len(reports) >= REPORTS_MAX
                 report = reports.popleft()
-                self._on_report(report, relays=not reports and self._runtime.bus.link.up)
-                if full:
+                if len(reports) >= REPORTS_MAX - 1:  # or nobody can be waiting
                     self._reports_taken.set()
+                self._on_report(report, relays=not reports and self._runtime.bus.link.up)
             self._publish()
             if self._announcer.has_unsent:
                 self._announce()
