@@ -28,7 +28,7 @@ SHARE_HEAD = """
 
 Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
 batching thread in kernels and in Python, and of the bus thread, whose upkeep between steps
-(heartbeats, some 10 ms a second) is in it. Medians of {windows} windows of two seconds:
+(heartbeats and ticks, 4 ms a second at rest) is in it. Medians of {windows} windows of two seconds:
 [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
