@@ -125,7 +125,11 @@ class AttentionRows:
 
     @cached_property
     def compiled(self) -> CompiledRows:
-        """The rows as the C++ kernels hold them.
+        """The rows as the C++ kernels hold them, made once."""
+        return self.compile()
+
+    def compile(self) -> CompiledRows:
+        """Make them for who needs them once: to remember them costs a lock and cold code.
 
         Raises:
             RuntimeError: A row reads or writes a token that has no page.

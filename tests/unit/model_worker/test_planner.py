@@ -503,3 +503,12 @@ def test_a_prompt_is_compared_once_with_each_of_those_that_begin_alike(
         steps.go()
     assert steps.running() == [1], "there was room for both"
     assert compared == [(1, 2)]
+
+
+def test_beyond_a_token_each_the_first_ones_take_what_is_left_of_a_step() -> None:
+    steps = Steps(step_tokens_max=6, running_max=2)
+    steps.add(1)
+    steps.add(2)
+    steps.run([20, 21, 22, 23], [30, 31, 32, 33])
+    rows = steps.next()
+    assert [(row.start, row.length, row.draws) for row in rows] == [(3, 4, True), (3, 2, False)]

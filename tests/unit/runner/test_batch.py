@@ -43,3 +43,16 @@ def test_a_future_of_a_failed_row_is_some_valid_token() -> None:
 def test_a_future_of_a_slot_that_never_sampled_is_our_bug(slot: int) -> None:
     with pytest.raises(AssertionError, match="sampled nothing"):
         Futures().resolve(ints(future(slot)))
+
+
+def test_rows_of_one_token_each_are_futures_as_any_others() -> None:
+    futures = Futures()
+    slots, others = ints(3, 4), ints(4, 5)
+    futures.record_each(slots, ints(7, 8))
+    futures.record_each(slots, ints(9, 10))
+    futures.record_each(others, ints(11, 12))
+    assert futures.resolve(ints(future(3), future(4), future(5))).tolist() == [9, 11, 12]
+    recorded(futures, ints(5), [[13]])
+    futures.record_each(slots, ints(14, 15))
+    tokens = ints(future(3), future(4), future(5))
+    assert [futures.resolve(tokens).tolist() for _ in range(2)] == [[14, 15, 13]] * 2

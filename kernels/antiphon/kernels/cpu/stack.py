@@ -124,7 +124,7 @@ class Stack:
         residual (T, hidden), overwritten  ->  (T, hidden) normalised, and (T,) bool: whether all
         of a token's numbers are finite; None: all of all are
         """
-        compiled = [rows.compiled for rows in groups]
+        compiled = [rows.compile() for rows in groups]
         return self._compiled.forward(residual, turns.cos, turns.sin, turns.positions, compiled)
 
     def score(
@@ -136,7 +136,7 @@ class Stack:
     ) -> Scored:
         """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising."""
         assert self.scores, "made with ends"
-        compiled = [rows.compiled for rows in groups]
+        compiled = [rows.compile() for rows in groups]
         return Scored(
             *self._compiled.score(ids, wanted, turns.cos, turns.sin, turns.positions, compiled)
         )

@@ -168,7 +168,10 @@ class BatchingLoop:
             batching.add(key, state, now, mail.guides.get(key))
         for key, kept in mail.drops.items():
             batching.drop(key, kept)
-        returned = [key for keys in mail.returns if batching.hand_back(keys) for key in keys]
+        returned: tuple[ChoiceKey, ...] = ()
+        if mail.returns:
+            gone = [keys for keys in mail.returns if batching.hand_back(keys)]
+            returned = tuple([key for keys in gone for key in keys])
         done = self._obey(mail.orders) if mail.orders else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
@@ -190,11 +193,11 @@ class BatchingLoop:
             paused=self.paused,
             done=done,
             events=batching.index.take_events(),
-            started=tuple([request.key for request in started]),
-            prompt_tokens=sum([request.prompt_tokens for request in started]),
-            cached_tokens=sum([request.cached_tokens for request in started]),
+            started=tuple([request.key for request in started]) if started else (),
+            prompt_tokens=sum([request.prompt_tokens for request in started]) if started else 0,
+            cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
             backlog=self._backlog,
-            returned=tuple(returned),
+            returned=returned,
         )
 
     def _hand_over(self) -> None:

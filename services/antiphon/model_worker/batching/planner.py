@@ -110,21 +110,24 @@ class Planner:
 
     def _decodes(self, answering: Sequence[Request], budget: Budget) -> list[Want]:
         """Everybody who has begun to answer: nobody is ever left out."""
-        pending = [
-            (request, tokens)
-            for request in answering
-            if request.table is not None and (tokens := request.pending)
-        ]
-        # A token each is there for certain; some have more, for more than one was accepted.
-        budget.tokens -= len(pending)
         wants: list[Want] = []
-        for request, tokens in pending:
-            more = 0 if tokens == 1 else min(tokens - 1, budget.tokens)
-            budget.tokens -= more
-            wants.append((request, request.planned + 1 + more))
-        if wants:
-            self._holdings.room.ratio.decay()
-        return self._grow(wants)
+        more, covered = 0, True
+        for request in answering:
+            table = request.table
+            if table is not None and (tokens := request.pending):
+                end = request.planned + tokens
+                wants.append((request, end))
+                more += tokens - 1
+                covered = covered and table.covers(end)
+        if not wants:
+            return wants
+        # A token each is there for certain; some have more, for more than one was accepted.
+        budget.tokens -= len(wants)
+        if more > budget.tokens:
+            wants = _shortened(wants, budget.tokens)
+        budget.tokens -= min(more, budget.tokens)
+        self._holdings.room.ratio.decay()
+        return wants if covered else self._grow(wants)
 
     def _prompts(self, begun: Sequence[Request], budget: Budget, now: float) -> list[Want]:
         """Prompts that are begun, and then those who wait."""
@@ -137,7 +140,8 @@ class Planner:
                 break
             budget.spend_prompt(length)
             wants.append((request, request.planned + length))
-        wants = self._grow(wants)
+        if wants:
+            wants = self._grow(wants)
         if len(self._waiting) and not self._pages_short:
             wants += self._admit(budget, now)
         return wants
@@ -226,3 +230,14 @@ class Planner:
         for victim in choose_preempted(candidate, running, self._rules, short, room.gains()):
             self.retract(victim)
             self.preemptions += 1
+
+
+def _shortened(wants: Sequence[Want], more: int) -> list[Want]:
+    """A token each, and `more` tokens beyond these for the first ones that have them."""
+    shortened: list[Want] = []
+    for request, end in wants:
+        first = request.planned + 1
+        taken = min(end - first, more)
+        more -= taken
+        shortened.append((request, first + taken))
+    return shortened

@@ -32,6 +32,7 @@ ChoiceKey = NewType("ChoiceKey", int)
 
 WIRE_IDS = np.dtype("<i4")
 """How token ids lie in bytes."""
+_ID_BYTES = WIRE_IDS.itemsize
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,6 +320,27 @@ class Request:
             if self.length == self.tokens_max:
                 self.finish = Finish.at_length()
                 return
+
+    def go_on(self, token: int, weights: str) -> Progress | None:
+        """Append a token and tell of it, if it ends nothing and is all that there is to tell.
+
+        What `accept` and `progress` come to then. None: nothing was done.
+        """
+        length, told = self.length, self.prompt_tokens + self.emitted
+        if token in self.end_ids or length + 1 == self.tokens_max:
+            return None
+        if length != told or self._details:
+            return None
+        self.ids[length] = token
+        self.length = length + 1
+        self.emitted += 1
+        return Progress(
+            key=self.key,
+            token_ids=token.to_bytes(_ID_BYTES, "little"),
+            cached_tokens=self.cached_tokens,
+            weights=weights,
+            retractions=self.retractions,
+        )
 
     def tell(self, details: TokenDetails, prompt_entries: int) -> None:
         """Keep what is told of its next tokens, of which so many belong to the prompt."""

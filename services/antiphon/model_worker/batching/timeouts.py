@@ -27,6 +27,7 @@ class Timeouts:
     def __init__(self, limits: Limits) -> None:
         self._queue_s = limits.queue_timeout_s
         self._running_s = limits.running_timeout_s
+        self._limited = self._queue_s is not None or self._running_s is not None
         self._waiting = _Due(self._queue_s)
         self._running = _Due(self._running_s)
 
@@ -55,7 +56,7 @@ class Timeouts:
 
     def any_due(self, now: float) -> bool:
         """Whether anybody's time is over."""
-        return self._running.due(now) or self._waiting.due(now)
+        return self._limited and (self._running.due(now) or self._waiting.due(now))
 
     def take_due(self, now: float) -> Iterator[tuple[Request, EngineError]]:
         """Those whose time is over, with the reason, each once."""

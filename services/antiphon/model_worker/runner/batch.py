@@ -72,11 +72,17 @@ def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
     Raises:
         PlanRefused: The plan uses a part of the contract that this runner does not have.
     """
-    _refuse_unsupported(plan)
+    if plan.tree_mask is not None or plan.splices or plan.loads or plan.saves:
+        raise PlanRefused(f"step {plan.step}: this runner has no {_unsupported(plan)}")
+    if len(plan.positions) != 1:
+        axes = f"{len(plan.positions)} position axes"
+        raise PlanRefused(f"step {plan.step}: this runner has no {axes}")
     groups = tuple(
         AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
         for shape, table in zip(shapes, plan.page_tables, strict=False)
     )
+    if not states:
+        return Batch(plan, groups, ())
     kept = tuple(
         StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
         for table in plan.page_tables[len(shapes) : len(shapes) + states]
@@ -93,17 +99,29 @@ class Futures:
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
+        self._slots: Ints | None = None
+        self._token_ids: Ints | None = None
 
     def resolve(self, tokens: Ints) -> Ints:
         """Replace each `future(slot)` by the slot's last token."""
         if min(tokens.tolist()) >= 0:
             return tokens
+        self._note_each()
         unknown = tokens < 0
         slots = (-1 - tokens[unknown]).tolist()
         assert self._last.keys() >= set(slots), "a future of a slot that sampled nothing"
         resolved = tokens.copy()
         resolved[unknown] = [self._last[slot] for slot in slots]
         return resolved
+
+    def record_each(self, slots: Ints, token_ids: Ints) -> None:
+        """Remember the tokens of rows that have accepted one each; neither array changes any more.
+
+        Those of the step before are forgotten unread where the slots, as one array, are the same.
+        """
+        if slots is not self._slots:
+            self._note_each()
+        self._slots, self._token_ids = slots, token_ids
 
     def record(
         self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
@@ -113,6 +131,7 @@ class Futures:
         A failed row, if there is any, gets token 0: a plan made before its failure was known still
         runs, for the sake of its other rows, and its own outcome is dropped.
         """
+        self._note_each()
         ids = token_ids.tolist()
         for slot, (start, end) in zip(slots.tolist(), pairwise(starts.tolist()), strict=True):
             if start < end:
@@ -120,14 +139,14 @@ class Futures:
         if failed is not None:
             self._last.update(dict.fromkeys(slots[failed].tolist(), 0))
 
+    def _note_each(self) -> None:
+        if self._slots is not None and self._token_ids is not None:
+            self._last.update(zip(self._slots.tolist(), self._token_ids.tolist(), strict=True))
+        self._slots = self._token_ids = None
 
-def _refuse_unsupported(plan: Plan) -> None:
-    refusals = (
-        (plan.tree_mask is not None, "tree verification"),
-        (bool(plan.splices), "embedding splices"),
-        (bool(plan.loads or plan.saves), "page moves"),
-        (len(plan.positions) != 1, f"{len(plan.positions)} position axes"),
-    )
-    for present, what in refusals:
-        if present:
-            raise PlanRefused(f"step {plan.step}: this runner has no {what}")
+
+def _unsupported(plan: Plan) -> str:
+    """What of a plan this runner does not have."""
+    if plan.tree_mask is not None:
+        return "tree verification"
+    return "embedding splices" if plan.splices else "page moves"

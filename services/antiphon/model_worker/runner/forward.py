@@ -30,7 +30,7 @@ from antiphon.model_worker.runner.determinism import require_invariant
 from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.failures import failed_rows
 from antiphon.model_worker.runner.kv_pool import KvPool
-from antiphon.model_worker.runner.sampling import Sampler, steered, takes_likeliest
+from antiphon.model_worker.runner.sampling import Sampler, greedy, steered
 from antiphon.model_worker.runner.state_pool import StatePool
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from antiphon.kernels.latent import LatentSizes
     from antiphon.kernels.op import Choice
     from antiphon.layers.context import Adapters, ForwardContext
-    from antiphon.model_worker.batching.plan import Ints
+    from antiphon.model_worker.batching.plan import Ints, SamplingColumns
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.model.load import Model
     from antiphon.model_worker.model.spec import ModelSpec
@@ -105,6 +105,8 @@ class Runner:
         self._teller = Teller(self.ops)
         self._pooler = pooler
         self._step: int | None = None
+        self._columns: SamplingColumns | None = None
+        self._greedy = False
 
     def run(self, plan: Plan) -> Outcome:
         """Compute a plan's pass and sample its tokens.
@@ -128,8 +130,10 @@ class Runner:
     def _compute(self, plan: Plan, batch: Batch) -> Outcome:
         tokens = self._futures.resolve(plan.tokens)
         scored = self._contexts.score(plan, batch, tokens)
-        if scored is not None and scored.likeliest is not None and takes_likeliest(plan):
+        if scored is not None and scored.likeliest is not None and self._takes_likeliest(plan):
             # Nothing of torch is left to be done, and its mode costs as much as what is left.
+            if batch.decodes and scored.finite is None and scored.logits_finite is None:
+                return self._conclude_decodes(plan, scored.likeliest)
             return self._conclude(plan, batch, tokens, scored, scored.likeliest)
         with torch.inference_mode():
             if plan.pooling is not None:
@@ -142,6 +146,25 @@ class Runner:
                 plan.sampling, scored.logits, batch.logit_row, batch.logit_position, likeliest
             )
             return self._conclude(plan, batch, tokens, scored, sampled, barren)
+
+    def _takes_likeliest(self, plan: Plan) -> bool:
+        """Whether nothing is left to do with the logits; plans of one layout share the answer."""
+        if plan.details is not None or steered(plan):
+            return False
+        if plan.sampling is not self._columns:
+            self._columns, self._greedy = plan.sampling, greedy(plan.sampling)
+        return self._greedy
+
+    def _conclude_decodes(self, plan: Plan, sampled: Ints) -> Outcome:
+        """What `_conclude` comes to where nothing was drafted, nothing failed and nothing is told.
+
+        Nearly every step is such a one, and each call that it leaves out is cold code.
+        """
+        rows = len(plan.slot)
+        self._futures.record_each(plan.slot, sampled)
+        return Outcome(
+            step=plan.step, starts=_one_each(rows), token_ids=sampled, status=_all_well(rows)
+        )
 
     def _conclude(
         self,

@@ -124,10 +124,9 @@ def steered(plan: Plan) -> bool:
     return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
 
 
-def takes_likeliest(plan: Plan) -> bool:
-    """Whether each row takes its highest logit as it is, and nothing else is told of any."""
-    plain = plan.details is None and not steered(plan)
-    return plain and not any(plan.sampling.temperature.tolist())
+def greedy(columns: SamplingColumns) -> bool:
+    """Whether each row surely takes its highest logit."""
+    return not any(columns.temperature.tolist())
 
 
 def _ints(tokens: Tensor) -> Ints:
