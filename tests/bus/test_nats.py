@@ -153,9 +153,13 @@ async def test_any_error_of_the_server_is_followed_by_a_reconnect() -> None:
 
 
 class Doorkeeper:
-    """Between clients and a broker. The second who comes hears INFO, one PONG and nothing more."""
+    """Between clients and a broker.
 
-    def __init__(self, broker_url: str) -> None:
+    The second who comes hears INFO, one PONG, and then `last_words` and nothing more.
+    """
+
+    def __init__(self, broker_url: str, last_words: bytes) -> None:
+        self._last_words = last_words
         self.visits: list[asyncio.StreamWriter] = []
         self._broker = urlsplit(broker_url)
         self._pumps = Tasks()
@@ -189,18 +193,23 @@ class Doorkeeper:
                 if lines_max > 0:
                     writer.write(line)
                 lines_max -= 1
+                if lines_max == 0:
+                    writer.write(self._last_words)
         except OSError:
             pass
         finally:
             writer.transport.abort()
 
 
-async def test_an_attempt_to_rejoin_that_fails_late_leaves_nobody_who_reads(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "last_words", [b"", b"MSG news 1 400000\r\nhalf a mes", b"MSG ne"], ids=["", "half", "line"]
+)
+async def test_an_attempt_to_rejoin_that_fails_late_leaves_nothing(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, last_words: bytes
 ) -> None:
     monkeypatch.setattr(Client.flush, "__defaults__", (0.2,))  # its timeout, for a failure soon
     async with (
-        Doorkeeper(server.url) as door,
+        Doorkeeper(server.url, last_words) as door,
         NatsTransport(bus_config(door.url), name="test") as transport,
     ):
         box = Mailbox()

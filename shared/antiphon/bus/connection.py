@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from antiphon.bus.transport import Receive
 
 FLUSH_TIMEOUT_S = 2
+LEAVE_TIMEOUT_S = 1.0
 DEFAULT_PORT = 4222
 
 
@@ -178,7 +179,8 @@ class Connection(Client):
 
         nats-py connects its transport once more while the tasks of that attempt live. Their reader
         comes upon the new socket when the old one ends, and two that read end each other: a client
-        that hears nothing for ever and does not know it.
+        that hears nothing for ever and does not know it. And of half a message that the attempt
+        has heard it takes what comes next for the other half.
         """
         await self._leave_attempt()
         if s.uri.scheme in ("nats", "tls"):
@@ -198,10 +200,11 @@ class Connection(Client):
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running)
+            await asyncio.wait(running, timeout=LEAVE_TIMEOUT_S)
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+        self._ps.reset()
 
     async def _process_err(self, err_msg: str) -> None:
         """Reconnect after any error but a permission violation, which ends nothing.

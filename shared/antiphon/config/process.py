@@ -29,6 +29,8 @@ class BusConfig(Config):
         # The address is written to files and shown in logs; the password may not come along.
         if "@" in self.url:
             raise ValueError("url holds a user; give bus.user, and ANTIPHON_BUS__PASSWORD")
+        if any(url.strip().startswith(("ws://", "wss://")) for url in self.url.split(",")):
+            raise ValueError("url speaks of WebSocket; services speak NATS over TCP (nats://)")
 
 
 class HealthConfig(Config):

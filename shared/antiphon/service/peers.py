@@ -132,8 +132,9 @@ class Peers:
     def judge(self, *, link_up: bool, joins: int) -> float:
         """Draw the verdicts; return when to draw them again, in seconds from now.
 
-        That is when somebody's silence would next mean more, so that an idle process is not woken
-        to find that all is well; while nobody can be judged, it is a fifth of a heartbeat.
+        That is when somebody's silence would next mean more, or after a heartbeat, so that it is
+        soon known that the broker was left and joined again; while nobody can be judged, it is a
+        fifth of one.
 
         Args:
             link_up: Whether the broker is reachable.

@@ -1,4 +1,4 @@
-"""Everybody to schedulers and gateways: who lives, in which state, how loaded; and discovery."""
+"""Everybody to those whom it concerns: who lives, in which state, how loaded; and discovery."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ class WorkerLoad(Value):
 
 class Heartbeat(Message):
     """One process says that it lives; each 0.5 s, at every change of state, and when asked.
+
+    A role hears those of the roles that concern it: a worker, for one, gateways and workers.
 
     Attributes:
         load: Requests in flight.

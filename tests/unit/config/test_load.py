@@ -75,6 +75,7 @@ def test_null_unsets_in_every_source(file: Path) -> None:
         ("service: {heartbeat_s: .nan}", "service.heartbeat_s = nan: must be a number > 0 (s)"),
         ("batching: {chunk_tokens: 4096}", "batching: chunk_tokens exceeds tokens_max"),
         ("bus: {url: 'nats://a:b@c:1'}", "bus: url holds a user; give bus.user"),
+        ("bus: {url: 'nats://a:1, wss://b:2'}", "bus: url speaks of WebSocket"),
         ("bus: {password: x}", "bus.password: a secret comes by ANTIPHON_BUS__PASSWORD only"),
         ("gateway: {port: 1", "expected"),
     ],

@@ -2,8 +2,9 @@
 //
 // Bytes are multiplied as they lie, by rows that are cut to two bytes a number, x ~ (256 upper +
 // lower) * scale, the greatest number of a row being 32,512 of its steps. A number loses a 65,024th
-// of that at most: over a row of up to 30,000 inputs this is less noise than rounding them to bf16
-// has made. Sums of whole numbers are exact, so a row has the same bits in any order.
+// of that at most: over a row of up to 16,000 inputs this is less noise than rounding them to bf16
+// has made, whatever they are. Sums of whole numbers are exact, so a row has the same bits in any
+// order.
 
 #if ANTIPHON_AMX
 
@@ -37,7 +38,7 @@ static Planes cut_to_planes(const bf16 *x, int64_t inputs, int64_t rows) {
     const int64_t stride = ceil_div(inputs, BYTES_STEP) * BYTES_STEP;
     auto *upper = static_cast<int8_t *>(scratch.room(rows * (2 * stride + sizeof(float))));
     int8_t *lower = upper + rows * stride;
-    auto *scales = reinterpret_cast<float *>(lower + rows * stride);
+    auto *scales = reinterpret_cast<float *>(lower + rows * stride);  // behind whole steps
     const int64_t rest = stride - inputs;
     for (int64_t r = 0; r < rows; ++r) {
         int8_t *high = upper + r * stride, *low = lower + r * stride;

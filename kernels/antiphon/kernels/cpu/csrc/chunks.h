@@ -30,7 +30,7 @@ INLINE bool in_planes(const PackedLinear &linear) {
 static Cutting cut(const PackedLinear &linear, int64_t rows) {
     // Enough chunks that a thread which lost its core holds up little; none so small that the
     // ticket costs more than the work. A group of panels stays in the second-level cache while
-    // all blocks of rows come by.
+    // all blocks of rows come by, or a block of rows as planes while all panels do.
     constexpr int64_t CHUNKS = 48, CHUNK_BYTES = 48 << 10, GROUP_BYTES = 768 << 10;
     const Pace pace = pace_of(linear);
     const int64_t panels = panels_of(linear);
@@ -52,7 +52,8 @@ static Cutting cut(const PackedLinear &linear, int64_t rows) {
 }
 
 // One call of a linear as one thread sees it, in chunks that may be computed in any order, by any
-// thread. Contiguous are x (rows, inputs) and y (rows, outputs), of half as many columns with
+// thread; a thread that has begun another call does not come back to this one, whose planes are
+// gone. Contiguous are x (rows, inputs) and y (rows, outputs), of half as many columns with
 // silu_mul.
 class LinearCall {
   public:
