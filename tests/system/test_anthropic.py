@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
+ASKS_MAX = 5
 QUESTION: list[Any] = [{"role": "user", "content": "What is 12 + 30?"}]
 TOOLS: list[Any] = [
     {
@@ -114,14 +115,24 @@ async def test_the_client_finds_the_model(client: AsyncAnthropic, stack: Stack) 
 
 
 async def test_a_stream_has_its_events_in_order(client: AsyncAnthropic) -> None:
-    stream = await client.messages.create(
-        model="default",
-        max_tokens=64,
-        messages=QUESTION,
-        stream=True,
-        extra_body={"temperature": 0},
-    )
-    kinds = [event.type async for event in stream]
+    deltas = 0
+    for _ in range(ASKS_MAX):  # a short answer may all be there when it is first looked at
+        stream = await client.messages.create(
+            model="default",
+            max_tokens=64,
+            messages=QUESTION,
+            stream=True,
+            extra_body={"temperature": 0},
+        )
+        kinds = [event.type async for event in stream]
+        assert_in_order(kinds)
+        deltas = max(deltas, kinds.count("content_block_delta"))
+        if deltas > 1:
+            break
+    assert deltas > 1
+
+
+def assert_in_order(kinds: list[str]) -> None:
     assert list(dict.fromkeys(kinds)) == [
         "message_start",
         "content_block_start",
@@ -130,7 +141,6 @@ async def test_a_stream_has_its_events_in_order(client: AsyncAnthropic) -> None:
         "message_delta",
         "message_stop",
     ]
-    assert kinds.count("content_block_delta") > 1
 
 
 async def test_a_conversation_is_held_with_what_was_answered(client: AsyncAnthropic) -> None:
