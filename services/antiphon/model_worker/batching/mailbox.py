@@ -110,7 +110,7 @@ class Mailbox:
             wait: Sleep until there is something in it.
             timeout_s: Sleep no longer than this. None: as long as it takes.
         """
-        if not (wait or self._closed or self._runs or self._drops or self._returns or self._orders):
+        if not (wait or self._closed or self._filled()):
             return _NOTHING  # without the lock: what comes now is there the next time
         with self._news:
             if wait:

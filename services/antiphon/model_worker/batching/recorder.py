@@ -86,8 +86,6 @@ def _size_bytes(plan: Plan) -> int:
         size += table.nbytes
     if plan.token_masks is not None:
         size += plan.token_masks.nbytes
-    if plan.penalties is None and plan.biases is None and plan.details is None:
-        return size
     for part in (plan.penalties, plan.biases, plan.details):
         if part is not None:
             # What a client sizes counts whole.
