@@ -25,6 +25,7 @@ HIDDEN, HEADS, GROUP, SIZE, WIDTH = 40, 2, 3, 16, 56
 PAGES_EACH, PAGE_TOKENS = 50, 4
 EPS, SCALE = 1e-3, SIZE**-0.5
 LAYERS = 3
+SIZE_MOST = 2**31 - 1
 SCAN_PART = 16384  # of a row of logits, looked through at once
 VOCABULARY = SCAN_PART + 3600
 
@@ -303,6 +304,226 @@ def test_a_token_that_is_not_finite_is_told_and_spoils_no_other_row(bad: float) 
     assert finite is not None
     assert finite.tolist() == [True, False, True]
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
+
+
+@dataclass
+class Walk:
+    """Rows that decode step by step; their tables grow with them, and lose what no query sees."""
+
+    spoken: Spoken
+    step: int = 0
+
+    @classmethod
+    def of(cls, rows: int, dtype: torch.dtype = torch.bfloat16) -> Walk:
+        return cls(Spoken.of(dtype, [1] * rows, [7 * row for row in range(rows)]))
+
+    def stack(self) -> Stack:
+        return self.spoken.stack(tied=False, caches=self.spoken.world.copied_caches())
+
+    @property
+    def ids(self) -> np.ndarray:
+        generator = np.random.default_rng(self.step)
+        return generator.integers(0, VOCABULARY, len(self.spoken.ids)).astype(np.int32)
+
+    @property
+    def rows(self) -> list[AttentionRows]:
+        return [self._grown(rows) for rows in self.spoken.world.rows]
+
+    @property
+    def tables(self) -> tuple[np.ndarray, ...]:
+        return tuple(rows.page_table for rows in self.rows)
+
+    def score(self, stack: Stack, wanted: list[int] | None = None, *, bare: bool = False) -> Scored:
+        positions = self.rows[0].kv_len - 1
+        chosen = np.arange(len(self.ids)) if wanted is None else np.array(wanted)
+        turns = replace(self.spoken.world.turns, positions=positions)
+        return stack.score(self.ids, chosen.astype(np.int32), turns, self.rows, bare=bare)
+
+    def again(self, stack: Stack, *, bare: bool = False) -> Scored | None:
+        return stack.again(self.ids, self.tables, bare)
+
+    def begun(self) -> Stack:
+        """A stack that has run a step, with the next one at hand."""
+        stack = self.stack()
+        self.score(stack)
+        self.step += 1
+        return stack
+
+    def _grown(self, rows: AttentionRows) -> AttentionRows:
+        kv = (rows.kv_len + self.step).astype(np.int32)
+        first = np.maximum(kv - (rows.shape.window or SIZE_MOST), 0) // PAGE_TOKENS
+        last = (kv - 1) // PAGE_TOKENS
+        page = np.arange(last.max() + 1)
+        seen = (first[:, None] <= page) & (page <= last[:, None])
+        table = np.where(seen, rows.page_table[:, : len(page)], -1)
+        return AttentionRows(rows.shape, table, rows.query_len, kv)
+
+
+def same(one: Scored | None, other: Scored) -> bool:
+    assert one is not None
+    assert one.likeliest is not None
+    assert other.likeliest is not None
+    return (
+        torch.equal(one.hidden, other.hidden)
+        and torch.equal(one.logits, other.logits)
+        and one.likeliest.tolist() == other.likeliest.tolist()
+        and one.finite is other.finite is one.logits_finite is other.logits_finite is None
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_pass_that_goes_on_has_the_bits_of_one_made_anew(rows: int, dtype: torch.dtype) -> None:
+    walk = Walk.of(rows, dtype)
+    going, anew = walk.stack(), walk.stack()
+    assert same(walk.score(going), walk.score(anew))
+    for walk.step in range(1, 3 * PAGE_TOKENS):
+        assert same(walk.again(going), walk.score(anew))
+    walk.step += 1
+    assert same(walk.score(going), walk.score(anew))
+
+
+def test_rows_that_are_not_finite_are_told_by_a_pass_that_goes_on() -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    walk.spoken.table[walk.ids[1], 5] = torch.nan
+    scored = walk.again(stack)
+    assert scored is not None
+    assert said(scored.finite) == said(scored.logits_finite) == [True, False, True]
+
+
+def test_what_a_pass_gave_stays_as_it_was_while_somebody_has_it() -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    first = walk.again(stack)
+    assert first is not None
+    row, array = first.logits[1], first.hidden.view(torch.int16).numpy()
+    kept = first.hidden.clone(), first.logits.clone()
+    walk.step += 1
+    second = walk.again(stack)
+    assert second is not None
+    assert torch.equal(first.hidden, kept[0])
+    assert torch.equal(first.logits, kept[1])
+    del first  # a view and an array hold its memory still
+    for walk.step in range(3, 6):
+        walk.again(stack)
+    assert torch.equal(row, kept[1][1])
+    assert torch.equal(torch.from_numpy(array).view(torch.bfloat16), kept[0])
+
+
+@pytest.mark.parametrize("going", [False, True], ids=["anew", "going on"])
+def test_a_bare_result_is_the_likeliest_alone_where_all_is_finite(going: bool) -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    full = walk.score(stack)
+    for bad in (False, True):
+        if bad:
+            walk.spoken.table[walk.ids[1], 5] = torch.nan
+        walk.step = 0
+        stack = walk.begun()
+        bare = walk.again(stack, bare=True) if going else walk.score(stack, bare=True)
+        assert bare is not None
+        if not bad:
+            assert bare[:-1] == (None, None, None, None)
+            assert bare.likeliest is not None
+            assert bare.likeliest.tolist() == full.logits.argmax(dim=1).tolist()
+    assert said(bare.finite) == said(bare.logits_finite) == [True, False, True]
+    assert torch.equal(bare.logits[[0, 2]], full.logits[[0, 2]])
+    assert torch.equal(bare.hidden[[0, 2]], full.hidden[[0, 2]])
+
+
+def test_memory_that_nobody_has_any_more_is_used_again() -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    places: set[tuple[int, int]] = set()
+    for walk.step in range(1, 5):
+        scored = walk.again(stack)
+        assert scored is not None
+        places.add((scored.hidden.data_ptr(), scored.logits.data_ptr()))
+        del scored
+    assert len(places) == 1
+
+
+def test_a_stack_goes_on_only_from_decodes_with_all_logits() -> None:
+    walk = Walk.of(3)
+    stack = walk.stack()
+    assert walk.again(stack) is None
+    walk.score(stack, [0, 2])
+    walk.step += 1
+    assert walk.again(stack) is None
+    prompt = Spoken.of(torch.bfloat16, *PASSES["a prompt"])
+    stack = prompt.stack(tied=False, caches=prompt.world.copied_caches())
+    stack.score(prompt.ids, np.array([32], np.int32), prompt.world.turns, prompt.world.rows)
+    assert stack.again(prompt.ids, tuple(rows.page_table for rows in prompt.world.rows)) is None
+
+
+def test_a_stack_goes_on_only_from_the_pass_before() -> None:
+    walk = Walk.of(3)
+    stack, world = walk.begun(), walk.spoken.world
+    stack(world.residual.clone(), world.turns, world.rows)
+    assert walk.again(stack) is None
+
+
+def test_a_stack_goes_on_with_as_many_rows() -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    assert stack.again(walk.ids[:2], tuple(table[:2] for table in walk.tables)) is None
+    assert walk.again(stack) is not None
+
+
+def test_a_stack_goes_on_as_far_as_its_angles_are_known() -> None:
+    walk = Walk.of(1)
+    world = walk.spoken.world
+    world.turns = replace(world.turns, cos=world.turns.cos[:2], sin=world.turns.sin[:2])
+    stack = walk.begun()
+    assert walk.again(stack) is not None
+    walk.step += 1
+    assert walk.again(stack) is None
+
+
+def without_page(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    tables[1][2, -1] = -1
+    return tables
+
+
+def with_page_beyond(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    tables[1][2, -1] = 3 * PAGES_EACH
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_page, "row 2 reads or writes a token that has no page"),
+        (with_page_beyond, "a row has page 150 of 150"),
+        (lambda tables: (tables[0], tables[1][:, :-1].copy()), "row 2 .* has no page"),
+        (lambda tables: (tables[0], tables[1][:2]), "a table a row"),
+        (lambda tables: tables[:1], "a table a cache group"),
+    ],
+    ids=["no page", "a page beyond", "too narrow", "too few rows", "too few groups"],
+)
+def test_tables_that_do_not_fit_are_refused_and_end_the_walk(spoil, reason: str) -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    with pytest.raises(RuntimeError, match=reason):
+        stack.again(walk.ids, spoil(walk.tables))
+    assert walk.again(stack) is None
+    other = walk.stack()
+    walk.step = 0
+    walk.score(other)
+    walk.step = 1
+    assert same(walk.score(stack), walk.score(other))
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_pass_that_goes_on_refuses_tokens_beyond_the_vocabulary(token: int) -> None:
+    walk = Walk.of(3)
+    stack = walk.begun()
+    ids = walk.ids
+    ids[1] = token
+    with pytest.raises(IndexError, match=f"token {token} of {VOCABULARY}"):
+        stack.again(ids, walk.tables)
+    assert walk.again(stack) is None
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from tests.kernels.rows import ISAS
 from tests.models.stepper import Stepper, spy_on_logits
-from tests.models.tiny import VOCABULARY, write_llama
+from tests.models.tiny import VOCABULARY, write_llama, write_qwen2
 from torch import Tensor
 
 from antiphon.kernels.op import table
-from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.batching.plan import RowStatus, Splice
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from antiphon.kernels.cpu.stack import Scored
+    from antiphon.model_worker.batching.plan import Ints
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 
@@ -82,6 +88,178 @@ def test_the_table_says_why_layers_run_one_by_one(llama: Path, said, reason: str
     shown = table(runner_of(llama, **said).choices).splitlines()[0]
     assert shown.startswith("decoder.stack")
     assert f"not cpu: {reason}" in shown
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+
+
+def windowed(folder: Path, **said) -> Runner:
+    """A runner of a model whose upper two layers have windows, and pages of their own."""
+    return runner_of(write_qwen2(folder, WINDOWS), **said)
+
+
+def spy_on_going_on(runner: Runner) -> list[bool]:
+    """Of each time that the stack was asked to go on, whether it did."""
+    stack, seen = runner._contexts._stack, list[bool]()
+    assert stack is not None
+    again = stack.again
+
+    def spy(ids: Ints, tables: tuple[Ints, ...], bare: bool = False) -> Scored | None:
+        scored = again(ids, tables, bare)
+        seen.append(scored is not None)
+        return scored
+
+    stack.again = spy
+    return seen
+
+
+def two_steppers(runners: Sequence[Runner], temperatures: Sequence[float]) -> list[Stepper]:
+    """The same requests before two runners; the first is told which plans follow another."""
+    steppers: list[Stepper] = []
+    for runner in runners:
+        groups = [pool.group for pool in runner.pools]
+        stepper = Stepper(runner, groups, follows=runner is runners[0])
+        for seed, (ids, temperature) in enumerate(zip(PROMPTS, temperatures, strict=True)):
+            line = stepper.add(ids)
+            line.temperature, line.seed = temperature, seed
+        steppers.append(stepper)
+    return steppers
+
+
+def said_by(stepper: Stepper) -> list[tuple[list[int], list[int]]]:
+    return [(line.ids, line.statuses) for line in stepper.lines.values()]
+
+
+@pytest.mark.parametrize("as_future", [False, True], ids=["", "futures"])
+@pytest.mark.parametrize("temperatures", [[0.0] * 4, [0.0, 0.9, 0.0, 1.1], [1.0] * 4], ids=str)
+def test_plans_that_follow_give_what_they_give_by_themselves(
+    tmp_path: Path, temperatures: list[float], as_future: bool
+) -> None:
+    runners = windowed(tmp_path), windowed(tmp_path)
+    logits = [spy_on_logits(runner) for runner in runners]
+    gone_on = spy_on_going_on(runners[0])
+    steppers = two_steppers(runners, temperatures)
+    for stepper in steppers:
+        stepper.prefill(20)
+        stepper.decode(12, as_future=as_future)
+        stepper.step({0: 1, 2: 1})  # two leave
+        for _ in range(6):
+            stepper.step({0: 1, 2: 1}, as_future=as_future)
+    assert gone_on == [True] * 17
+    assert said_by(steppers[0]) == said_by(steppers[1])
+    assert all(map(torch.equal, *logits))
+
+
+@pytest.mark.parametrize("said", [{"fused": False}, {"deterministic": True}, {"linear": "plain"}])
+def test_any_runner_takes_plans_that_follow(tmp_path: Path, said) -> None:
+    steppers = two_steppers([windowed(tmp_path, **said) for _ in range(2)], [0.0] * 4)
+    for stepper in steppers:
+        stepper.prefill()
+        stepper.decode(9)
+    assert steppers[0].plans[-1].follows
+    assert said_by(steppers[0]) == said_by(steppers[1])
+
+
+def test_adapted_plans_that_follow_go_layer_by_layer(tmp_path: Path) -> None:
+    runners = [windowed(tmp_path, adapters=OneLayerScaled()) for _ in range(2)]
+    gone_on = spy_on_going_on(runners[0])
+    steppers = two_steppers(runners, [0.0] * 4)
+    for stepper in steppers:
+        stepper.prefill()
+        stepper.decode(3)
+        stepper.lines[1].adapter = 1
+        # The columns have changed, and from here on they stay.
+        stepper.follows, told = False, stepper.follows
+        stepper.decode(1)
+        stepper.follows = told
+        stepper.decode(5)
+    assert gone_on == [True] * 2
+    assert said_by(steppers[0]) == said_by(steppers[1])
+
+
+def test_a_plan_that_follows_goes_beyond_the_angles_that_were_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("antiphon.kernels.rotary._POSITIONS_MIN", 8)
+    runners = windowed(tmp_path), windowed(tmp_path)
+    gone_on = spy_on_going_on(runners[0])
+    steppers = two_steppers(runners, [0.0] * 4)
+    for stepper in steppers:
+        stepper.prefill()  # of 90 tokens the longest: angles of 128 are known
+        stepper.decode(45)
+    assert gone_on.count(False) == 1
+    assert said_by(steppers[0]) == said_by(steppers[1])
+
+
+class Curse:
+    """Makes a runner raise in the middle of its next pass, after its layers or in place of them."""
+
+    def __init__(self, runner: Runner, *, early: bool) -> None:
+        self._runner = runner
+        self._part = runner._contexts if early else runner._sampler
+        self._name = "score" if early else "draw"
+
+    def __enter__(self) -> None:
+        setattr(self._part, self._name, self._fail)
+
+    def __exit__(self, *_: object) -> None:
+        delattr(self._part, self._name)
+
+    def _fail(self, *_: object, **__: object) -> None:
+        raise RuntimeError("cursed")
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after its layers", "before its layers"])
+def test_a_plan_may_follow_one_that_failed(tmp_path: Path, early: bool) -> None:
+    runners = windowed(tmp_path), windowed(tmp_path)
+    gone_on = spy_on_going_on(runners[0])
+    steppers = two_steppers(runners, [1.0] * 4)
+    for runner, stepper in zip(runners, steppers, strict=True):
+        stepper.prefill()
+        stepper.decode(5)
+        with Curse(runner, early=early), pytest.raises(RuntimeError, match="cursed"):
+            stepper.decode(1)
+        for line in stepper.lines.values():  # as if it had been known what they would draw
+            line.ids.append(7)
+            line.computed += 1
+        stepper.decode(5)
+    assert steppers[0].plans[-5].follows
+    assert gone_on == [True] * (4 if early else 5) + [True] * 4
+    assert said_by(steppers[0]) == said_by(steppers[1])
+
+
+def test_a_plan_may_follow_one_that_was_refused(tmp_path: Path) -> None:
+    runners = windowed(tmp_path), windowed(tmp_path)
+    gone_on = spy_on_going_on(runners[0])
+    steppers = two_steppers(runners, [0.0] * 4)
+    for runner, stepper in zip(runners, steppers, strict=True):
+        stepper.prefill()
+        stepper.decode(3)
+        last = stepper.plans[-1]
+        splices = (Splice(start=0, length=1, handle=""),)
+        refused = msgspec.structs.replace(last, step=last.step + 1, splices=splices)
+        for plan in (refused, msgspec.structs.replace(refused, step=last.step + 7)):
+            with pytest.raises(PlanRefused):
+                runner.run(plan)
+        stepper.plans.append(refused)
+        stepper.decode(3)
+        assert stepper.plans[-3].follows == stepper.follows
+    assert gone_on == [True] * 4
+    assert said_by(steppers[0]) == said_by(steppers[1])
+
+
+def test_plans_may_begin_with_one_that_follows(tmp_path: Path) -> None:
+    stepper, _ = two_steppers([windowed(tmp_path), windowed(tmp_path)], [0.0, 0.9, 0.0, 1.1])
+    stepper.prefill()
+    stepper.decode(9)
+    plans = stepper.plans[-6:]
+    assert all(plan.follows for plan in plans)
+    alone = [msgspec.structs.replace(plan, follows=False) for plan in plans]
+    one, other = windowed(tmp_path), windowed(tmp_path)
+    gone_on = spy_on_going_on(one)
+    for plan, same in zip(plans, alone, strict=True):
+        assert one.run(plan).token_ids.tolist() == other.run(same).token_ids.tolist()
+    assert gone_on == [True] * 5
 
 
 class OneLayerScaled:

@@ -118,7 +118,9 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         begun_ids=ints,
     )
     records[0] = Record(
-        msgspec.structs.replace(records[0].plan, penalties=penalties, token_masks=ints)
+        msgspec.structs.replace(
+            records[0].plan, penalties=penalties, token_masks=ints, follows=True
+        )
     )
     file = write(tmp_path / "new", header(stage), records)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -60,7 +60,8 @@ class Scored(NamedTuple):
     """What a pass with logits leaves.
 
     Attributes:
-        hidden: (T, hidden), normalised.
+        hidden: (T, hidden), normalised. A bare result has neither this nor logits, if all is
+            finite.
         finite: (T,) bool, whether all of a token's numbers are; None: all of all are.
         logits: (L, V) float32.
         logits_finite: (L,) bool, as `finite`.
@@ -133,10 +134,43 @@ class Stack:
         wanted: NDArray[np.int32],
         turns: Turns,
         groups: Sequence[AttentionRows],
+        *,
+        bare: bool = False,
     ) -> Scored:
-        """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising."""
+        """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising.
+
+        Who wants the likeliest tokens alone asks for a `bare` result, and is spared the tensors.
+        """
         assert self.scores, "made with ends"
+        # Made for this pass: the stack keeps them, and moves them on.
         compiled = [rows.compile() for rows in groups]
-        return Scored(
-            *self._compiled.score(ids, wanted, turns.cos, turns.sin, turns.positions, compiled)
-        )
+        turned = turns.cos, turns.sin, turns.positions
+        return Scored(*self._compiled.score(ids, wanted, *turned, compiled, bare))
+
+    def again(
+        self,
+        ids: NDArray[np.int32],
+        tables: tuple[NDArray[np.int32], ...],
+        bare: bool = False,  # by name it would cost more
+    ) -> Scored | None:
+        """Run the pass before once more, each row one token further.
+
+        The rows, their rotation and all room are still there, so that nothing is made anew.
+        Nothing that a pass has given changes by this.
+
+        Args:
+            ids: (T,)
+            tables: (T, N) as in `AttentionRows`, of each cache group; others may follow.
+            bare: As in `score`.
+
+        Returns:
+            What `score` would give; None where only that can tell: after another pass than one of
+            rows of one token each with logits of all, after one that raised, with another number
+            of ids, or beyond the known angles.
+
+        Raises:
+            IndexError: An id is none.
+            RuntimeError: A row reads or writes a token that has no page.
+        """
+        scored = self._compiled.again(ids, tables, bare)
+        return None if scored is None else Scored(*scored)

@@ -171,6 +171,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             Of a group of states (R, 2): where the state lies that a row goes on from, -1 if it is
             zero, and where the one after its last token goes, which is another place.
         tree_mask: For tree verification: (T, T), which tokens of the pass see which.
+        follows: Each row has one token and draws one, and is the row at the same place in the plan
+            before, one token further, as are its slot, its sampling and all other columns: only
+            tokens, positions, kv_len and page tables differ, and these only by pages that were
+            added or that no query sees any more. A runner may go on from what it kept of that
+            plan, or pass this over: the outcome is the same.
         release_fence: Pages released by this plan may be reused by plans after this step.
     """
 
@@ -198,6 +203,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     loads: tuple[PageMove, ...] = ()
     saves: tuple[PageMove, ...] = ()
     release_fence: int = 0
+    follows: bool = False
 
 
 class RowStatus(IntEnum):

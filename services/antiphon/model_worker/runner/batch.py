@@ -19,21 +19,43 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """The derived facts of one plan. What most passes do without is derived when it is asked for.
+    """The derived facts of one plan, each derived when it is asked for: most passes ask for few.
+
+    Groups beyond those of `shapes` are so many groups of states; what comes after them keeps
+    nothing.
 
     Attributes:
-        groups: The rows as each cache group sees them, those of states aside.
-        states: The rows as each group of states sees them.
         decodes: Whether every row has one token and draws one: most steps, and the shortest.
     """
 
-    def __init__(
-        self, plan: Plan, groups: tuple[AttentionRows, ...], states: tuple[StateRows, ...]
-    ) -> None:
-        self.groups = groups
-        self.states = states
-        self.decodes = len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
+    def __init__(self, plan: Plan, shapes: tuple[KvShape, ...], states: int) -> None:
+        self.decodes = plan.follows or (
+            len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
+        )
         self._plan = plan
+        self._shapes = shapes
+        self._states_count = states
+        self._groups: tuple[AttentionRows, ...] | None = None
+
+    @property
+    def groups(self) -> tuple[AttentionRows, ...]:
+        """The rows as each cache group sees them, those of states aside."""
+        if self._groups is None:  # a cached property costs a lock and cold code
+            plan = self._plan
+            self._groups = tuple(
+                AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
+                for shape, table in zip(self._shapes, plan.page_tables, strict=False)
+            )
+        return self._groups
+
+    @cached_property
+    def states(self) -> tuple[StateRows, ...]:
+        """The rows as each group of states sees them."""
+        plan, first = self._plan, len(self._shapes)
+        return tuple(
+            StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
+            for table in plan.page_tables[first : first + self._states_count]
+        )
 
     @cached_property
     def token_row(self) -> Longs:
@@ -65,9 +87,7 @@ class Batch:
 
 
 def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
-    """Derive what the pass needs. Groups beyond those of `shapes` are so many groups of states.
-
-    What comes after them keeps nothing.
+    """What the pass needs of a plan, as `Batch` says.
 
     Raises:
         PlanRefused: The plan uses a part of the contract that this runner does not have.
@@ -77,17 +97,7 @@ def build(plan: Plan, shapes: tuple[KvShape, ...], states: int) -> Batch:
     if len(plan.positions) != 1:
         axes = f"{len(plan.positions)} position axes"
         raise PlanRefused(f"step {plan.step}: this runner has no {axes}")
-    groups = tuple(
-        AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
-        for shape, table in zip(shapes, plan.page_tables, strict=False)
-    )
-    if not states:
-        return Batch(plan, groups, ())
-    kept = tuple(
-        StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
-        for table in plan.page_tables[len(shapes) : len(shapes) + states]
-    )
-    return Batch(plan, groups, kept)
+    return Batch(plan, shapes, states)
 
 
 class Futures:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import UNSCALED, LayerCache
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerCache
 from antiphon.kernels.op import Choice
 from antiphon.kernels.rotary import AngleTables, Rotations
 from antiphon.kernels.states import LayerStates
@@ -73,6 +73,11 @@ class Contexts:
         self._angles = AngleTables(placement.dtype, placement.device)
         self._stack: Stack | None = None
         self._stack_angles = self._angles.of(None)
+        # Of texts that are cut, what is a row may differ from pass to pass.
+        self._goes_on = not any(
+            isinstance(kept, KvSpec) and kept.chunked for kept, _ in model.spec.cache_groups()
+        )
+        self._kept: int | None = None  # step of the pass that the stack may go on from
         self.choice = self._choose(model, fused=fused)
 
     def _choose(self, model: Model, *, fused: bool) -> Choice[..., object]:
@@ -88,13 +93,31 @@ class Contexts:
             return Choice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
         return Choice(STACK, self._stack, "cpu", (), invariant=True)
 
-    def score(self, plan: Plan, batch: Batch, tokens: Ints) -> Scored | None:
-        """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had."""
-        stack = self._stack
-        if stack is None or not stack.scores or plan.pooling is not None or self._adapted(plan):
+    def score(self, plan: Plan, batch: Batch, tokens: Ints, *, bare: bool) -> Scored | None:
+        """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had.
+
+        A `bare` result may be without them, as in `Stack.score`.
+        """
+        stack, kept = self._stack, self._kept
+        self._kept = None  # unless all goes well
+        if stack is None:
             return None
-        turns = self._stack_angles.turns(plan.positions[0])
-        return stack.score(tokens, plan.logit_tokens, turns, batch.groups)
+        scored = None
+        if plan.follows and kept == plan.step - 1:
+            # Had the plan before asked for anything else, no stack would have run it.
+            scored = stack.again(tokens, plan.page_tables, bare)
+        if scored is None:
+            if not stack.scores or plan.pooling is not None or self._adapted(plan):
+                return None
+            turns = self._stack_angles.turns(plan.positions[0])
+            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, bare=bare)
+        if self._goes_on:
+            self._kept = plan.step
+        return scored
+
+    def forget(self) -> None:
+        """A pass has failed: the next one goes on from nothing."""
+        self._kept = None
 
     def of(self, plan: Plan, batch: Batch) -> ForwardContext:
         """The context of one pass."""

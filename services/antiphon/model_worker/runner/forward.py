@@ -122,6 +122,7 @@ class Runner:
         try:
             return self._compute(plan, batch)
         except Exception:
+            self._contexts.forget()
             # Whoever gets these pages next masks what lies beyond its own tokens, and a NaN that
             # was left there gets through a mask.
             self._wipe(batch, np.ones(len(plan.slot), np.bool_))
@@ -129,8 +130,9 @@ class Runner:
 
     def _compute(self, plan: Plan, batch: Batch) -> Outcome:
         tokens = self._futures.resolve(plan.tokens)
-        scored = self._contexts.score(plan, batch, tokens)
-        if scored is not None and scored.likeliest is not None and self._takes_likeliest(plan):
+        bare = self._takes_likeliest(plan)
+        scored = self._contexts.score(plan, batch, tokens, bare=bare)
+        if bare and scored is not None and scored.likeliest is not None:
             # Nothing of torch is left to be done, and its mode costs as much as what is left.
             if batch.decodes and scored.finite is None and scored.logits_finite is None:
                 return self._conclude_decodes(plan, scored.likeliest)

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -211,10 +212,12 @@ at::Tensor paged_attention(
 }  // namespace
 
 void bind_attention(py::module_ &module) {
-    py::class_<Rows>(module, "Rows")
+    // A stack keeps the rows of its last pass.
+    py::class_<Rows, std::shared_ptr<Rows>>(module, "Rows")
         .def(
             py::init<
-                int64_t, int64_t, int64_t, int64_t, int64_t, Rows::Ints, Rows::Ints, Rows::Ints>(),
+                int64_t, int64_t, int64_t, int64_t, int64_t, Rows::Ints, Rows::Ints,
+                const Rows::Ints &>(),
             py::kw_only(), py::arg("page_tokens"), py::arg("heads"), py::arg("queries_per_head"),
             py::arg("head_size"), py::arg("window"), py::arg("tables"), py::arg("query_len"),
             py::arg("kv_len"));

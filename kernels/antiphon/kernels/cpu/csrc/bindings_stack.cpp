@@ -4,6 +4,8 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -18,15 +20,59 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 using Ints = Rows::Ints;
+using RowsOfGroups = std::vector<std::shared_ptr<Rows>>;
+
+// Memory of a result that is written again once nobody has that result any more: fresh memory costs
+// microseconds of cold code, and the kernel zeroes what is large page by page.
+class Reused {
+  public:
+    // Room for a result, until the next call; what was given away is left alone.
+    void *room(at::IntArrayRef sizes, at::ScalarType type) {
+        // Views and arrays count, too: each of them holds the memory.
+        if (!own_.defined() || own_.storage().use_count() > 1 || own_.scalar_type() != type ||
+            own_.sizes() != sizes) {
+            own_.reset();
+            own_ = at::empty(sizes, at::TensorOptions(type));
+        }
+        return own_.mutable_data_ptr();
+    }
+
+    // What was written there.
+    at::Tensor given() const {
+        at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+            c10::Storage(own_.storage()), own_.key_set(), own_.dtype());
+        result.unsafeGetTensorImpl()->set_sizes_contiguous(own_.sizes());
+        return result;
+    }
+
+    void forget() { own_.reset(); }
+
+  private:
+    at::Tensor own_;  // nobody else's, but its memory may be
+};
+
+// An array of int32 in one piece, mostly as it is: to ask numpy for that runs much cold code.
+Ints ints_of(py::handle array) {
+    static const PyObject *int32 = py::dtype::of<int32_t>().release().ptr();
+    const auto &api = py::detail::npy_api::get();
+    if (api.PyArray_Check_(array.ptr())) {
+        const auto *said = py::detail::array_proxy(array.ptr());
+        if (said->descr == int32 && (said->flags & py::array::c_style) != 0)
+            return py::reinterpret_borrow<Ints>(array);
+    }
+    Ints made = Ints::ensure(array);
+    if (!made) throw py::type_error("expected an array of int32");
+    return made;
+}
 
 class Stack {
   public:
     Stack(at::Tensor final_norm, double eps, double scale)
         : final_norm_(std::move(final_norm)),
           hidden_(final_norm_.numel()),
+          number_(number_of(final_norm_)),
           eps_(static_cast<float>(eps)),
           scale_(static_cast<float>(scale)) {
-        number_of(final_norm_);
         TORCH_CHECK(
             hidden_ > 0 && final_norm_.is_contiguous(), "the final norm is (hidden,) in one piece");
     }
@@ -38,15 +84,31 @@ class Stack {
         const Optional &key_norm, int64_t group, const at::Tensor &keys, const at::Tensor &values,
         const std::pair<double, double> &scales) {
         const LayerCache cache = layer_of(keys, values, scales.first, scales.second);
-        kept_of(keys, final_norm_);
-        const int64_t size = keys.size(3);
+        const int64_t heads = keys.size(2), size = keys.size(3);
         const PackedLinear &first = qkv.packed(), &last = down.packed();
         check_linear(first, hidden_, first.outputs);
-        check_linear(out.packed(), first.outputs - 2 * keys.size(2) * size, hidden_);
+        check_linear(out.packed(), first.outputs - 2 * heads * size, hidden_);
         check_linear(gate_up.packed(), hidden_, 2 * last.inputs);
         check_linear(last, last.inputs, hidden_);
         TORCH_CHECK(gate_up.packed().halves, "gate and up are packed in halves");
         TORCH_CHECK(group >= 0, "a layer is of a cache group");
+        TORCH_CHECK(
+            layers_.empty() || layers_.front().qkv.outputs == first.outputs,
+            "all layers have the same heads");
+        const CacheShape shape = {
+            .number = number_,
+            .kept = kept_of(keys, final_norm_),
+            .pages = keys.size(0),
+            .page_tokens = keys.size(1),
+            .heads = heads,
+            .queries_per_head = 0,  // rows say this, and the window
+            .head_size = size,
+            .window = 0,
+        };
+        note_shape(group, shape);
+        mixed_ = std::max(mixed_, out.packed().inputs);
+        width_ = std::max(width_, last.inputs);
+        goes_on_ = false;
         TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "both norms or none");
         layers_.push_back({
             .qkv = first,
@@ -60,7 +122,6 @@ class Stack {
             .group = group,
             .cache = cache,
         });
-        caches_.push_back(keys);
         for (const auto &tensor : {attention_norm, mlp_norm, keys, values}) kept_.push_back(tensor);
         for (const auto &norm : {query_norm, key_norm})
             if (norm) kept_.push_back(*norm);
@@ -73,6 +134,7 @@ class Stack {
             (embedding != nullptr) != table.has_value(), "embeddings are a linear's, or a table");
         const PackedLinear &last = head.packed();
         check_linear(last, hidden_, last.outputs);
+        goes_on_ = false;
         ends_ = StackEnds{};
         ends_->head = &last;
         if (table) {
@@ -92,165 +154,243 @@ class Stack {
     // (T,), or none if all are.
     std::pair<at::Tensor, Optional> forward(
         at::Tensor residual, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
-        const std::vector<const Rows *> &rows) {
+        RowsOfGroups rows) {
+        goes_on_ = false;
         TORCH_CHECK(
             residual.is_cpu() && residual.dim() == 2 && residual.size(1) == hidden_ &&
                 residual.is_contiguous() &&
                 residual.scalar_type() == final_norm_.scalar_type(),
             "the residual stream is (T, hidden) in one piece");
+        take(residual.size(0), cos, sin, positions, std::move(rows));
+        make_room(nullptr);
         at::Tensor out = at::empty_like(residual);
-        Optional finite = run(residual, out, nullptr, cos, sin, positions, rows);
-        return {out, finite};
+        call_.residual = residual.mutable_data_ptr();
+        call_.out = out.mutable_data_ptr();
+        compute();
+        return {out, flags_of(call_.finite, call_.tokens)};
     }
+
+    using Scores = std::tuple<Optional, Optional, Optional, Optional, Ints>;
 
     // ids (T,); wanted (L,) tokens whose logits are, rising; the others as above -> normalised
     // (T, hidden); whether all numbers of each token are finite, as above; logits (L, V) float32;
-    // of each row the same; the first of its greatest (L,)
-    std::tuple<at::Tensor, Optional, at::Tensor, Optional, Ints> score(
+    // of each row the same; the first of its greatest (L,). A bare result has the last alone, if
+    // all numbers are finite: to make Python's tensors takes as long as all other glue.
+    Scores score(
         const Ints &ids, const Ints &wanted, const at::Tensor &cos, const at::Tensor &sin,
-        const Ints &positions, const std::vector<const Rows *> &rows) {
+        const Ints &positions, RowsOfGroups rows, bool bare) {
+        goes_on_ = false;
         TORCH_CHECK(ends_.has_value(), "this stack has no embedding and no head");
+        check_ids(ids);
         const int64_t tokens = ids.size(), count = wanted.size();
-        for (int64_t i = 0; i < tokens; ++i)
-            TORCH_CHECK_INDEX(
-                0 <= ids.data()[i] && ids.data()[i] < vocabulary_, "token ", ids.data()[i], " of ",
-                vocabulary_);
         for (int64_t i = 0, least = 0; i < count; least = wanted.data()[i++] + 1)
             TORCH_CHECK_INDEX(
                 least <= wanted.data()[i] && wanted.data()[i] < tokens,
                 "wanted are some of the tokens, rising");
-        const auto options = final_norm_.options();
-        at::Tensor residual = at::empty({tokens, hidden_}, options), out = at::empty_like(residual);
-        at::Tensor logits = at::empty({count, ends_->head->outputs}, options.dtype(at::kFloat));
-        at::Tensor finite = at::empty({count}, options.dtype(at::kBool));
-        Ints likeliest(count);
-        StackEnds ends = *ends_;
-        ends.ids = ids.data();
-        ends.wanted = wanted.data();
-        ends.count = count;
-        ends.logits = logits.mutable_data_ptr<float>();
-        ends.finite = finite.mutable_data_ptr<bool>();
-        ends.likeliest = likeliest.mutable_data();
-        Optional tokens_finite = run(residual, out, &ends, cos, sin, positions, rows);
-        return {out, tokens_finite, logits, flags_of(finite), likeliest};
+        take(tokens, cos, sin, positions, std::move(rows));
+        ends_->wanted = wanted.data();
+        ends_->count = count;
+        make_room(&*ends_);
+        Scores scores = compute_scores(ids, bare);
+        ends_->wanted = nullptr;  // where it is all tokens, nobody looks which
+        goes_on_ = count == tokens && all_one_each();
+        if (!goes_on_) {  // this may be much, and the next one like it far
+            states_.forget();
+            logits_.forget();
+        }
+        return scores;
+    }
+
+    // The pass before one token further, if that was one of `score` or of this, with a token a row
+    // and logits of all: ids (T,) and a table a cache group, after which others may follow -> as
+    // `score`. Nothing where there is no such pass, or a position lies beyond cos and sin.
+    std::optional<Scores> again(py::handle tokens, const py::tuple &tables, bool bare) {
+        const Ints ids = ints_of(tokens);
+        if (!goes_on_ || ids.size() != call_.tokens || furthest_ + 1 >= turns_) return std::nullopt;
+        goes_on_ = false;  // until all has gone well
+        check_ids(ids);
+        TORCH_CHECK(tables.size() >= rows_.size(), "a table a cache group");
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            Rows &rows = *rows_[i];
+            rows.go_on(ints_of(tables[i]));
+            const int64_t pages = groups_[i].shape.pages;
+            TORCH_CHECK(
+                groups_[i].shape.heads == 0 || rows.pages_needed() <= pages, "a row has page ",
+                rows.pages_needed() - 1, " of ", pages);
+            groups_[i].rows = rows.paged();
+        }
+        for (int32_t &position : positions_) ++position;
+        ++furthest_;
+        Scores scores = compute_scores(ids, bare);
+        goes_on_ = true;
+        return scores;
     }
 
   private:
-    Optional run(
-        at::Tensor &residual, at::Tensor &out, StackEnds *ends, const at::Tensor &cos,
-        const at::Tensor &sin, const Ints &positions, const std::vector<const Rows *> &rows) {
-        const int64_t tokens = residual.size(0), turns = cos.size(0);
-        TORCH_CHECK(tokens > 0, "a pass has tokens");
-        const int64_t rotated = rotated_of(cos, caches_.front().size(3));
-        TORCH_CHECK(positions.size() == tokens, "a position a token");
-        for (int64_t i = 0; i < tokens; ++i)
+    // Note what the layers of a cache group have in common.
+    void note_shape(int64_t group, const CacheShape &shape) {
+        const auto index = static_cast<size_t>(group);
+        if (shapes_.size() <= index) shapes_.resize(index + 1);
+        std::optional<CacheShape> &noted = shapes_[index];
+        TORCH_CHECK(
+            !noted || (noted->kept == shape.kept && noted->pages == shape.pages &&
+                       noted->page_tokens == shape.page_tokens && noted->heads == shape.heads &&
+                       noted->head_size == shape.head_size),
+            "layers of a cache group keep the same");
+        noted = shape;
+        head_size_ = layers_.empty() ? shape.head_size : std::min(head_size_, shape.head_size);
+    }
+
+    void check_ids(const Ints &ids) const {
+        for (int64_t i = 0; i < ids.size(); ++i)
             TORCH_CHECK_INDEX(
-                0 <= positions.data()[i] && positions.data()[i] < turns, "position ",
-                positions.data()[i], " of ", turns);
-        const std::vector<StackGroup> groups = groups_of(rows, tokens);
-        at::Tensor finite = at::empty({tokens}, residual.options().dtype(at::kBool));
-        StackCall call = {
-            .number = number_of(residual),
+                0 <= ids.data()[i] && ids.data()[i] < vocabulary_, "token ", ids.data()[i], " of ",
+                vocabulary_);
+    }
+
+    // Lay out the call of a pass, but for what it overwrites, and keep what it points to.
+    void take(
+        int64_t tokens, const at::Tensor &cos, const at::Tensor &sin, const Ints &positions,
+        RowsOfGroups rows) {
+        TORCH_CHECK(tokens > 0, "a pass has tokens");
+        const int64_t rotated = rotated_of(cos, head_size_);
+        TORCH_CHECK(positions.size() == tokens, "a position a token");
+        turns_ = cos.size(0);
+        furthest_ = 0;
+        for (int64_t i = 0; i < tokens; ++i) {
+            const int64_t position = positions.data()[i];
+            TORCH_CHECK_INDEX(
+                0 <= position && position < turns_, "position ", position, " of ", turns_);
+            furthest_ = std::max(furthest_, position);
+        }
+        set_groups(rows, tokens);
+        rows_ = std::move(rows);
+        cos_ = cos;
+        sin_ = sin;
+        positions_.assign(positions.data(), positions.data() + tokens);
+        call_ = {
+            .number = number_,
             .layers = layers_.data(),
             .count = static_cast<int64_t>(layers_.size()),
             .hidden = hidden_,
             .tokens = tokens,
             .eps = eps_,
             .scale = scale_,
-            .groups = groups.data(),
-            .one_each = rows.front()->one_each(),
-            .cos = vector_of(cos, residual, turns * rotated),
-            .sin = vector_of(sin, residual, turns * rotated),
+            .groups = groups_.data(),
+            .one_each = rows_.front()->one_each(),
+            .cos = vector_of(cos, final_norm_, turns_ * rotated),
+            .sin = vector_of(sin, final_norm_, turns_ * rotated),
             .rotated = rotated,
-            .positions = positions.data(),
+            .positions = positions_.data(),
             .final_norm = final_norm_.const_data_ptr(),
-            .residual = residual.mutable_data_ptr(),
-            .out = out.mutable_data_ptr(),
-            .finite = finite.mutable_data_ptr<bool>(),
-            .ends = ends,
+            .residual = nullptr,
+            .out = nullptr,
+            .finite = nullptr,
+            .ends = nullptr,
             .normed = nullptr,
             .added = nullptr,
             .heads = nullptr,
             .mixed = nullptr,
             .gated = nullptr,
         };
-        make_room(call, ends);
+    }
+
+    bool all_one_each() const {
+        return std::all_of(
+            rows_.begin(), rows_.end(), [](const auto &rows) { return rows->one_each(); });
+    }
+
+    // The pass that is laid out, from ids to logits.
+    Scores compute_scores(const Ints &ids, bool bare) {
+        const int64_t tokens = call_.tokens, count = ends_->count;
+        Ints likeliest(count);
+        call_.out = states_.room({tokens, hidden_}, final_norm_.scalar_type());
+        ends_->ids = ids.data();
+        ends_->logits =
+            static_cast<float *>(logits_.room({count, ends_->head->outputs}, at::kFloat));
+        ends_->likeliest = likeliest.mutable_data();
+        compute();
+        Optional finite = flags_of(call_.finite, tokens);
+        Optional logits_finite = flags_of(ends_->finite, count);
+        if (bare && !finite && !logits_finite) return {{}, {}, {}, {}, std::move(likeliest)};
+        return {
+            states_.given(), std::move(finite), logits_.given(), std::move(logits_finite),
+            std::move(likeliest)};
+    }
+
+    void compute() {
         const int team = threads();
-        {
-            const Computing computing;
-            kernels().stack(call, team);
-        }
-        return flags_of(finite);
+        const Computing computing;
+        kernels().stack(call_, team);
     }
 
     // Flags, or none if all are set.
-    static Optional flags_of(const at::Tensor &flags) {
-        if (all_true(flags)) return std::nullopt;
-        return flags;
+    static Optional flags_of(const bool *flags, int64_t count) {
+        if (std::all_of(flags, flags + count, [](bool flag) { return flag; })) return std::nullopt;
+        at::Tensor kept = at::empty({count}, at::TensorOptions(at::kBool));
+        std::memcpy(kept.mutable_data_ptr<bool>(), flags, count);
+        return kept;
     }
 
     void check_linear(const PackedLinear &linear, int64_t inputs, int64_t outputs) const {
         TORCH_CHECK(
-            linear.inputs == inputs && linear.outputs == outputs &&
-                linear.number == number_of(final_norm_),
+            linear.inputs == inputs && linear.outputs == outputs && linear.number == number_,
             "a linear of ", linear.inputs, " to ", linear.outputs, " where one of ", inputs, " to ",
             outputs, " belongs");
     }
 
-    std::vector<StackGroup> groups_of(const std::vector<const Rows *> &rows, int64_t tokens) const {
+    void set_groups(const RowsOfGroups &rows, int64_t tokens) {
         TORCH_CHECK(!rows.empty() && !layers_.empty(), "a stack has layers, and rows of groups");
-        std::vector<StackGroup> groups;
-        for (const Rows *each : rows) {
-            TORCH_CHECK(each != nullptr, "None is no rows");
+        TORCH_CHECK(
+            shapes_.size() <= rows.size(), "there are no rows of group ", shapes_.size() - 1);
+        groups_.clear();
+        for (size_t i = 0; i < rows.size(); ++i) {
+            TORCH_CHECK(rows[i] != nullptr, "None is no rows");
+            const Rows &each = *rows[i];
             TORCH_CHECK(
-                each->tokens() == tokens, "rows of ", each->tokens(), " tokens, not ", tokens);
-            groups.push_back({
-                .shape = {},
-                .rows = each->paged(),
-                .places = each->places().data(),
-                .tasks = each->tasks().data(),
-                .count = static_cast<int64_t>(each->tasks().size()),
+                each.tokens() == tokens, "rows of ", each.tokens(), " tokens, not ", tokens);
+            groups_.push_back({
+                .shape = shape_of(i, each),
+                .rows = each.paged(),
+                .places = each.places().data(),
+                .tasks = each.tasks().data(),
+                .count = static_cast<int64_t>(each.tasks().size()),
             });
         }
-        for (size_t i = 0; i < layers_.size(); ++i) {
-            const auto group = static_cast<size_t>(layers_[i].group);
-            const at::Tensor &keys = caches_[i];
-            TORCH_CHECK(group < rows.size(), "there are no rows of group ", group);
-            const CacheShape shape = rows[group]->shape_in(
-                number_of(final_norm_), kept_of(keys, final_norm_), keys.size(0));
-            TORCH_CHECK(
-                groups[group].shape.heads == 0 || groups[group].shape.kept == shape.kept,
-                "layers of a cache group keep the same");
-            TORCH_CHECK(
-                keys.size(1) == shape.page_tokens && keys.size(2) == shape.heads &&
-                    keys.size(3) == shape.head_size &&
-                    layers_[i].qkv.outputs ==
-                        shape.heads * (shape.queries_per_head + 2) * shape.head_size,
-                "the cache has another shape than the rows");
-            groups[group].shape = shape;
-        }
-        return groups;
     }
 
-    // Activations of all tokens, in one piece that is kept and grows.
-    void make_room(StackCall &call, StackEnds *ends) {
-        const int64_t heads = layers_.front().qkv.outputs, mixed = layers_.front().out.inputs;
-        int64_t width = 0;
-        for (const StackLayer &layer : layers_) {
-            TORCH_CHECK(layer.qkv.outputs == heads, "all layers have the same heads");
-            width = std::max(width, layer.down.inputs);
-        }
-        const int64_t row = call.tokens * final_norm_.element_size();
+    // The shape of a group's caches with the rows' window; without layers it has none.
+    CacheShape shape_of(size_t group, const Rows &rows) const {
+        if (group >= shapes_.size() || !shapes_[group]) return {};
+        const CacheShape &kept = *shapes_[group];
+        const CacheShape shape = rows.shape_in(number_, kept.kept, kept.pages);
+        TORCH_CHECK(
+            kept.page_tokens == shape.page_tokens && kept.heads == shape.heads &&
+                kept.head_size == shape.head_size &&
+                layers_.front().qkv.outputs ==
+                    shape.heads * (shape.queries_per_head + 2) * shape.head_size,
+            "the cache has another shape than the rows");
+        return shape;
+    }
+
+    // What the pass that is laid out writes beside its results, in one piece that is kept and
+    // grows.
+    void make_room(StackEnds *ends) {
+        const int64_t heads = layers_.front().qkv.outputs;
+        const int64_t row = call_.tokens * final_norm_.element_size();
+        void *finite = nullptr, *logits_finite = nullptr, *scans = nullptr;
         std::vector<std::pair<void **, int64_t>> parts = {
-            {&call.normed, row * hidden_}, {&call.added, row * hidden_}, {&call.heads, row * heads},
-            {&call.mixed, row * mixed},    {&call.gated, row * width},
+            {&call_.normed, row * hidden_}, {&call_.added, row * hidden_},
+            {&call_.heads, row * heads},    {&call_.mixed, row * mixed_},
+            {&call_.gated, row * width_},   {&finite, call_.tokens},
         };
-        void *scans = nullptr;
         if (ends != nullptr) {
             const int64_t size = scan_parts(ends->head->outputs) * sizeof(PartScan);
+            parts.emplace_back(&call_.residual, row * hidden_);
             parts.emplace_back(
                 &ends->picked, ends->count * hidden_ * final_norm_.element_size());
             parts.emplace_back(&scans, ends->count * size);
+            parts.emplace_back(&logits_finite, ends->count);
         }
         int64_t total = 0;
         for (const auto &[_, bytes] : parts) total += padded(bytes);
@@ -261,19 +401,38 @@ class Stack {
             *part = at;
             at += padded(bytes);
         }
-        if (ends != nullptr) ends->parts = static_cast<PartScan *>(scans);
+        call_.finite = static_cast<bool *>(finite);
+        call_.ends = ends;
+        if (ends == nullptr) return;
+        ends->finite = static_cast<bool *>(logits_finite);
+        ends->parts = static_cast<PartScan *>(scans);
     }
 
     static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
     at::Tensor final_norm_;
     int64_t hidden_;
+    Number number_;
     float eps_, scale_;
     std::vector<StackLayer> layers_;
-    std::vector<at::Tensor> caches_, kept_;
-    std::optional<StackEnds> ends_;  // of each call: without what belongs to one
-    int64_t vocabulary_ = 0;         // tokens that have an embedding
+    std::vector<std::optional<CacheShape>> shapes_;  // of each cache group's layers
+    int64_t head_size_ = 0;                          // the least
+    int64_t mixed_ = 0, width_ = 0;                  // the most that goes into out, and into down
+    std::vector<at::Tensor> kept_;
+    int64_t vocabulary_ = 0;  // tokens that have an embedding
+
+    // The last pass: how it was called, and what that points to.
+    StackCall call_ = {};
+    std::optional<StackEnds> ends_;
+    RowsOfGroups rows_;
+    std::vector<StackGroup> groups_;
+    at::Tensor cos_, sin_;
+    std::vector<int32_t> positions_;
+    int64_t turns_ = 0, furthest_ = 0;  // positions of cos and sin, and the greatest of the pass
+    bool goes_on_ = false;              // whether `again` may follow
+
     at::Tensor room_;
+    Reused states_, logits_;
 };
 
 }  // namespace
@@ -294,5 +453,6 @@ void bind_stack(py::module_ &module) {
             "set_ends", &Stack::set_ends, py::kw_only(), py::arg("embedding"), py::arg("table"),
             py::arg("head"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
         .def("forward", &Stack::forward)
-        .def("score", &Stack::score);
+        .def("score", &Stack::score)
+        .def("again", &Stack::again);
 }

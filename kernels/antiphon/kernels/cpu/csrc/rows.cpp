@@ -28,7 +28,7 @@ int64_t cost(const AttentionTask &task) {
 
 Rows::Rows(
     int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size, int64_t window,
-    Ints tables, Ints query_len, Ints kv_len)
+    Ints tables, Ints query_len, const Ints &kv_len)
     : shape_{
           .number = Number::f32,
           .kept = Kept::number,
@@ -40,7 +40,7 @@ Rows::Rows(
           .window = window},
       tables_(std::move(tables)),
       query_len_(std::move(query_len)),
-      kv_len_(std::move(kv_len)) {
+      kv_len_(kv_len.data(), kv_len.data() + kv_len.size()) {
     const int64_t rows = query_len_.size();
     TORCH_CHECK(rows > 0, "a pass has rows");
     for (const int64_t size : {page_tokens, heads, queries_per_head, head_size})
@@ -49,7 +49,7 @@ Rows::Rows(
     TORCH_CHECK(head_size % 2 == 0, "the head size is even");
     TORCH_CHECK(
         tables_.ndim() == 2 && tables_.shape(0) == rows && query_len_.ndim() == 1 &&
-            kv_len_.ndim() == 1 && kv_len_.size() == rows,
+            kv_len.ndim() == 1 && kv_len.size() == rows,
         "a table, a query length and a kv length a row");
     const bool many = rows >= 4 * threads();
     for (int64_t row = 0; row < rows; ++row) {
@@ -62,9 +62,29 @@ Rows::Rows(
     });
 }
 
+void Rows::go_on(const Ints &tables) {
+    TORCH_CHECK(one_each(), "only rows of one token each go on");
+    TORCH_CHECK(tables.ndim() == 2 && tables.shape(0) == rows(), "a table a row");
+    int64_t needed = 0;
+    for (int64_t row = 0; row < rows(); ++row) {
+        const int64_t begin = kv_len_[row];
+        needed = std::max(needed, pages_of(row, tables, begin, begin + 1));
+    }
+    tables_ = tables;
+    pages_needed_ = needed;
+    const int64_t size = shape_.page_tokens, columns = tables_.shape(1);
+    const int32_t *table = tables_.data();
+    for (int64_t row = 0; row < rows(); ++row, table += columns) {
+        const int64_t position = kv_len_[row]++;
+        places_[row] = table[position / size] * size + position % size;
+    }
+    // One may have become longer than the one before it: their order is for speed alone.
+    for (AttentionTask &task : tasks_) ++task.position;
+}
+
 PagedRows Rows::paged() const {
     return {
-        .rows = query_len_.size(),
+        .rows = rows(),
         .stride = tables_.shape(1),
         .tables = tables_.data(),
         .query_len = query_len_.data(),
@@ -82,7 +102,7 @@ CacheShape Rows::shape_in(Number number, Kept kept, int64_t pages) const {
 }
 
 void Rows::cut(int64_t row, int64_t heads_together) {
-    const int64_t queries = query_len_.data()[row], end = kv_len_.data()[row];
+    const int64_t queries = query_len_.data()[row], end = kv_len_[row];
     TORCH_CHECK(
         0 < queries && queries <= end, "row ", row, " has ", queries, " of ", end, " tokens");
     const int64_t unit = EVEN_QUERIES / std::gcd(EVEN_QUERIES, shape_.queries_per_head);
@@ -103,16 +123,25 @@ void Rows::cut(int64_t row, int64_t heads_together) {
 }
 
 void Rows::place(int64_t row) {
-    const int64_t size = shape_.page_tokens, columns = tables_.shape(1);
-    const int64_t end = kv_len_.data()[row], begin = end - query_len_.data()[row];
-    const int64_t first = shape_.window ? std::max<int64_t>(begin + 1 - shape_.window, 0) : 0;
-    const int32_t *table = tables_.data() + row * columns;
-    for (int64_t page = first / size; page <= (end - 1) / size; ++page) {
-        TORCH_CHECK(
-            page < columns && table[page] >= 0, "row ", row,
-            " reads or writes a token that has no page");
-        pages_needed_ = std::max(pages_needed_, int64_t{table[page]} + 1);
-    }
+    const int64_t size = shape_.page_tokens;
+    const int64_t end = kv_len_[row], begin = end - query_len_.data()[row];
+    pages_needed_ = std::max(pages_needed_, pages_of(row, tables_, begin, end));
+    const int32_t *table = tables_.data() + row * tables_.shape(1);
     for (int64_t position = begin; position < end; ++position)
         places_.push_back(table[position / size] * size + position % size);
+}
+
+// How many pages a cache has that holds all which a row's tokens [begin, end) read or write.
+int64_t Rows::pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const {
+    const int64_t size = shape_.page_tokens, columns = tables.shape(1);
+    const int64_t first = shape_.window ? std::max<int64_t>(begin + 1 - shape_.window, 0) : 0;
+    const int64_t page = first / size, last = (end - 1) / size;
+    const int32_t *table = tables.data() + row * columns;
+    int32_t least = last < columns ? 0 : -1, most = 0;
+    for (int64_t i = page; i <= last && i < columns; ++i) {
+        least = std::min(least, table[i]);
+        most = std::max(most, table[i]);
+    }
+    TORCH_CHECK(least >= 0, "row ", row, " reads or writes a token that has no page");
+    return int64_t{most} + 1;
 }

@@ -18,23 +18,31 @@ class Rows {
     // page; -1 may stand for pages that nobody looks at.
     Rows(
         int64_t page_tokens, int64_t heads, int64_t queries_per_head, int64_t head_size,
-        int64_t window, Ints tables, Ints query_len, Ints kv_len);
+        int64_t window, Ints tables, Ints query_len, const Ints &kv_len);
+
+    // The same rows one token further, each of one token, with the tables (R, N) that they have
+    // then. Raises as above, and has changed nothing if so.
+    void go_on(const Ints &tables);
 
     PagedRows paged() const;
     // The shape of a cache that the rows fit into. Raises if it does not hold their pages.
     CacheShape shape_in(Number number, Kept kept, int64_t pages) const;
 
     int64_t tokens() const { return static_cast<int64_t>(places_.size()); }
-    bool one_each() const { return tokens() == query_len_.size(); }
+    int64_t pages_needed() const { return pages_needed_; }
+    bool one_each() const { return tokens() == rows(); }
     const std::vector<int64_t> &places() const { return places_; }
     const std::vector<AttentionTask> &tasks() const { return tasks_; }
 
   private:
-    void place(int64_t row);
+    int64_t rows() const { return static_cast<int64_t>(kv_len_.size()); }
     void cut(int64_t row, int64_t heads_together);
+    void place(int64_t row);
+    int64_t pages_of(int64_t row, const Ints &tables, int64_t begin, int64_t end) const;
 
     CacheShape shape_;
-    Ints tables_, query_len_, kv_len_;
+    Ints tables_, query_len_;
+    std::vector<int32_t> kv_len_;
     int64_t pages_needed_ = 0;
     std::vector<int64_t> places_;
     std::vector<AttentionTask> tasks_;
