@@ -46,9 +46,10 @@ async def test_commands_not_yet_written_are_not_published_to_the_next_broker(
         await transport.subscribe("news", box.receive)
         await server.pause()
         chunk = b"x" * 512 * 1024
-        connection = transport._connection
+        wire = transport._connection.wire
+        assert wire is not None
         async with asyncio.timeout(10):
-            while connection.pending_data_size < len(chunk):
+            while wire.get_write_buffer_size() < len(chunk):
                 transport.publish("news", chunk)
                 await asyncio.sleep(0)
         await server.kill()

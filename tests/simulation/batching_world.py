@@ -24,6 +24,7 @@ from antiphon.model_worker.batching.request import (
     Request,
     RequestState,
 )
+from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
 from antiphon.model_worker.cache.hashing import of_request
@@ -60,10 +61,15 @@ class WorldRunner(HashRunner):
     fail = False
     last: Plan | None = None
     _drawn: dict[int, int]
+    _before: tuple[Plan, Ints] | None = None
 
     def run(self, plan: Plan) -> Outcome:
         self.last = plan
+        if plan.follows:
+            self._check_follows(plan)
+        self._before = None
         outcome = super().run(self._known(plan))
+        self._before = plan, outcome.token_ids
         self._drawn |= {
             slot: int(outcome.token_ids[end - 1]) if end > start else 0
             for slot, start, end in zip(
@@ -76,6 +82,21 @@ class WorldRunner(HashRunner):
 
     def launch(self, plan: Plan) -> Callable[[], Outcome]:
         return lambda: self.run(plan)
+
+    def _check_follows(self, plan: Plan) -> None:
+        """It is the plan before, one token further: that which was drawn then."""
+        assert self._before is not None, "it follows a plan that failed"
+        before, drawn = self._before
+        assert plan.step == before.step + 1
+        for name in ("slot", "query_start", "query_len", "adapter", "logit_tokens", "sampling"):
+            assert getattr(plan, name) is getattr(before, name), name
+        assert (plan.tokens == drawn).all()
+        assert (plan.positions == before.positions + 1).all()
+        assert (plan.kv_len == before.kv_len + 1).all()
+        for table, old in zip(plan.page_tables, before.page_tables, strict=True):
+            assert (table[:, : old.shape[1]] == old)[old != HOLE].all(), "a page was taken away"
+        unusual = (plan.penalties, plan.token_masks, plan.biases, plan.details, plan.pooling)
+        assert unusual == (None,) * 5
 
     def _known(self, plan: Plan) -> Plan:
         """With each `future` replaced by what its slot drew last."""
@@ -151,6 +172,8 @@ class World:
         self.stems = [self._ids(self.random.randint(1, 60)) for _ in range(3)]
         self.poison = 0.0
         self.seen: Counter[str] = Counter()
+        self._steady = False
+        self._failures = 0
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
         self._idle_turns: dict[ChoiceKey, int] = {}
@@ -248,7 +271,20 @@ class World:
         self.check_budgets()
         self.check_order(before)
         self.check_decodes()
+        self.note_steady(report)
         return report
+
+    def note_steady(self, report: StepReport) -> None:
+        """Count what steady rows meet."""
+        plan = self.runner.last
+        if isinstance(report.progress, Drawn):
+            self.seen["steady"] += 1
+            self.seen["steady, and some wait"] += report.waiting > 0
+        elif plan is not None and plan.follows:
+            self.seen["steady, and somebody ends"] += any(p.finish for p in report.progress)
+        self._failures, failed = report.failures, report.failures > self._failures
+        self.seen["steady, and fails"] += failed and self._steady
+        self._steady = isinstance(report.progress, Drawn)
 
     def new_choices(self) -> list[tuple[ChoiceKey, RequestState]]:
         """One request: most often of one choice, and often with a beginning that others have."""

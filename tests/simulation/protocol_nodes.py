@@ -6,12 +6,15 @@ import random
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Said, Submit
 from antiphon.gateway.owner.machine import Limits, Owner
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
+from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.output import Output, Run
 from antiphon.scheduler.actions import SendCommands, SendNotice
 from antiphon.scheduler.leader import Leader
@@ -21,7 +24,7 @@ from antiphon.service.precedence import Precedence
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report
 from antiphon.wire.base import FinishReason, Message, Process, Role, State
-from antiphon.wire.codec import pack_ids
+from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.details import TokenDetails, pack_floats
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerLoad
@@ -42,7 +45,7 @@ from antiphon.wire.submit import CancelAccepted, CancelRequest, OpenList, Submit
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from tests.simulation.protocol_network import Interest, Network, Timeline
 
@@ -453,7 +456,8 @@ class WorkerNode(Node):
 
     def _step(self) -> None:
         running = [] if self.paused else list(self.running)[:RUNNING_MAX]
-        progress = [self._advance(one) for one in running]
+        progress: Sequence[Progress] = self._steady(running)
+        progress = progress or [self._advance(one, self._random.randint(1, 3)) for one in running]
         if progress:
             self.step += 1
             self.running = deque(one for one in self.running if one.said < len(one.answer))
@@ -470,12 +474,23 @@ class WorkerNode(Node):
             self._act(self.output.returned(returned))
             self.beat()
 
-    def _advance(self, one: Running) -> Progress:
+    def _steady(self, running: Sequence[Running]) -> Sequence[Progress]:
+        """A token for each, as a batching loop tells it while nothing else happens."""
+        plain = all(one.begun and one.told is None for one in running)
+        if not plain or any(one.said + 1 >= len(one.answer) for one in running):
+            return ()
+        if self._random.random() < 0.3:
+            return ()
+        progress = [self._advance(one, 1) for one in running]
+        ids = [token for news in progress for token in unpack_ids(news.token_ids)]
+        return Drawn(tuple(one.key for one in running), progress, np.array(ids, np.int32))
+
+    def _advance(self, one: Running, count: int) -> Progress:
         if not one.begun:
             one.begun = True
             self.output.started([one.key])
             self.begun(one.state.request_id, one.state.choice)
-        ids = one.answer[one.said : one.said + self._random.randint(1, 3)]
+        ids = one.answer[one.said : one.said + count]
         one.said += len(ids)
         finish = Finish(reason=FinishReason.LENGTH) if one.said == len(one.answer) else None
         details = TokenDetails()

@@ -105,6 +105,27 @@ def test_the_worlds_reach_every_corner() -> None:
     assert set(seen) >= wanted, seen
 
 
+def test_steady_rows_meet_whoever_waits_ends_and_fails() -> None:
+    calm = {"window": False, "state": "no", "stream_interval": 1, "accepted_max": 1}
+    calm |= {"arrivals": [0] * 9 + [1], "returned": 0.0, "priority": False}
+    wanted = {f"steady{more}" for more in ("", ", and some wait", ", and somebody ends")}
+    wanted |= {"steady, and fails"}
+    seen = reached(wanted, (World(seed, **calm) for seed in range(60)))
+    assert set(seen) >= wanted, seen
+
+
+def test_where_little_happens_every_choice_says_what_it_says_alone() -> None:
+    calm = {"window": False, "state": "no", "stream_interval": 1, "accepted_max": 1}
+    calm |= {"running_max": 16, "prompt_max": 20, "priority": False, "returned": 0.0}
+    steady = 0
+    for seed in range(10):
+        world = World(seed, **calm, arrivals=[0] * 5 + [1])
+        live(world, 300)
+        check_empty(world)
+        steady += world.seen["steady"]
+    assert steady > 200
+
+
 def reached(wanted: set[str], worlds: Iterable[World]) -> Counter[str]:
     """Let worlds live, one after the other, until all that is wanted has come about."""
     seen: Counter[str] = Counter()

@@ -453,6 +453,7 @@ def test_each_token_is_told_with_the_weights_that_drew_it(overlap: bool, interva
             stage.turn()
         assert told.finish is None
         (running,) = stage.batching.running.values()
+        stage.batching.set_aside(PauseMode.IN_PLACE)  # steady steps are written to it
         before = running.outputs + running.ahead  # what is under way is still theirs
         stage.order(SetWeightVersion(version="second", abort_all=False))
         stage.drain()

@@ -20,9 +20,6 @@ ROW_IDS_MAX = 16_384
 ROW_DETAILS_BYTES_MAX = 64 * 1024
 """The same for a row's details."""
 
-RELAYED_BYTES_MAX = 256
-"""Longest ids of a row that is made as they come: far more than a step draws."""
-
 _ID_BYTES = 4
 
 
@@ -89,23 +86,18 @@ class HeldChoice:
             assert self._details.end >= self.length or not self.length, "a token is not told of"
         self.finish = progress.finish
 
-    def relay(self, progress: Progress) -> int | None:
-        """Take in ids and take them as sent, if all before them is and they are all the news.
+    def relay(self, token_ids: bytes) -> int | None:
+        """Take in ids that are all the news, and take them as sent, if all before them is.
 
-        So it is in nearly each step. Return their offset; None: nothing was done.
+        Return their offset; None: nothing was done.
         """
-        if self._details is not None or progress.finish is not None or not self._marks:
-            return None
-        last, sent, ids = self._marks[-1], self._sent, progress.token_ids
-        if last.weights != progress.weights or last.retractions != progress.retractions:
-            return None
-        if sent != self.length or self._marks_sent < len(self._marks):
-            return None
-        if not 0 < len(ids) <= RELAYED_BYTES_MAX:
+        sent = self._sent
+        if self._details is not None or sent != self.length or self._marks_sent < len(self._marks):
             return None
         assert self.live, "a choice went on after its end"
-        self._ids += ids
-        self._sent = sent + len(ids) // _ID_BYTES
+        assert self._marks, "a choice went on before its first word"
+        self._ids += token_ids
+        self._sent = sent + len(token_ids) // _ID_BYTES
         return sent
 
     def stop(self, offset: int | None = None) -> int:
@@ -233,12 +225,12 @@ class HeldRequest:
         """Output tokens of all choices."""
         return sum(choice.length for choice in self.choices)
 
-    def relay(self, choice: HeldChoice, progress: Progress) -> TokenRow | None:
-        """The row of what a step did to a choice, if its detokenizer has heard all but these ids.
+    def relay(self, choice: HeldChoice, token_ids: bytes) -> TokenRow | None:
+        """The row of ids that a steady step drew, if its detokenizer has heard all before them.
 
         What a row of `unsent` would be, taken. None: nothing was done.
         """
-        offset = choice.relay(progress) if self._introduced else None
+        offset = choice.relay(token_ids) if self._introduced else None
         if offset is None:
             return None
         return TokenRow(
@@ -246,7 +238,7 @@ class HeldRequest:
             choice=choice.index,
             attempt=self.attempt,
             offset=offset,
-            token_ids=progress.token_ids,
+            token_ids=token_ids,
         )
 
     def rewind(self, offsets: dict[int, int]) -> None:

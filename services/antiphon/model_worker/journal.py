@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.batching.steady import Drawn
 from antiphon.telemetry.tracing import Span, span
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class Journal:
     def step(self, progress: Iterable[Progress], now: float) -> int:
         """The loop has done something to these; return how many tokens of answers it told."""
         entries, id_bytes = self._entries, 0
+        if isinstance(progress, Drawn):  # nobody's first token or last
+            for key in progress.keys:
+                if key in entries:
+                    entries[key].id_bytes += _ID_BYTES
+            return len(progress)
         for news in progress:
             id_bytes += len(news.token_ids)
             entry = entries.get(news.key)

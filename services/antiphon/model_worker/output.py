@@ -16,6 +16,7 @@ from antiphon.model_worker.batching.request import (
     Progress,
     RequestState,
 )
+from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.held import HeldChoice, HeldRequest
 from antiphon.model_worker.outbox import Outbox
 from antiphon.model_worker.tombstones import Tombstones
@@ -24,7 +25,7 @@ from antiphon.wire.errors import EngineError, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
@@ -197,23 +198,21 @@ class Output:
         Args:
             step: Number of the last plan.
             progress: What it did to each choice.
-            relays: `take` follows at once: most rows can be made in this same pass, which takes
-                half the time of two.
+            relays: `take` follows at once: the rows of a steady step can be made in this same pass,
+                which takes half the time of two.
 
         Returns:
             Whether a choice has ended.
         """
         outbox, ended = self._outbox, False
         outbox.step = max(outbox.step, step)
+        if relays and isinstance(progress, Drawn):
+            progress = self._relay(progress)
         for news in progress:
             known = self._choices.get(news.key)
             if known is None:
                 continue
             held, choice = known
-            row = held.relay(choice, news) if relays else None
-            if row is not None:
-                outbox.relay(held.detokenizer, row)
-                continue
             held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
             choice.append(news)
             outbox.put(held)
@@ -221,6 +220,21 @@ class Output:
                 del self._choices[news.key]
                 ended = True
         return ended
+
+    def _relay(self, drawn: Drawn) -> Sequence[Progress]:
+        """Make the rows of a steady step; return what cannot be made into one."""
+        outbox, left = self._outbox, list[int]()
+        for index, (key, token_ids) in enumerate(zip(drawn.keys, drawn.pieces(), strict=True)):
+            known = self._choices.get(key)
+            if known is None:
+                continue
+            held, choice = known
+            row = held.relay(choice, token_ids)
+            if row is None:
+                left.append(index)
+            else:
+                outbox.relay(held.detokenizer, row)
+        return [drawn[index] for index in left]
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """The batching loop runs these now: nobody else ever will, under this attempt."""

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.accounts import Accounts
@@ -56,15 +56,18 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.control import Message
     from antiphon.wire.command import CommandBatch
-    from antiphon.wire.ids import ModelName
+    from antiphon.wire.ids import InstanceId, ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
     from antiphon.wire.submit import OpenList
+    from antiphon.wire.tokens import TokenBatch
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 REPORTS_MAX = 64
 """Steps that the loop may be ahead of the bus side before it waits."""
+OUTLETS_MAX = 64
+"""Detokenizers whose subjects are kept."""
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
 LEAVE_S = 2.0
@@ -233,6 +236,7 @@ class ModelWorker:
             lambda: self._output.live_count,
             self._runtime.health.tell,
         )
+        self._outlet = lru_cache(OUTLETS_MAX)(self._open_outlet)
         self._accounts = Accounts(self._runtime.metrics, pools.pages_total, engine.resolved)
         self._runtime.metrics.registry.register(CpuTime(lambda: self._loop.native_thread))
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
@@ -362,16 +366,18 @@ class ModelWorker:
             self._control.done(report.done)
 
     def _publish(self) -> None:
-        bus = self._runtime.bus
-        if self._output.has_unsent and bus.link.up:
+        if self._output.has_unsent and self._runtime.bus.link.up:
             for detokenizer, batch in self._output.take():
                 try:
-                    bus.publish(TOKENS, batch, detokenizer=detokenizer)
+                    self._outlet(detokenizer)(batch)
                 except EngineError as error:
                     # Its number is used up, so the detokenizer sees the gap, at the latest by our
                     # next heartbeat, and asks for what it lacks.
                     fields = {"detokenizer": detokenizer, "error": error}
                     log.warning("tokens not sent", extra=fields)
+
+    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenBatch], None]:
+        return self._runtime.bus.outlet(TOKENS, detokenizer=detokenizer)
 
     def _announce(self) -> None:
         """Tell of what came into the cache and went; or not, which the numbers will show."""

@@ -143,6 +143,15 @@ class Bus:
         """
         self.transport.publish(self._prefix + route.at(**address), encode(message))
 
+    def outlet(self, route: Feed[Q], **address: str) -> Callable[[Q], None]:
+        """What publishes to one place again and again: as `publish`, with the subject ready."""
+        subject = self._prefix + route.at(**address)
+
+        def publish(message: Q) -> None:
+            self.transport.publish(subject, encode(message))
+
+        return publish
+
     async def call(self, route: Call[Q, R], message: Q, *, timeout_s: float, **address: str) -> R:
         """Send a message and return its answer.
 

@@ -103,16 +103,15 @@ class Connection(Client):
         super().__init__()
         self._receivers: dict[int, Receive] = {}  # plain ones, by the subscription's id
 
-    @property
-    def pending_data_size(self) -> int:
-        """Bytes that the system has not taken yet, wherever they wait."""
-        wire = self._wire
-        return self._pending_data_size + (wire.get_write_buffer_size() if wire else 0)
-
     def send(
-        self, subject: str, data: bytes, reply: str | None, headers: Mapping[str, str] | None
-    ) -> bool:
-        """Publish, or return False where there is no connection. The caller checks the size.
+        self,
+        wire: asyncio.WriteTransport,
+        subject: str,
+        data: bytes,
+        reply: str | None,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        """Publish to `wire`, which is this connection's now. The caller checks sizes.
 
         Nothing is checked here: subjects are the routes' and buckets', which escape every name, or
         came from the broker, and headers are ours.
@@ -120,9 +119,6 @@ class Connection(Client):
         `Client.publish` is four coroutines, checks each subject by two regular expressions, and
         wakes a task that writes. uvloop writes what a turn has written at its end, all at once.
         """
-        wire = self._wire
-        if wire is None:
-            return False
         answer_at = f"{reply} " if reply else ""
         if headers is None:
             line = f"PUB {subject} {answer_at}{len(data)}\r\n"
@@ -133,7 +129,6 @@ class Connection(Client):
             line = f"HPUB {subject} {answer_at}{head_bytes} {head_bytes + len(data)}\r\n{head}"
         self._write_pending(wire)
         wire.write(b"%b%b\r\n" % (line.encode(), data))
-        return True
 
     async def hear(self, subject: str, receive: Receive, queue: str | None) -> Subscription:
         """Subscribe with a plain function, which gets each message in the turn that brings it."""
@@ -222,14 +217,15 @@ class Connection(Client):
 
         Without a connection it stays for the next one, unless `forget` drops it.
         """
-        wire = self._wire
+        wire = self.wire
         if wire is not None:
             self._write_pending(wire)
         elif not isinstance(self._transport, Socket):
             await super()._flush_pending(force_flush)
 
     @property
-    def _wire(self) -> asyncio.WriteTransport | None:
+    def wire(self) -> asyncio.WriteTransport | None:
+        """What may be written to, while there is a connection."""
         socket = self._transport
         return socket.wire if isinstance(socket, Socket) and self.is_connected else None
 

@@ -123,10 +123,12 @@ class NatsTransport:
             raise RequestTooLarge.of(size_bytes=len(data), bytes_max=self._payload_bytes_max)
         if not self._link.up:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
-        if self._connection.pending_data_size > OUTBOUND_BYTES_MAX:
-            raise BusDown("the broker reads nothing", retry_after_s=1.0)
-        if not self._connection.send(subject, data, reply, headers):
+        wire = self._connection.wire
+        if wire is None:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
+        if wire.get_write_buffer_size() > OUTBOUND_BYTES_MAX:
+            raise BusDown("the broker reads nothing", retry_after_s=1.0)
+        self._connection.send(wire, subject, data, reply, headers)
 
     async def subscribe(
         self, subject: str, receive: Receive, queue: str | None = None

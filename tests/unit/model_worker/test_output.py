@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import pytest
 
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
-from antiphon.model_worker.held import RELAYED_BYTES_MAX, ROW_IDS_MAX
+from antiphon.model_worker.batching.steady import Drawn
+from antiphon.model_worker.held import ROW_IDS_MAX
 from antiphon.model_worker.outbox import BATCH_BYTES_MAX, RELAYED_ROWS_MAX
 from antiphon.model_worker.output import (
     FORGOTTEN_AFTER_MS,
@@ -40,6 +43,8 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 DEADLINE = 60_000
@@ -532,26 +537,27 @@ def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
     live = {1: "a", 2: "b", 3: "c"}
     for bench in (waits, relays):
         bench.command(*map(admit, live.values()))
-    retractions = dict.fromkeys(live, 0)
+    told: dict[int, Progress] = {}
     for step in range(1, 40):
         down = chance.random() < 0.2
+        steady = told.keys() >= live.keys() and chance.random() < 0.6
         progress: list[Progress] = []
         for key in list(live):
-            retractions[key] += chance.random() < 0.1
-            ids = [chance.randrange(100) for _ in range(chance.choice([0, 1, 1, 1, 2, 90]))]
-            ends = chance.random() < 0.03
+            before = told.get(key, Progress(key=ChoiceKey(key), weights="w"))
+            if not steady and chance.random() < 0.1:
+                before = msgspec.structs.replace(before, retractions=before.retractions + 1)
+            count = 1 if steady else chance.choice([0, 1, 1, 2, 90])
+            ends = not steady and chance.random() < 0.06
             if ends:
                 del live[key]
-            elif not ids:
+            elif not count:
                 continue
-            news = Progress(
-                key=ChoiceKey(key),
-                token_ids=pack_ids(ids),
-                weights="w",
-                retractions=retractions[key],
-                finish=LENGTH if ends else None,
-            )
-            progress.append(news)
+            told[key] = before
+            ids = pack_ids([chance.randrange(100) for _ in range(count)])
+            finish = LENGTH if ends else None
+            progress.append(msgspec.structs.replace(before, token_ids=ids, finish=finish))
+        heard: Sequence[Progress] = drawn(progress) if steady else progress
+        assert list(heard) == progress
         places = [
             TokenPlace(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
             for name in live.values()
@@ -559,7 +565,7 @@ def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
         again = ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=tuple(places))
         ended = [
             waits.output.step(step, progress),
-            relays.output.step(step, progress, relays=not down),
+            relays.output.step(step, heard, relays=not down),
         ]
         assert ended == [any(news.finish for news in progress)] * 2
         if chance.random() < 0.1:
@@ -577,6 +583,12 @@ def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
             assert sent[0] == sent[1]
 
 
+def drawn(progress: Sequence[Progress]) -> Drawn:
+    """The same as a steady step tells it."""
+    ids = [token for news in progress for token in unpack_ids(news.token_ids)]
+    return Drawn(tuple(news.key for news in progress), progress, np.array(ids, np.int32))
+
+
 def _place(row: TokenRow) -> tuple[str, int]:
     return row.request_id, row.offset
 
@@ -588,9 +600,9 @@ def test_as_many_relayed_rows_as_there_may_be_are_one_batch_of_bounded_size() ->
     for key in keys:
         bench.step(key, [7])
     bench.rows()
-    ids = pack_ids(range(RELAYED_BYTES_MAX // 4))
+    ids = pack_ids([2**31 - 1])
     progress = [Progress(key=key, token_ids=ids) for key in keys]
-    bench.output.step(2, progress, relays=True)
+    bench.output.step(2, drawn(progress), relays=True)
     ((_, batch),) = bench.output.take()
     assert [row.offset for row in batch.rows] == [1] * len(keys)
     assert len(encode(batch)) < BATCH_BYTES_MAX
@@ -602,6 +614,7 @@ def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
     bench.step(1, [5])
     bench.rows()
     bench.step(1, [6])
-    bench.output.step(3, [Progress(key=ChoiceKey(1), token_ids=pack_ids([7]))], relays=True)
+    news = Progress(key=ChoiceKey(1), token_ids=pack_ids([7]))
+    bench.output.step(3, drawn([news]), relays=True)
     (row,) = bench.rows()
     assert (row.offset, list(unpack_ids(row.token_ids))) == (1, [6, 7])

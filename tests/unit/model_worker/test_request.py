@@ -1,16 +1,20 @@
-"""A request that goes on by a token is where `accept` and `progress` would have brought it."""
+"""A request that goes on by some tokens is where steps one by one would have brought it."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
+from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.table import CachePools, PageTable
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.details import TokenDetails
 from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
 
 END = 1
+GROUP = CacheGroup(kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=8)
 
 
 def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
@@ -20,7 +24,7 @@ def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
         prompt_ids=pack_ids([7, 8]),
         output_ids=pack_ids(outputs),
         emitted=emitted,
-        sampling=SamplingParams(max_new_tokens=4),
+        sampling=SamplingParams(max_new_tokens=9),
         deadline_unix_ms=0,
     )
     return Request(
@@ -28,37 +32,39 @@ def request(outputs: tuple[int, ...] = (5,), emitted: int = 1) -> Request:
         state,
         arrival=0,
         queued_s=0.0,
-        outputs_max=4,
+        outputs_max=9,
         end_ids=frozenset({END}),
         place=(0.0, 0.0, 0),
     )
 
 
-@pytest.mark.parametrize("token", [0, 5, 70_000, 2**31 - 1])
-def test_a_token_that_ends_nothing_is_told_at_once(token: int) -> None:
-    one, other = request(), request()
-    other.accept([token])
-    assert one.go_on(token, "w") == other.progress("w")
+def running(outputs: tuple[int, ...] = (5,)) -> Request:
+    """One that has drawn its first token, of which it has told."""
+    one, pools = request(outputs, emitted=len(outputs)), CachePools([GROUP])
+    table = PageTable(pools)
+    table.allocate(8)
+    one.start(0, table, 0.0)
+    one.launch(one.length - 1, draws=False)
+    table.commit(one.length - 1)
+    one.computed, one.prefilling = one.length - 1, False
+    return one
+
+
+@pytest.mark.parametrize("tokens", [[0], [5, 70_000, 2**31 - 1]])
+def test_steps_that_end_nothing_can_be_written_at_once(tokens: list[int]) -> None:
+    one, other = running(), running()
+    one.go_on(np.array(tokens, np.int32))
+    for token in tokens:
+        Row.launched(other, other.length)
+        assert other.table is not None
+        other.table.commit(other.length)
+        other.computed, other.ahead = other.length, other.ahead - 1
+        other.accept([token])
+        assert other.progress("w") is not None
     assert one.snapshot() == other.snapshot()
-    assert one.go_on(token, "w") == other.go_on(token, "w") is not None
-
-
-@pytest.mark.parametrize(
-    ("waiting", "token"),
-    [
-        pytest.param(request(), END, id="the model's end"),
-        pytest.param(request((5, 6, 7), 3), 5, id="the last token"),
-        pytest.param(request((5, 6), 1), 5, id="something is untold"),
-    ],
-)
-def test_anything_else_is_left_as_it_is(waiting: Request, token: int) -> None:
-    before = waiting.snapshot()
-    assert waiting.go_on(token, "w") is None
-    assert waiting.snapshot() == before
-    assert waiting.finish is None
-
-
-def test_what_is_to_be_told_of_a_token_is_not_left_behind() -> None:
-    waiting = request()
-    waiting.tell(TokenDetails(count=1), prompt_entries=0)
-    assert waiting.go_on(5, "w") is None
+    for name in ("length", "computed", "planned", "ahead", "pending", "emitted", "finish"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.table is not None
+    assert other.table is not None
+    assert one.table.committed == other.table.committed == one.length - 1
+    assert one.progress("w") is None

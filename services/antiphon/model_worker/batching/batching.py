@@ -12,7 +12,7 @@ from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.credit import Credit, credit
 from antiphon.model_worker.batching.holdings import Holdings
 from antiphon.model_worker.batching.late import LateRow, LateRows
-from antiphon.model_worker.batching.plan import RowStatus, future
+from antiphon.model_worker.batching.plan import RowStatus
 from antiphon.model_worker.batching.planner import Planner
 from antiphon.model_worker.batching.policy import Order, Rules
 from antiphon.model_worker.batching.pooling import Vector
@@ -25,6 +25,7 @@ from antiphon.model_worker.batching.request import (
     Request,
     RequestState,
 )
+from antiphon.model_worker.batching.steady import Drawn, SteadyRows, goes_on
 from antiphon.model_worker.batching.telling import Told
 from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.batching.walking import Walk, WalksHere
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.guide import Guide
+    from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Outcome
     from antiphon.model_worker.batching.walking import Walker
     from antiphon.model_worker.cache.table import CachePools
@@ -54,7 +56,8 @@ class Batching:
     their tokens are `future` then. Knows no clock: `now` is any that never goes back, in seconds.
 
     Attributes:
-        running: Requests with pages by slot, in the order in which they were started.
+        running: Requests with pages by slot, in the order in which they were started. Of steady
+            rows they do not know yet what was drawn; whoever asks here for anything does.
         slots: What plans are gathered from.
     """
 
@@ -86,7 +89,9 @@ class Batching:
         self._arrivals = 0
         self._rows_launched = 0
         self._progress: list[Progress] = []
-        self._plain = not pools.sparse and limits.stream_interval == 1
+        self._drawn: Drawn | None = None
+        self._steady: SteadyRows | None = None
+        self._layout: Layout | None = None
 
     @property
     def idle(self) -> bool:
@@ -147,6 +152,7 @@ class Batching:
         request = self._requests.get(key)
         if request is None:
             return
+        self._stand()
         if kept is not None and request.phase is Phase.RUNNING:
             self._holdings.share(request, request.prompt_tokens + kept)
         self._free(request)
@@ -160,23 +166,63 @@ class Batching:
             self.drop(key)
         return True
 
-    def next_rows(self, now: float) -> list[Row]:
+    def next_rows(self, now: float) -> Sequence[Row]:
         """Choose the work of the next step.
 
         Nothing only if nothing is left to do, or nothing before launched rows are committed.
         """
         self.expire(now)
-        rows = [
-            self._launch(request, end)
-            for request, end in self._planner.wants(now)
-            if request.table is not None
-        ]
+        rows = self._next_steady() or self._next_chosen(now)
         self._rows_launched += len(rows)
         stands = not rows and not self._rows_launched
         if stands and self._late:
             self._late.wait()
         assert not stands or self._late or self.idle, "requests wait and nothing runs"
         return rows
+
+    def _next_steady(self) -> Sequence[Row]:
+        """The rows of the last step once more, if nobody can start beside them and all go on."""
+        steady = self._steady
+        if steady is None or not self._full or not steady.go_on():
+            return ()
+        return steady
+
+    def _next_chosen(self, now: float) -> Sequence[Row]:
+        self._stand()
+        return [
+            Row.launched(request, end)
+            for request, end in self._planner.wants(now)
+            if request.table is not None
+        ]
+
+    @property
+    def _full(self) -> bool:
+        """Whether nobody starts before somebody ends: whoever waits has no slot to wait for."""
+        return not len(self.waiting) or not (self.slots.free_count or self.rules.priority)
+
+    def _stand(self) -> None:
+        """Somebody looks at requests, or changes who runs: there are no steady rows any more."""
+        steady, self._steady = self._steady, None
+        if steady is not None:
+            steady.end()
+
+    def _steadied(self, rows: Sequence[Row]) -> SteadyRows | None:
+        """Rows like these for the next steps, if these were all, as those before, and go on.
+
+        None after the first such step: where somebody comes or ends in each, it would be in vain.
+        """
+        before, self._layout = self._layout, self.slots.last_layout
+        layout, slots = self._layout, self.slots
+        if layout is None or layout is not before or not layout.decodes:
+            return None
+        if self._rows_launched or len(rows) != len(self.running):
+            return None
+        if self.pools.sparse or self.limits.stream_interval > 1:
+            return None
+        requests = [row.request for row in rows]
+        if not (slots.steering.idle and slots.telling.idle and all(map(goes_on, requests))):
+            return None
+        return SteadyRows(requests, layout, slots, self._planner, self.limits.weight_version)
 
     def expire(self, now: float) -> None:
         """End those whose time is over: it runs in a pause, too, in which no rows are chosen."""
@@ -190,14 +236,18 @@ class Batching:
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
         """Apply what a plan produced. Rows whose requests went other ways are passed over."""
         self._rows_launched -= len(rows)
+        if isinstance(rows, SteadyRows):
+            self._drawn = rows.take(outcome)
+            if self._drawn is not None:
+                return
+            rows, self._steady = rows[:], None
         starts, status = outcome.starts.tolist(), outcome.status.tolist()
         token_ids = outcome.token_ids.tolist()
         drawn = [token_ids[start:end] for start, end in pairwise(starts)]
         walks = self._walk(rows, drawn) if self.slots.steering.guided else _NO_WALKS
         tells = outcome.details is not None or outcome.vectors is not None
-        plain = self._plain and not (walks or tells or any(status))
         for index, row in enumerate(rows):
-            if not row.current or (plain and self._commit_token(row, drawn[index])):
+            if not row.current:
                 continue
             if status[index]:
                 self._end(row.request, Finish.failed(_failure(status[index])))
@@ -210,10 +260,12 @@ class Batching:
                 self._commit_row(row, drawn[index], told, walk.ends())
             else:
                 self._put_late(LateRow(row, drawn[index], told, walk))
+        self._steady = self._steadied(rows)
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
         self._rows_launched -= len(rows)
+        self._stand()
         for row in rows:
             if row.current:
                 self._end(row.request, Finish.failed(error))
@@ -230,6 +282,7 @@ class Batching:
 
         Only between steps of which nothing is in flight.
         """
+        self._stand()
         running = list(self.running.values())
         match mode:
             case PauseMode.ABORT:
@@ -251,6 +304,7 @@ class Batching:
         that it has, and shares them with nobody; who does not begins its prompt again, and what
         was to be told of it is forgotten: the answer will be of other weights.
         """
+        self._stand()
         for request in list(self.running.values()):
             if request.prefilling:
                 self._planner.retract(request)
@@ -265,9 +319,12 @@ class Batching:
         """Forget every page that no request holds; return how many."""
         return self.index.clear()
 
-    def take_progress(self) -> tuple[Progress, ...]:
+    def take_progress(self) -> Sequence[Progress]:
         """What happened to each choice since the last call."""
-        progress, self._progress = tuple(self._progress), []
+        drawn, self._drawn = self._drawn, None
+        if not self._progress:
+            return () if drawn is None else drawn
+        progress, self._progress = (*self._progress, *(drawn or ())), []
         return progress
 
     def take_started(self) -> Sequence[Request]:
@@ -276,6 +333,8 @@ class Batching:
 
     def credit(self) -> Credit:
         """What could be taken on now."""
+        if self._steady is not None:
+            self._steady.settle()
         return credit(self.pools, self.index, self._holdings.room, self.slots)
 
     def _request(
@@ -306,15 +365,6 @@ class Batching:
         if last is None or last.started_s is not None or last.rank <= request.rank:
             raise full
         self._end(last, Finish.failed(full))
-
-    def _launch(self, request: Request, end: int) -> Row:
-        start, expected = request.planned, request.length + request.ahead
-        if end > request.length:
-            request.ids[request.length : end] = future(request.slot)
-        draws = end == expected and not request.scores
-        row = Row(request, start, end - start, draws, request.life)
-        request.launch(end, draws=draws)
-        return row
 
     def _end_overdue(self, overdue: Iterable[tuple[Request, EngineError]]) -> None:
         for request, error in list(overdue):
@@ -348,24 +398,6 @@ class Batching:
                 self._commit_row(late.row, late.accepted, late.told, late.walk.ends())
             elif late.row.request.guide is not None:  # it was retracted, and draws them again
                 late.row.request.guide.take_back()
-
-    def _commit_token(self, row: Row, accepted: list[int]) -> bool:
-        """Do what `_commit_row` does, if an answer only goes on by a token; say whether it was so.
-
-        Nearly every row of a decode is such a one: it takes two calls here, and nine there.
-        """
-        request, table = row.request, row.request.table
-        if len(accepted) != 1 or request.prefilling or table is None:
-            return False
-        progress = request.go_on(accepted[0], self.limits.weight_version)
-        if progress is None:
-            return False
-        table.commit(row.end)
-        request.computed = row.end
-        request.ahead -= 1
-        self.slots.length[request.slot] = request.length
-        self._progress.append(progress)
-        return True
 
     def _commit_row(
         self,
@@ -419,6 +451,7 @@ class Batching:
         self._tell(request, self.limits.stream_interval)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
+        self._stand()
         request.finish = request.finish or finish
         self._tell(request)
         self._free(request)

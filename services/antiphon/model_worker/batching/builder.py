@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Plan
+from antiphon.model_worker.batching.plan import Plan, future
 from antiphon.model_worker.batching.pooling import pool_rows, token_types
 from antiphon.model_worker.batching.request import Request
 
@@ -32,6 +32,17 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     length: int
     draws: bool
     life: int
+
+    @classmethod
+    def launched(cls, request: Request, end: int) -> Row:
+        """The next row of a request, up to `end`, from the moment on when it is launched."""
+        start, expected = request.planned, request.length + request.ahead
+        if end > request.length:
+            request.ids[request.length : end] = future(request.slot)
+        draws = end == expected and not request.scores
+        row = cls(request, start, end - start, draws, request.life)
+        request.launch(end, draws=draws)
+        return row
 
     @property
     def end(self) -> int:

@@ -45,7 +45,7 @@ def grow(
         return wants
     if len(short) > 1:
         # One eviction for all: page by page it took longer than all else in a step of decodes.
-        room.find(_needs(short))
+        room.find(needs(short))
         short.sort(key=lambda want: want[0].arrival)
     for request, end in short:
         # Its table goes when it is retracted itself, maybe for one before it.
@@ -58,8 +58,8 @@ def grow(
     return [want for want in wants if _covered(*want)]
 
 
-def _needs(wants: Sequence[Want]) -> list[int]:
-    """Pages a group that all of these rows take."""
+def needs(wants: Sequence[Want]) -> list[int]:
+    """Pages a group that all of these rows take yet."""
     each = [request.table.need(end) for request, end in wants if request.table is not None]
     return [sum(needs) for needs in zip(*each, strict=True)]
 

@@ -19,6 +19,7 @@ from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.batching.recorder import Record, Recorder
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.runner import ApartRunner
+from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.events import Event
 from antiphon.wire.command import (
     ContinueWorker,
@@ -42,7 +43,7 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep the interpreter from the other one. Python's default, 5 ms, is longer
 than a step of a small model: the bus side would run in the gaps only."""
 
-CREDIT_PERIOD_S = 0.25
+CREDIT_PERIOD_S = 0.5
 """How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
 
 
@@ -72,7 +73,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seconds: float = 0.0
     tokens: int = 0
     rows: int = 0
-    progress: tuple[Progress, ...]
+    progress: Sequence[Progress]
     credit: Credit
     running: int
     waiting: int
@@ -273,7 +274,10 @@ class BatchingLoop:
     def _launch(self, rows: Sequence[Row]) -> Flight:
         self._step += 1
         self._beat()
-        plan = build_plan(self._step, rows, self._batching.slots)
+        if isinstance(rows, SteadyRows):
+            plan = rows.plan(self._step)
+        else:
+            plan = build_plan(self._step, rows, self._batching.slots)
         record = self.recorder.begin(plan)
         self._batching.pools.launched(plan.step)
         return Flight(rows, record, self._launch_plan(plan))

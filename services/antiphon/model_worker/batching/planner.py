@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.budget import Budget
-from antiphon.model_worker.batching.decode import Want, grow
+from antiphon.model_worker.batching.decode import Want, grow, needs
 from antiphon.model_worker.batching.retraction import choose_preempted
 from antiphon.model_worker.batching.room import fits
 
@@ -80,6 +80,22 @@ class Planner:
             wants = self._prompts(begun, budget, now) or self._decodes(answering, budget)
         self._decodes_due = any(not request.answers for request, _ in wants)
         return wants
+
+    def extend(self, wants: Sequence[Want]) -> bool:
+        """Give running requests the pages of their next rows, unless somebody had to give way."""
+        if not self._holdings.room.find(needs(wants)):
+            return False
+        for request, end in wants:
+            assert request.table is not None, "a running request has no pages"
+            request.table.allocate(end)
+            self._holdings.slots.update(request)
+        return True
+
+    def pass_over(self, steps: int) -> None:
+        """So many steps of decodes went well without a question."""
+        self._steps += steps
+        for _ in range(steps):
+            self._holdings.room.ratio.decay()
 
     def take_started(self) -> Sequence[Request]:
         """Those that were started for the first time since the last call."""

@@ -32,7 +32,6 @@ ChoiceKey = NewType("ChoiceKey", int)
 
 WIRE_IDS = np.dtype("<i4")
 """How token ids lie in bytes."""
-_ID_BYTES = WIRE_IDS.itemsize
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +241,11 @@ class Request:
         """
         return self.length if self.told >= self.prompt_tokens else self.told - 1
 
+    @property
+    def reserved(self) -> int:
+        """Tokens for which it has pages."""
+        return 0 if self.table is None else self.table.reserved
+
     def token_bytes(self, tokens: int) -> bytes:
         """The first `tokens` of its tokens, as a cache key has them."""
         return self.ids[:tokens].tobytes()
@@ -321,26 +325,18 @@ class Request:
                 self.finish = Finish.at_length()
                 return
 
-    def go_on(self, token: int, weights: str) -> Progress | None:
-        """Append a token and tell of it, if it ends nothing and is all that there is to tell.
+    def go_on(self, token_ids: Ints) -> None:
+        """Append what steps drew, a token each, of which all was told and that end nothing.
 
-        What `accept` and `progress` come to then. None: nothing was done.
+        What `launch`, `accept` and `progress` come to, and the commits of its table.
         """
-        length, told = self.length, self.prompt_tokens + self.emitted
-        if token in self.end_ids or length + 1 == self.tokens_max:
-            return None
-        if length != told or self._details:
-            return None
-        self.ids[length] = token
-        self.length = length + 1
-        self.emitted += 1
-        return Progress(
-            key=self.key,
-            token_ids=token.to_bytes(_ID_BYTES, "little"),
-            cached_tokens=self.cached_tokens,
-            weights=weights,
-            retractions=self.retractions,
-        )
+        assert self.table is not None, "a running request has no pages"
+        length = self.length + len(token_ids)
+        self.ids[self.length : length] = token_ids
+        self.length = length
+        self.computed = self.planned = length - 1
+        self.emitted += len(token_ids)
+        self.table.commit(length - 1)
 
     def tell(self, details: TokenDetails, prompt_entries: int) -> None:
         """Keep what is told of its next tokens, of which so many belong to the prompt."""

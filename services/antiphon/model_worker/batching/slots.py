@@ -112,6 +112,11 @@ class Slots:
         for group, entries in enumerate(self.entries):
             self._write(group, slot, table, int(entries[slot]))
 
+    @property
+    def last_layout(self) -> Layout | None:
+        """That of the last plan; None if somebody has come since."""
+        return self._layout
+
     def layout(self, rows: Sequence[Row]) -> Layout:
         """How these rows lie in a plan: as those of the plan before, where nobody came or went."""
         shapes = [(row.request.slot, row.length, row.draws) for row in rows]

@@ -45,6 +45,11 @@ class Telling:
     def __init__(self) -> None:
         self._wanted: dict[int, DetailParams] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is told of."""
+        return not self._wanted
+
     def fill(self, request: Request) -> None:
         """Write down what the request that has just got its slot asks for."""
         if request.state.sampling.details is not None:
