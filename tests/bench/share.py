@@ -1,9 +1,9 @@
 """Whose the time of a decode step is: the kernels', Python's, or the bus's.
 
 By Linux' own count of the worker's two threads, as the worker tells Prometheus; no probe is in the
-way. Expected, of a step of the 135M shape: beside 9 ms of kernels at one client 0.5 ms of Python in
-the batching thread and 0.2 in the bus thread, each a few hundred calls whose code the weights have
-driven out of the caches; at 16 clients, of 18 ms, half as much again.
+way. Expected, of a step of the 135M shape: beside 9 ms of kernels at one client 0.2 ms of Python in
+the batching thread and 0.15 for the bus, each some dozens of calls whose code the weights have
+driven out of the caches; at 16 clients, of 16 ms, half as much again.
 
     python -m tests.bench.share
     python -m tests.bench.share --rounds 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
@@ -403,3 +404,34 @@ def test_what_comes_after_the_connection_is_given_up_is_not_heard() -> None:
     message = b"MSG a 7 2\r\nhi\r\n"
     assert taken.take(message) == message
     assert taken.heard == []
+
+
+async def test_a_thread_publishes_beside_the_event_loop_and_each_in_its_order(
+    server: NatsServer,
+) -> None:
+    count = 500
+    async with NatsTransport(bus_config(server.url), name="test") as transport:
+        assert transport.any_thread
+        box = Mailbox()
+        await transport.subscribe("news", box.receive)
+
+        def publish() -> None:
+            for number in range(count):
+                transport.publish("news", b"thread %d" % number)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        for number in range(count):
+            transport.publish("news", b"loop %d" % number)
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        received = await box.wait(2 * count)
+        thread.join()
+        for writer in (b"thread", b"loop"):
+            mine = [data for data in received if data.startswith(writer)]
+            assert mine == [b"%b %d" % (writer, number) for number in range(count)]
+        await server.kill()
+        await until(lambda: not transport.link.up)
+        assert not transport.any_thread
+        with pytest.raises(BusDown):
+            transport.publish("news", b"late")

@@ -50,9 +50,17 @@ class HeldChoice:
     and then of each output.
     """
 
+    # Of attributes in a dictionary each that a step needs is a line of memory by itself.
+    __slots__ = (
+        "_attempt", "_details", "_end_sent", "_first", "_ids", "_marks", "_marks_sent",
+        "_request_id", "_sent", "_stopped", "finish", "index", "key",
+    )  # fmt: skip
+
     def __init__(
-        self, output: ChoiceOutput, key: ChoiceKey, details: DetailStore | None = None
+        self, admit: Admit, output: ChoiceOutput, key: ChoiceKey, details: DetailStore | None
     ) -> None:
+        self._request_id = admit.request_id
+        self._attempt = admit.attempt
         self.index = output.choice
         self.key = key
         self.finish: Finish | None = None
@@ -86,19 +94,26 @@ class HeldChoice:
             assert self._details.end >= self.length or not self.length, "a token is not told of"
         self.finish = progress.finish
 
-    def relay(self, token_ids: bytes) -> int | None:
-        """Take in ids that are all the news, and take them as sent, if all before them is.
+    def relay(self, token_ids: bytes) -> TokenRow | None:
+        """The row of ids that are all the news, taken, if its detokenizer has heard all before.
 
-        Return their offset; None: nothing was done.
+        What a row of `unsent` would be. None: nothing was done.
         """
-        sent = self._sent
-        if self._details is not None or sent != self.length or self._marks_sent < len(self._marks):
+        ids, sent = self._ids, self._sent
+        if sent * _ID_BYTES != len(ids) or self._marks_sent < len(self._marks):
             return None
-        assert self.live, "a choice went on after its end"
-        assert self._marks, "a choice went on before its first word"
-        self._ids += token_ids
+        if self._stopped or self.finish is not None or self._details is not None:
+            return None
+        assert self._marks, "a choice went on before its first word, which introduces its request"
+        ids += token_ids
         self._sent = sent + len(token_ids) // _ID_BYTES
-        return sent
+        return TokenRow(
+            request_id=self._request_id,
+            choice=self.index,
+            attempt=self._attempt,
+            offset=sent,
+            token_ids=token_ids,
+        )
 
     def stop(self, offset: int | None = None) -> int:
         """End it without a word, cut off at `offset`; return how many ids went too far."""
@@ -207,7 +222,7 @@ class HeldRequest:
         self.tokens_max = self._prompt_tokens + admit.sampling.max_new_tokens
         self._details_from = admit.sampling.details_from(self._prompt_tokens)
         self.choices = [
-            HeldChoice(choice, key, self._told(choice))
+            HeldChoice(admit, choice, key, self._told(choice))
             for choice, key in zip(admit.choices, keys, strict=True)
         ]
         self._continues = admit.continues
@@ -224,22 +239,6 @@ class HeldRequest:
     def tokens(self) -> int:
         """Output tokens of all choices."""
         return sum(choice.length for choice in self.choices)
-
-    def relay(self, choice: HeldChoice, token_ids: bytes) -> TokenRow | None:
-        """The row of ids that a steady step drew, if its detokenizer has heard all before them.
-
-        What a row of `unsent` would be, taken. None: nothing was done.
-        """
-        offset = choice.relay(token_ids) if self._introduced else None
-        if offset is None:
-            return None
-        return TokenRow(
-            request_id=self.request_id,
-            choice=choice.index,
-            attempt=self.attempt,
-            offset=offset,
-            token_ids=token_ids,
-        )
 
     def rewind(self, offsets: dict[int, int]) -> None:
         """Send again from these offsets on, a choice; from its beginning where none is given."""

@@ -44,13 +44,10 @@ class Outbox:
         """Something of a request is to be sent."""
         self._unsent[held.request_id] = held
 
-    def relay(self, detokenizer: InstanceId, row: TokenRow) -> None:
-        """A row of `HeldRequest.relay` is to be sent."""
-        rows = self._relayed.get(detokenizer)
-        if rows is None:
-            self._relayed[detokenizer] = [row]
-        else:
-            rows.append(row)
+    def relay(self, detokenizer: InstanceId, rows: list[TokenRow]) -> None:
+        """Rows of `HeldChoice.relay` are to be sent; `take` follows at once."""
+        assert detokenizer not in self._relayed, "rows were relayed and not taken"
+        self._relayed[detokenizer] = rows
 
     def remove(self, held: HeldRequest) -> None:
         """What is unsent of a request stays so."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenBatch
+    from antiphon.wire.tokens import TokenBatch, TokenRow
 
 FREED_AFTER_MS = 2_000
 """Past its deadline a request has had its end from its owner; then it is freed here."""
@@ -67,6 +67,9 @@ class Drop:
 
 Action = Run | Drop
 
+Place = tuple[int, HeldChoice]
+"""A choice, and which of a steady step's it is."""
+
 
 class Output:
     """Everything that this worker has accepted and not forgotten.
@@ -91,6 +94,7 @@ class Output:
         self._outbox = Outbox(process, seqs)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
+        self._lanes: tuple[tuple[ChoiceKey, ...], dict[InstanceId, list[Place]]] | None = None
         self._tombstones = Tombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
         self._keys = 0
@@ -218,23 +222,38 @@ class Output:
             outbox.put(held)
             if not choice.live:
                 del self._choices[news.key]
+                self._lanes = None  # they would keep what it has said
                 ended = True
         return ended
 
     def _relay(self, drawn: Drawn) -> Sequence[Progress]:
         """Make the rows of a steady step; return what cannot be made into one."""
-        outbox, left = self._outbox, list[int]()
-        for index, (key, token_ids) in enumerate(zip(drawn.keys, drawn.pieces(), strict=True)):
-            known = self._choices.get(key)
-            if known is None:
-                continue
-            held, choice = known
-            row = held.relay(choice, token_ids)
-            if row is None:
-                left.append(index)
-            else:
-                outbox.relay(held.detokenizer, row)
-        return [drawn[index] for index in left]
+        if self._lanes is None or self._lanes[0] is not drawn.keys:
+            self._lanes = drawn.keys, self._lanes_of(drawn.keys)
+        pieces, left = drawn.pieces(), list[int]()
+        for detokenizer, lane in self._lanes[1].items():
+            rows: list[TokenRow] = []
+            for index, choice in lane:
+                row = choice.relay(pieces[index])
+                if row is None:
+                    left.append(index)
+                else:
+                    rows.append(row)
+            if rows:
+                self._outbox.relay(detokenizer, rows)
+        if not left:
+            return ()
+        news = drawn[:]
+        return [news[index] for index in left]
+
+    def _lanes_of(self, keys: Iterable[ChoiceKey]) -> dict[InstanceId, list[Place]]:
+        """Where the tokens of these choices go. Who has ended since is asked in vain."""
+        lanes: dict[InstanceId, list[Place]] = {}
+        for index, key in enumerate(keys):
+            if key in self._choices:
+                held, choice = self._choices[key]
+                lanes.setdefault(held.detokenizer, []).append((index, choice))
+        return lanes
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """The batching loop runs these now: nobody else ever will, under this attempt."""
@@ -365,6 +384,7 @@ class Output:
         drops: list[Action] = []
         for choice in choices:
             if self._choices.pop(choice.key, None) is not None:
+                self._lanes = None
                 drops.append(Drop(choice.key, offset))
             self.overrun_tokens += choice.stop(offset)
         return drops

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.model_worker.accounts import Accounts
@@ -26,6 +26,7 @@ from antiphon.model_worker.handing_back import others, room, tokens_max
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
 from antiphon.model_worker.pulse import Pulse
+from antiphon.model_worker.sending import Sending
 from antiphon.model_worker.warming import warm_up
 from antiphon.model_worker.watchdog import Watchdog
 from antiphon.service.endpoint import Answer, Endpoint, Follow
@@ -44,7 +45,6 @@ from antiphon.wire.routes import (
     KV_REPLAY,
     OPEN,
     STOP,
-    TOKENS,
     WORKER_CONTROL,
 )
 
@@ -56,18 +56,15 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.control import Message
     from antiphon.wire.command import CommandBatch
-    from antiphon.wire.ids import InstanceId, ModelName
+    from antiphon.wire.ids import ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenBatch
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 REPORTS_MAX = 64
 """Steps that the loop may be ahead of the bus side before it waits."""
-OUTLETS_MAX = 64
-"""Detokenizers whose subjects are kept."""
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
 LEAVE_S = 2.0
@@ -149,10 +146,12 @@ class ModelWorker:
         if self._last is None:
             return Report(load=0)
         output, last, limits = self._output, self._last, self._engine.batching.limits
+        with self._sending.lock:
+            streams = self._seqs.streams()
         busy = self._busy and not last.paused
         return Report(
             load=output.live_count,
-            streams=self._seqs.streams(),
+            streams=streams,
             worker=WorkerLoad(
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
                 pages_total=self._engine.batching.pools.pages_total,
@@ -201,6 +200,7 @@ class ModelWorker:
         )
         self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
         self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
+        self._sending = Sending(self._runtime.bus, self._output)
         cache = self._settings.cache
         self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
         self._announcer = Announcer(self._runtime.process, cache.events_max)
@@ -236,9 +236,10 @@ class ModelWorker:
             lambda: self._output.live_count,
             self._runtime.health.tell,
         )
-        self._outlet = lru_cache(OUTLETS_MAX)(self._open_outlet)
         self._accounts = Accounts(self._runtime.metrics, pools.pages_total, engine.resolved)
-        self._runtime.metrics.registry.register(CpuTime(lambda: self._loop.native_thread))
+        self._runtime.metrics.registry.register(
+            CpuTime(lambda: self._loop.native_thread, lambda: self._sending.relayed_s)
+        )
         watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
         self._pulse = Pulse(self._loop, watchdog, self._accounts.metrics.stalled)
 
@@ -247,19 +248,22 @@ class ModelWorker:
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
-        self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
+        with self._sending.lock:
+            self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
         if self._output.returned_count > returned:
             self._runtime.health.changed()
 
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
-        if isinstance(message, StopChoice):
-            self._act(self._output.stop(message))
-        else:
-            self._output.resend(message)
-            self._publish()
+        with self._sending.lock:
+            if isinstance(message, StopChoice):
+                self._act(self._output.stop(message))
+            else:
+                self._output.resend(message)
+                self._sending.publish()
 
     def _on_open(self, message: OpenList) -> None:
-        self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
+        with self._sending.lock:
+            self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
 
     async def _on_control(self, message: Message, _: object) -> ControlDone:
         return await self._control.answer(message)
@@ -274,7 +278,8 @@ class ModelWorker:
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED and peer.beat.role is Role.GATEWAY:
-            self._act(self._output.owner_died(peer.process))
+            with self._sending.lock:
+                self._act(self._output.owner_died(peer.process))
         if change is not Change.DIED:
             self._agreement.meet(peer.beat, self._runtime.health.state)
 
@@ -292,7 +297,7 @@ class ModelWorker:
                     self._accounts.drop(key, now)
                     if not self._unguided.drop(key):
                         self._mailbox.drop(key, kept)
-        self._publish()
+        self._sending.publish()
         self._moved.set()
 
     @property
@@ -313,12 +318,18 @@ class ModelWorker:
 
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
         self._accounts.drop(key, self._runtime.clock.now())
-        self._output.refuse(key, error)
-        self._publish()
+        with self._sending.lock:
+            self._output.refuse(key, error)
+        self._sending.publish()
         self._moved.set()
 
     def _deliver(self, report: StepReport) -> None:
-        """In the batching thread: hand a report to the event loop, waiting if it is far behind."""
+        """In the batching thread: send what a steady step drew; the event loop does all else.
+
+        If that is far behind, wait for it.
+        """
+        if report.steady and self._relay(report):
+            return
         while len(self._reports) >= REPORTS_MAX:
             # Cleared before the second look, or what is taken in between would wake nobody.
             self._reports_taken.clear()
@@ -327,6 +338,26 @@ class ModelWorker:
         self._reports.append(report)
         self._event_loop.call_soon_threadsafe(self._follow)
 
+    def _relay(self, report: StepReport) -> bool:
+        """In the batching thread: do as `_on_report`, if it is only tokens and it is their turn.
+
+        It waits for nobody: while the event loop is at something, that takes this in as well.
+        """
+        if not self._sending.lock.acquire(blocking=False):
+            return False
+        try:
+            assert self._last is not None, "a step was steady before the first one"
+            if self._reports or self._output.draining or self._accounts.full:
+                return False
+            if report.paused != self._last.paused or not self._sending.relay(report):
+                return False
+            self._last = report
+            self._stepped_at = now = self._runtime.clock.now()
+            self._accounts.put_down(report, now, ended=False)
+            return True
+        finally:
+            self._sending.lock.release()
+
     def _follow(self) -> None:
         """Take in what the loop reports, and send what is new, in one turn of the event loop.
 
@@ -334,12 +365,13 @@ class ModelWorker:
         """
         reports = self._reports
         try:
-            while reports:
-                report = reports.popleft()
-                if len(reports) >= REPORTS_MAX - 1:  # or nobody can be waiting
-                    self._reports_taken.set()
-                self._on_report(report, relays=not reports and self._runtime.bus.link.up)
-            self._publish()
+            with self._sending.lock:
+                while reports:
+                    report = reports.popleft()
+                    if len(reports) >= REPORTS_MAX - 1:  # or nobody can be waiting
+                        self._reports_taken.set()
+                    self._on_report(report, relays=not reports and self._runtime.bus.link.up)
+                self._sending.publish()
             if self._announcer.has_unsent:
                 self._announce()
         except Exception as error:  # noqa: BLE001  # raised in a task, which ends the process
@@ -365,20 +397,6 @@ class ModelWorker:
         if report.done:
             self._control.done(report.done)
 
-    def _publish(self) -> None:
-        if self._output.has_unsent and self._runtime.bus.link.up:
-            for detokenizer, batch in self._output.take():
-                try:
-                    self._outlet(detokenizer)(batch)
-                except EngineError as error:
-                    # Its number is used up, so the detokenizer sees the gap, at the latest by our
-                    # next heartbeat, and asks for what it lacks.
-                    fields = {"detokenizer": detokenizer, "error": error}
-                    log.warning("tokens not sent", extra=fields)
-
-    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenBatch], None]:
-        return self._runtime.bus.outlet(TOKENS, detokenizer=detokenizer)
-
     def _announce(self) -> None:
         """Tell of what came into the cache and went; or not, which the numbers will show."""
         bus, worker = self._runtime.bus, self._runtime.process.instance
@@ -394,7 +412,8 @@ class ModelWorker:
         while True:
             await asyncio.sleep(TICK_S)
             now_ms = self._runtime.clock.unix_ms()
-            self._act(self._output.tick(now_ms))
+            with self._sending.lock:
+                self._act(self._output.tick(now_ms))
             self._announce()
             self._give_back(now_ms)
             self._accounts.metrics.hold(

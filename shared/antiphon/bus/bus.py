@@ -77,7 +77,11 @@ Deliver = Callable[[Delivery], Awaitable[None] | None]
 
 
 class Bus:
-    """One process's place on the bus of one cluster: a service's, or a client's outside."""
+    """One process's place on the bus of one cluster: a service's, or a client's outside.
+
+    Attributes:
+        link: The state of the connection.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class Bus:
         tenant: TenantId = DEFAULT_TENANT,
     ) -> None:
         self.transport = transport
+        self.link: Link = transport.link
         self.cluster = cluster
         self.process = process
         self._prefix = f"{cluster}.v{WIRE_VERSION}."
@@ -103,11 +108,6 @@ class Bus:
         self._probes: dict[str, Callable[[], None]] = {}
         self._numbers = itertools.count()
         transport.link.on_drop(self._lose_answers)
-
-    @property
-    def link(self) -> Link:
-        """The state of the connection."""
-        return self.transport.link
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as failing:

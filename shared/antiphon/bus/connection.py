@@ -17,11 +17,13 @@ from nats.aio.transport import TcpTransport
 from nats.errors import Error, StaleConnectionError
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
+from antiphon.bus.outgoing import Outgoing
 from antiphon.bus.receiving import hand_at_once
 from antiphon.bus.transport import Packet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from ssl import SSLContext
     from urllib.parse import ParseResult
 
     from nats.aio.client import Srv
@@ -42,8 +44,14 @@ _NOBODY = b"NATS/1.0 503"
 class Intake(asyncio.StreamReaderProtocol):
     """Offers what comes to `take`, and gives the reader what that leaves."""
 
-    def __init__(self, reader: asyncio.StreamReader, take: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        take: Callable[[bytes], bytes],
+        lost: Callable[[], None],
+    ) -> None:
         super().__init__(reader)
+        self._lost = lost
         self._unread: bytearray = reader._buffer  # pyright: ignore[reportAttributeAccessIssue]
         self._take = take
 
@@ -55,6 +63,7 @@ class Intake(asyncio.StreamReaderProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the stream: at its end nats-py reconnects, and by the system's errors alone."""
+        self._lost()
         super().connection_lost(exc if isinstance(exc, OSError) else None)
 
 
@@ -62,18 +71,21 @@ class Socket(TcpTransport):
     """A TCP connection that offers what comes to `take` first, and that closes at once.
 
     `StreamWriter.close` first writes what is buffered, so that reconnecting from a frozen or
-    half-open broker would wait for the very peer that was given up.
+    half-open broker would wait for the very peer that was given up. What is not encrypted goes out
+    by `Outgoing`.
     """
 
     def __init__(self, take: Callable[[bytes], bytes]) -> None:
         super().__init__()
         self._take = take
+        self._outgoing: Outgoing | None = None
+        self._encrypted = False
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         """Connect as nats-py does, with a protocol of our own."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(buffer_size, loop)
-        protocol = Intake(reader, self._take)
+        protocol = Intake(reader, self._take, self._stop_writing)
         async with asyncio.timeout(connect_timeout):
             transport, _ = await loop.create_connection(
                 lambda: protocol, uri.hostname or "", uri.port or DEFAULT_PORT
@@ -82,18 +94,51 @@ class Socket(TcpTransport):
         self._bare_io_writer = self._io_writer = asyncio.StreamWriter(
             transport, protocol, reader, loop
         )
+        if not transport.is_closing():
+            self._outgoing = Outgoing(transport, loop)
+
+    async def connect_tls(
+        self,
+        uri: str | ParseResult,
+        ssl_context: SSLContext,
+        buffer_size: int,
+        connect_timeout: int,
+    ) -> None:
+        """Go on encrypted, which only the event loop can."""
+        self._stop_writing()
+        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+        self._encrypted = True
+
+    def write(self, payload: bytes) -> None:
+        """Write what nats-py has to say."""
+        if self._encrypted:
+            super().write(payload)
+        elif self._outgoing is not None:
+            self._outgoing.write(payload)
+
+    def writelines(self, payload: list[bytes]) -> None:
+        """Write several things that nats-py has to say."""
+        self.write(b"".join(payload))
 
     def close(self) -> None:
         """Close without writing what is buffered. Whoever wants it written flushes before."""
+        self._stop_writing()
         if self._io_writer is not None:
             self._io_writer.transport.abort()
 
     @property
-    def wire(self) -> asyncio.WriteTransport | None:
-        """What may be written to, while it is open."""
+    def wire(self) -> asyncio.WriteTransport | Outgoing | None:
+        """What may be written to, while it is open: if that is `Outgoing`, by any thread."""
+        if not self._encrypted:
+            return self._outgoing
         if self._io_writer is None or self._io_writer.transport.is_closing():
             return None
         return self._io_writer.transport
+
+    def _stop_writing(self) -> None:
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is not None:
+            outgoing.close()
 
 
 class Connection(Client):
@@ -105,7 +150,7 @@ class Connection(Client):
 
     def send(
         self,
-        wire: asyncio.WriteTransport,
+        wire: asyncio.WriteTransport | Outgoing,
         subject: str,
         data: bytes,
         reply: str | None,
@@ -117,7 +162,7 @@ class Connection(Client):
         came from the broker, and headers are ours.
 
         `Client.publish` is four coroutines, checks each subject by two regular expressions, and
-        wakes a task that writes. uvloop writes what a turn has written at its end, all at once.
+        wakes a task that writes. To an `Outgoing` any thread may send.
         """
         answer_at = f"{reply} " if reply else ""
         if headers is None:
@@ -127,7 +172,6 @@ class Connection(Client):
             head = f"NATS/1.0\r\n{lines}\r\n"
             head_bytes = len(head.encode())
             line = f"HPUB {subject} {answer_at}{head_bytes} {head_bytes + len(data)}\r\n{head}"
-        self._write_pending(wire)
         wire.write(b"%b%b\r\n" % (line.encode(), data))
 
     async def hear(self, subject: str, receive: Receive, queue: str | None) -> Subscription:
@@ -224,14 +268,14 @@ class Connection(Client):
             await super()._flush_pending(force_flush)
 
     @property
-    def wire(self) -> asyncio.WriteTransport | None:
+    def wire(self) -> asyncio.WriteTransport | Outgoing | None:
         """What may be written to, while there is a connection."""
         socket = self._transport
         return socket.wire if isinstance(socket, Socket) and self.is_connected else None
 
-    def _write_pending(self, wire: asyncio.WriteTransport) -> None:
+    def _write_pending(self, wire: asyncio.WriteTransport | Outgoing) -> None:
         if self._pending:
-            wire.writelines(self._pending)
+            wire.write(b"".join(self._pending))
             self._pending = []
             self._pending_data_size = 0
 

@@ -72,6 +72,11 @@ class FaultyTransport:
         """The largest message."""
         return self._inner.payload_bytes_max
 
+    @property
+    def any_thread(self) -> bool:
+        """No: what is held back is sent by a task of the event loop."""
+        return False
+
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()
         await self._group.__aenter__()

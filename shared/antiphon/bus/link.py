@@ -14,18 +14,17 @@ log = logging.getLogger(__name__)
 
 
 class LinkState:
-    """Whether a transport reaches its broker, and who wants to know. Implements `Link`."""
+    """Whether a transport reaches its broker, and who wants to know. Implements `Link`.
+
+    Attributes:
+        up: Whether the broker is reachable now.
+    """
 
     def __init__(self) -> None:
-        self._up = False
+        self.up = False
         self._joins = 0
         self._on_join: list[Callable[[], Awaitable[None]]] = []
         self._on_drop: list[Callable[[], None]] = []
-
-    @property
-    def up(self) -> bool:
-        """Whether the broker is reachable now."""
-        return self._up
 
     @property
     def joins(self) -> int:
@@ -43,7 +42,7 @@ class LinkState:
     async def join(self) -> None:
         """Say that the broker is reached and subscriptions are in place. For the transport only."""
         self._joins += 1
-        self._up = True
+        self.up = True
         for call in self._on_join:
             try:
                 await call()
@@ -55,7 +54,7 @@ class LinkState:
 
     def drop(self) -> None:
         """Say that the broker is gone. For the transport only; a second drop says nothing."""
-        if self._up:
-            self._up = False
+        if self.up:
+            self.up = False
             for call in self._on_drop:
                 call()

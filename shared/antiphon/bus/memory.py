@@ -101,6 +101,11 @@ class MemoryTransport:
         """The largest message."""
         return self._broker.payload_bytes_max
 
+    @property
+    def any_thread(self) -> bool:
+        """No: receivers are tasks of the event loop."""
+        return False
+
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         await self._link.join()

@@ -14,6 +14,7 @@ import nats.errors
 from antiphon.bus.connection import Connection
 from antiphon.bus.errors import BusDown
 from antiphon.bus.link import LinkState
+from antiphon.bus.outgoing import Outgoing
 from antiphon.bus.receiving import hand_over, waits
 from antiphon.bus.transport import Packet
 from antiphon.wire.errors import RequestTooLarge
@@ -81,6 +82,11 @@ class NatsTransport:
     def payload_bytes_max(self) -> int:
         """The largest message: the smaller of our limit and the server's."""
         return self._payload_bytes_max
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether `publish` may be called in any thread now: not over TLS, nor while it is down."""
+        return isinstance(self._connection.wire, Outgoing)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as failing:

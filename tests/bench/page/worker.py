@@ -27,8 +27,9 @@ SHARE_HEAD = """
 ## Whose a step is
 
 Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
-batching thread in kernels and in Python, and of the bus thread, whose upkeep between steps
-(heartbeats and ticks, 4 ms a second at rest) is in it. Medians of {windows} windows of two seconds:
+batching thread in kernels and in Python, and of both for the bus: what the batching thread spends
+on sending, and all of the bus thread, upkeep between steps included (heartbeats and ticks, 4 ms a
+second at rest). Medians of {windows} windows of two seconds:
 [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """

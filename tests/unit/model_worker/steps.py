@@ -112,14 +112,14 @@ class Steps:
 
     def next(self) -> list[Row]:
         self.now += 1.0
-        return self.batching.next_rows(self.now)
+        return list(self.batching.next_rows(self.now))
 
     def commit(self, rows: list[Row], *tokens: list[int]) -> tuple[Progress, ...]:
         """Row i accepts `tokens[i]`."""
         assert len(rows) == len(tokens)
         self._step += 1
         self.batching.commit(rows, outcome(self._step, tokens))
-        return self.batching.take_progress()
+        return tuple(self.batching.take_progress())
 
     def run(self, *tokens: list[int]) -> tuple[Progress, ...]:
         """One step in which row i accepts `tokens[i]`."""

@@ -39,7 +39,7 @@ from antiphon.wire.errors import Internal, InvalidRequest, Unsupported
 from antiphon.wire.routes import WORKER_CONTROL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from pathlib import Path
 
     from antiphon.config.settings import Settings
@@ -235,7 +235,7 @@ async def test_a_step_that_hangs_ends_the_process_and_leaves_its_plans(tmp_path:
 class Babbling(Batching):
     """Says something that nobody can take in, once the warm-up is over."""
 
-    def take_progress(self) -> tuple[Progress, ...]:
+    def take_progress(self) -> Sequence[Progress]:
         progress = super().take_progress()
         if self.limits.weight_version != "broken":
             return progress

@@ -27,7 +27,7 @@ def burn(seconds: float) -> None:
 
 def test_each_thread_is_told_by_itself_and_only_while_it_lives() -> None:
     registry, batching = CollectorRegistry(), [0]
-    registry.register(CpuTime(lambda: batching[0] or None))
+    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.0))
     assert told(registry).keys() == {"bus"}
     burnt, go = threading.Event(), threading.Event()
 

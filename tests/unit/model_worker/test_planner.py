@@ -385,7 +385,7 @@ def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
         named_logprobs=none,
     )
     steps.batching.commit(rows, msgspec.structs.replace(outcome(1, [drawn]), details=made))
-    return steps.batching.take_progress()
+    return tuple(steps.batching.take_progress())
 
 
 def test_a_choice_that_comes_too_late_for_a_window_computes_its_prompt_itself() -> None:

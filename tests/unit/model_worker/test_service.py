@@ -462,7 +462,7 @@ async def test_what_has_not_begun_is_given_back_if_another_worker_is_there(drain
 
 async def test_a_lone_worker_keeps_what_waits() -> None:
     async with narrow(other=False, hand_back_s=0.01) as stage:
-        await stage.command(admit("a", 900))
+        await stage.command(admit("a", 200))
         await until(lambda: bool(stage.ids("a")))
         await stage.command(admit("b"))
         worker = stage.worker.process.instance

@@ -25,7 +25,7 @@ from antiphon.model_worker.batching.request import (
     Request,
     RequestState,
 )
-from antiphon.model_worker.batching.steady import Drawn, SteadyRows, goes_on
+from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
 from antiphon.model_worker.batching.telling import Told
 from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.batching.walking import Walk, WalksHere
@@ -206,7 +206,7 @@ class Batching:
         if steady is not None:
             steady.end()
 
-    def _steadied(self, rows: Sequence[Row]) -> SteadyRows | None:
+    def _steadied(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> SteadyRows | None:
         """Rows like these for the next steps, if these were all, as those before, and go on.
 
         None after the first such step: where somebody comes or ends in each, it would be in vain.
@@ -219,8 +219,10 @@ class Batching:
             return None
         if self.pools.sparse or self.limits.stream_interval > 1:
             return None
+        if not (slots.steering.idle and slots.telling.idle and all(len(ids) == 1 for ids in drawn)):
+            return None
         requests = [row.request for row in rows]
-        if not (slots.steering.idle and slots.telling.idle and all(map(goes_on, requests))):
+        if not all(map(decodes_on, requests)):
             return None
         return SteadyRows(requests, layout, slots, self._planner, self.limits.weight_version)
 
@@ -260,7 +262,7 @@ class Batching:
                 self._commit_row(row, drawn[index], told, walk.ends())
             else:
                 self._put_late(LateRow(row, drawn[index], told, walk))
-        self._steady = self._steadied(rows)
+        self._steady = self._steadied(rows, drawn)
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
@@ -317,6 +319,7 @@ class Batching:
 
     def flush(self) -> int:
         """Forget every page that no request holds; return how many."""
+        self._stand()
         return self.index.clear()
 
     def take_progress(self) -> Sequence[Progress]:
@@ -324,7 +327,7 @@ class Batching:
         drawn, self._drawn = self._drawn, None
         if not self._progress:
             return () if drawn is None else drawn
-        progress, self._progress = (*self._progress, *(drawn or ())), []
+        progress, self._progress = (*(drawn or ()), *self._progress), []
         return progress
 
     def take_started(self) -> Sequence[Request]:

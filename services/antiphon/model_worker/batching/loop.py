@@ -19,7 +19,7 @@ from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.batching.recorder import Record, Recorder
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.runner import ApartRunner
-from antiphon.model_worker.batching.steady import SteadyRows
+from antiphon.model_worker.batching.steady import Drawn, SteadyRows
 from antiphon.model_worker.cache.events import Event
 from antiphon.wire.command import (
     ContinueWorker,
@@ -89,6 +89,13 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()
 
+    @property
+    def steady(self) -> bool:
+        """Whether it tells of nothing but a token for each of the choices that went on."""
+        if not isinstance(self.progress, Drawn):
+            return False
+        return not (self.started or self.events or self.done or self.returned)
+
 
 class Flight(msgspec.Struct, frozen=True):
     """A plan that was launched and whose outcome nobody has read yet."""
@@ -107,9 +114,9 @@ class BatchingLoop:
     ends the process.
 
     The report of a step is delivered when the next plan is about to be computed, or at once if one
-    is in flight already or none follows. Whoever takes it wakes up then, while kernels run that
-    leave the interpreter alone; any sooner, and two threads would contend for it between two steps,
-    when nothing is computed.
+    is in flight already or none follows. Whom that wakes up does so while kernels run, which leave
+    the interpreter alone; any sooner, and two threads would contend for it between two steps, when
+    nothing is computed.
 
     Attributes:
         recorder: The last plans.

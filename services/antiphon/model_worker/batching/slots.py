@@ -69,6 +69,11 @@ class Slots:
         """Slots that nobody has."""
         return len(self._free)
 
+    @property
+    def last_layout(self) -> Layout | None:
+        """That of the last plan; None if somebody has come since."""
+        return self._layout
+
     def take(self) -> int:
         """Give out a slot. There is one."""
         return heapq.heappop(self._free)
@@ -111,11 +116,6 @@ class Slots:
             return
         for group, entries in enumerate(self.entries):
             self._write(group, slot, table, int(entries[slot]))
-
-    @property
-    def last_layout(self) -> Layout | None:
-        """That of the last plan; None if somebody has come since."""
-        return self._layout
 
     def layout(self, rows: Sequence[Row]) -> Layout:
         """How these rows lie in a plan: as those of the plan before, where nobody came or went."""

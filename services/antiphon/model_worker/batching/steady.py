@@ -103,7 +103,7 @@ class SteadyRows(Sequence[Row]):
         # Counted from 1. After the last one nobody is at its longest yet.
         self._step = 0
         self._steps_max = min(request.tokens_max - request.length for request in requests) - 1
-        self._lengths = self._next_lengths()
+        self._lengths: Ints  # of the steps that `go_on` has counted
         self._short: dict[int, list[int]] = {}
         for row in range(len(requests)):
             self._expect_short(row)
@@ -208,7 +208,7 @@ class SteadyRows(Sequence[Row]):
         self._short.setdefault(step, []).append(row)
 
 
-def goes_on(request: Request) -> bool:
+def decodes_on(request: Request) -> bool:
     """Whether a request surely runs for some steps more, unless it draws its end."""
     known = request.planned == request.length - 1 and not request.ahead
     return known and request.tokens_max - request.length > STEPS_MIN

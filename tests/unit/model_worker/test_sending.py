@@ -1,0 +1,199 @@
+"""Tokens that are sent where they are drawn, while the event loop's thread speaks, too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.bus.bus import Bus
+from antiphon.bus.errors import BusDown
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.loop import StepReport
+from antiphon.model_worker.batching.request import ChoiceKey, Progress
+from antiphon.model_worker.batching.steady import Drawn
+from antiphon.model_worker.output import Output
+from antiphon.model_worker.sending import Sending
+from antiphon.service.sequence import SeqSender
+from antiphon.wire.base import Attempt, Process, Term
+from antiphon.wire.codec import decode, pack_ids, unpack_ids
+from antiphon.wire.command import Admit, ChoiceOutput, CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, RequestId
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pytest
+
+DEADLINE = 60_000
+KEYS = tuple(ChoiceKey(number) for number in (1, 2, 3))
+NO_CREDIT = Credit(
+    pages_free=0, pages_evictable=0, pages_promised=0, pages_returning=0, slots_free=0
+)
+
+
+def process(name: str) -> Process:
+    return Process(instance=InstanceId(name), incarnation=Incarnation("1"))
+
+
+WORKER, DETOKENIZER, GATEWAY = process("w"), process("d"), process("g")
+LEADER = Term(number=1, scheduler=process("s"))
+
+
+class Wire(MemoryTransport):
+    """Keeps what is published, from whatever thread; or is down when it comes to that."""
+
+    def __init__(self, *, any_thread: bool = True) -> None:
+        super().__init__(MemoryBroker())
+        self.link.up = True
+        self.batches: list[TokenBatch] = []
+        self.down = False
+        self._any_thread = any_thread
+
+    @property
+    def any_thread(self) -> bool:
+        return self._any_thread
+
+    def publish(
+        self,
+        subject: str,
+        data: bytes,
+        reply: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if self.down:
+            raise BusDown("the link to the broker is down", retry_after_s=1.0)
+        self.batches.append(decode(data, (TokenBatch,)))
+
+
+class Stage:
+    """A worker of three requests that have each said a token."""
+
+    def __init__(self, *, any_thread: bool = True) -> None:
+        self.wire = Wire(any_thread=any_thread)
+        self.output = Output(WORKER, SeqSender(), live_max=8)
+        self.sending = Sending(Bus(self.wire, ClusterName("c"), WORKER), self.output)
+        commands = tuple(
+            Admit(
+                request_id=RequestId(f"r{key}"),
+                owner=GATEWAY,
+                attempt=Attempt(term=LEADER, n=1),
+                detokenizer=DETOKENIZER.instance,
+                prompt_ids=pack_ids([1]),
+                choices=(ChoiceOutput(choice=0),),
+                sampling=SamplingParams(max_new_tokens=10_000),
+                deadline_unix_ms=DEADLINE,
+            )
+            for key in KEYS
+        )
+        batch = CommandBatch(
+            leader=LEADER, worker=WORKER, seq=1, commands=commands, not_after_unix_ms=DEADLINE
+        )
+        self.output.command(batch, 0)
+        self.before = [Progress(key=key, token_ids=pack_ids([0])) for key in KEYS]
+        self.output.step(1, self.before)
+        self.sending.publish()
+
+    def relay(self, step: int) -> bool:
+        drawn = Drawn(KEYS, self.before, np.full(len(KEYS), step, np.int32))
+        report = StepReport(
+            step=step, progress=drawn, credit=NO_CREDIT, running=3, waiting=0, retractions=0
+        )
+        assert report.steady
+        with self.sending.lock:
+            return self.sending.relay(report)
+
+    def heard(self) -> dict[str, list[int]]:
+        """What a detokenizer makes of the batches."""
+        said: dict[str, list[int]] = {f"r{key}": [] for key in KEYS}
+        assert [batch.seq for batch in self.wire.batches] == [
+            number + 1 for number in range(len(self.wire.batches))
+        ], "numbers left in another order than the batches"
+        for batch in self.wire.batches:
+            for row in batch.rows:
+                ids = said[row.request_id]
+                assert row.offset <= len(ids), "a token was left out"
+                ids[row.offset :] = unpack_ids(row.token_ids)
+        return said
+
+
+def everybody(tokens: Sequence[int]) -> dict[str, list[int]]:
+    return {f"r{key}": list(tokens) for key in KEYS}
+
+
+def test_tokens_are_sent_in_the_thread_that_drew_them() -> None:
+    stage = Stage()
+    thread = threading.Thread(target=lambda: [stage.relay(step) for step in range(2, 9)])
+    thread.start()
+    thread.join()
+    assert stage.heard() == everybody([0, *range(2, 9)])
+    assert stage.sending.relayed_s > 0
+    assert not stage.output.has_unsent
+
+
+def test_nothing_is_done_where_only_the_event_loop_may_send() -> None:
+    stage = Stage(any_thread=False)
+    assert not stage.relay(2)
+    stage.wire.link.up = False
+    assert not stage.relay(2)
+    assert not stage.output.has_unsent
+    assert stage.heard() == everybody([0])
+
+
+def test_what_a_link_loses_that_drops_just_then_is_sent_when_it_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage()
+    stage.wire.down = True
+    assert stage.relay(2)
+    assert "tokens not sent" in caplog.text
+    stage.wire.down = False
+    assert stage.relay(3)
+    assert [batch.seq for batch in stage.wire.batches] == [1, 3]
+    del stage.wire.batches[:]
+    with stage.sending.lock:
+        stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
+        stage.sending.publish()
+    (batch,) = stage.wire.batches
+    assert [list(unpack_ids(row.token_ids)) for row in batch.rows] == [[0, 2, 3]] * len(KEYS)
+
+
+def test_resends_and_a_stop_in_the_middle_neither_lose_nor_disorder_a_token() -> None:
+    stage, step = Stage(), 1
+    enough = threading.Event()
+
+    def draw() -> None:
+        nonlocal step
+        while not enough.is_set():
+            step += 1
+            assert stage.relay(step)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for resends in range(100):
+        before = step
+        while step < before + 2:
+            time.sleep(0)
+        with stage.sending.lock:
+            stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
+            if resends % 2:
+                stage.sending.publish()  # or what is drawn next takes it along
+            if resends == 3:
+                stop = StopChoice(
+                    request_id=RequestId("r2"),
+                    attempt=Attempt(term=LEADER, n=1),
+                    detokenizer=DETOKENIZER,
+                )
+                stage.output.stop(stop)
+    enough.set()
+    thread.join()
+    stage.sending.publish()
+    said = stage.heard()
+    assert said["r1"] == said["r3"] == [0, *range(2, step + 1)]
+    assert said["r2"] == said["r1"][: len(said["r2"])]
+    assert len(said["r2"]) < len(said["r1"])
