@@ -45,6 +45,7 @@ from antiphon.model_worker.batching.builder import build_plan
 from antiphon.model_worker.batching.plan import Outcome
 from antiphon.model_worker.batching.policy import Rules
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
@@ -53,6 +54,8 @@ from antiphon.wire.ids import RequestId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_benchmark.fixture import BenchmarkFixture
 
     from antiphon.model_worker.batching.builder import Row
@@ -103,7 +106,7 @@ class FullWorker:
         self.batching = Batching(limits, pools, RadixIndex(pools), rules)
         self.step = 0
         self.keys = 0
-        self.rows: list[Row] = []
+        self.rows: Sequence[Row] = ()
         self.planned_ns = 0
 
     def refill(self) -> None:
@@ -126,7 +129,10 @@ class FullWorker:
     def plan(self) -> None:
         self.step += 1
         self.rows = self.batching.next_rows(self.step / 100)
-        build_plan(self.step, self.rows, self.batching.slots)
+        if isinstance(self.rows, SteadyRows):
+            self.rows.plan(self.step)
+        else:
+            build_plan(self.step, self.rows, self.batching.slots)
 
     def commit(self, outcome: Outcome) -> None:
         self.batching.commit(self.rows, outcome)
