@@ -27,8 +27,8 @@ class Accounts:
     A report is only put down when it comes, and counted with others when somebody wants to know: a
     heartbeat, a scrape, or a choice that ends, so that its log line and its span end when it does.
     Between two steps the weights drive this code out of the caches: counted one by one, each
-    report took 30 us. While it is not `full`, and it is locked by its owner, any
-    thread may put down a report that ends nobody. Times are `Clock.now`.
+    report took 30 us. While these are not `full`, any thread may put down a report that ends nobody
+    if their owner sees to it that no other does. Times are `Clock.now`.
     """
 
     def __init__(self, metrics: Metrics, pages_total: int, resolved: Resolved | None) -> None:

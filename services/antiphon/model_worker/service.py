@@ -359,18 +359,19 @@ class ModelWorker:
             self._sending.lock.release()
 
     def _follow(self) -> None:
-        """Take in what the loop reports, and send what is new, in one turn of the event loop.
+        """Take in what the loop has reported, and send what is new, in one turn of the event loop.
 
-        A task would cost another turn of it at each step.
+        A task would cost another turn of it at each step. What is reported meanwhile has its own
+        turn: rows are relayed only if they are sent before those of the next step.
         """
         reports = self._reports
         try:
             with self._sending.lock:
-                while reports:
+                for more in reversed(range(len(reports))):
                     report = reports.popleft()
                     if len(reports) >= REPORTS_MAX - 1:  # or nobody can be waiting
                         self._reports_taken.set()
-                    self._on_report(report, relays=not reports and self._runtime.bus.link.up)
+                    self._on_report(report, relays=not more and self._runtime.bus.link.up)
                 self._sending.publish()
             if self._announcer.has_unsent:
                 self._announce()

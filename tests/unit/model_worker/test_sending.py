@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -165,20 +164,20 @@ def test_what_a_link_loses_that_drops_just_then_is_sent_when_it_is_asked_for(
 
 def test_resends_and_a_stop_in_the_middle_neither_lose_nor_disorder_a_token() -> None:
     stage, step = Stage(), 1
-    enough = threading.Event()
+    enough, drew = threading.Event(), threading.Event()
 
     def draw() -> None:
         nonlocal step
         while not enough.is_set():
             step += 1
             assert stage.relay(step)
+            drew.set()
 
     thread = threading.Thread(target=draw)
     thread.start()
     for resends in range(100):
-        before = step
-        while step < before + 2:
-            time.sleep(0)
+        drew.clear()
+        assert drew.wait(10)
         with stage.sending.lock:
             stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
             if resends % 2:
