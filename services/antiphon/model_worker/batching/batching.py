@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import Row
+from antiphon.model_worker.batching.commits import Commits
 from antiphon.model_worker.batching.credit import Credit, credit
 from antiphon.model_worker.batching.holdings import Holdings
-from antiphon.model_worker.batching.late import LateRow, LateRows
-from antiphon.model_worker.batching.plan import RowStatus
+from antiphon.model_worker.batching.late import LateRows
 from antiphon.model_worker.batching.planner import Planner
 from antiphon.model_worker.batching.policy import Order, Rules
-from antiphon.model_worker.batching.pooling import Vector
 from antiphon.model_worker.batching.queue import WaitingQueue
 from antiphon.model_worker.batching.request import (
     ChoiceKey,
@@ -25,22 +23,21 @@ from antiphon.model_worker.batching.request import (
     Request,
     RequestState,
 )
-from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
-from antiphon.model_worker.batching.telling import Told
+from antiphon.model_worker.batching.steady import SteadyRows
+from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.batching.timeouts import Timeouts
-from antiphon.model_worker.batching.walking import Walk, WalksHere
+from antiphon.model_worker.batching.walking import WalksHere
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
-from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
+from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.guide import Guide
-    from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Outcome
     from antiphon.model_worker.batching.walking import Walker
     from antiphon.model_worker.cache.table import CachePools
@@ -89,9 +86,8 @@ class Batching:
         self._arrivals = 0
         self._rows_launched = 0
         self._progress: list[Progress] = []
-        self._drawn: Drawn | None = None
-        self._steady: SteadyRows | None = None
-        self._layout: Layout | None = None
+        self._stretch = Stretch(self._holdings, self._planner)
+        self._commits = Commits(self._holdings, self._late, tell=self._tell_on, end=self._end)
 
     @property
     def idle(self) -> bool:
@@ -152,7 +148,7 @@ class Batching:
         request = self._requests.get(key)
         if request is None:
             return
-        self._stand()
+        self._stretch.end()
         if kept is not None and request.phase is Phase.RUNNING:
             self._holdings.share(request, request.prompt_tokens + kept)
         self._free(request)
@@ -172,7 +168,8 @@ class Batching:
         Nothing only if nothing is left to do, or nothing before launched rows are committed.
         """
         self.expire(now)
-        rows = self._next_steady() or self._next_chosen(now)
+        steady = self._stretch.next_rows() if self._full else ()
+        rows = steady or self._next_chosen(now)
         self._rows_launched += len(rows)
         stands = not rows and not self._rows_launched
         if stands and self._late:
@@ -180,15 +177,8 @@ class Batching:
         assert not stands or self._late or self.idle, "requests wait and nothing runs"
         return rows
 
-    def _next_steady(self) -> Sequence[Row]:
-        """The rows of the last step once more, if nobody can start beside them and all go on."""
-        steady = self._steady
-        if steady is None or not self._full or not steady.go_on():
-            return ()
-        return steady
-
     def _next_chosen(self, now: float) -> Sequence[Row]:
-        self._stand()
+        self._stretch.end()
         return [
             Row.launched(request, end)
             for request, end in self._planner.wants(now)
@@ -200,36 +190,10 @@ class Batching:
         """Whether nobody starts before somebody ends: whoever waits has no slot to wait for."""
         return not len(self.waiting) or not (self.slots.free_count or self.rules.priority)
 
-    def _stand(self) -> None:
-        """Somebody looks at requests, or changes who runs: there are no steady rows any more."""
-        steady, self._steady = self._steady, None
-        if steady is not None:
-            steady.end()
-
-    def _steadied(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> SteadyRows | None:
-        """Rows like these for the next steps, if these were all, as those before, and go on.
-
-        None after the first such step: where somebody comes or ends in each, it would be in vain.
-        """
-        before, self._layout = self._layout, self.slots.last_layout
-        layout, slots = self._layout, self.slots
-        if layout is None or layout is not before or not layout.decodes:
-            return None
-        if self._rows_launched or len(rows) != len(self.running):
-            return None
-        if self.pools.sparse or self.limits.stream_interval > 1:
-            return None
-        if not (slots.steering.idle and slots.telling.idle and all(len(ids) == 1 for ids in drawn)):
-            return None
-        requests = [row.request for row in rows]
-        if not all(map(decodes_on, requests)):
-            return None
-        return SteadyRows(requests, layout, slots, self._planner, self.limits.weight_version)
-
     def expire(self, now: float) -> None:
         """End those whose time is over: it runs in a pause, too, in which no rows are chosen."""
         if self._late:
-            self._settle_late()
+            self._commits.commit_late()
         if self._timeouts.any_due(now):
             self._end_overdue(self._timeouts.take_due(now))
         if self._late:
@@ -239,35 +203,17 @@ class Batching:
         """Apply what a plan produced. Rows whose requests went other ways are passed over."""
         self._rows_launched -= len(rows)
         if isinstance(rows, SteadyRows):
-            self._drawn = rows.take(outcome)
-            if self._drawn is not None:
+            if self._stretch.take(rows, outcome):
                 return
-            rows, self._steady = rows[:], None
-        starts, status = outcome.starts.tolist(), outcome.status.tolist()
-        token_ids = outcome.token_ids.tolist()
-        drawn = [token_ids[start:end] for start, end in pairwise(starts)]
-        walks = self._walk(rows, drawn) if self.slots.steering.guided else _NO_WALKS
-        tells = outcome.details is not None or outcome.vectors is not None
-        for index, row in enumerate(rows):
-            if not row.current:
-                continue
-            if status[index]:
-                self._end(row.request, Finish.failed(_failure(status[index])))
-                continue
-            told = _told(outcome, index) if tells else None
-            walk = walks.get(index)
-            if walk is None:
-                self._commit_row(row, drawn[index], told)
-            elif walk.done:
-                self._commit_row(row, drawn[index], told, walk.ends())
-            else:
-                self._put_late(LateRow(row, drawn[index], told, walk))
-        self._steady = self._steadied(rows, drawn)
+            rows = rows[:]
+        self._commits.commit(rows, outcome)
+        if not self._rows_launched:
+            self._stretch.begin(rows, outcome, self.limits)
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
         self._rows_launched -= len(rows)
-        self._stand()
+        self._stretch.end()
         for row in rows:
             if row.current:
                 self._end(row.request, Finish.failed(error))
@@ -284,7 +230,7 @@ class Batching:
 
         Only between steps of which nothing is in flight.
         """
-        self._stand()
+        self._stretch.end()
         running = list(self.running.values())
         match mode:
             case PauseMode.ABORT:
@@ -306,7 +252,7 @@ class Batching:
         that it has, and shares them with nobody; who does not begins its prompt again, and what
         was to be told of it is forgotten: the answer will be of other weights.
         """
-        self._stand()
+        self._stretch.end()
         for request in list(self.running.values()):
             if request.prefilling:
                 self._planner.retract(request)
@@ -319,12 +265,12 @@ class Batching:
 
     def flush(self) -> int:
         """Forget every page that no request holds; return how many."""
-        self._stand()
+        self._stretch.end()
         return self.index.clear()
 
     def take_progress(self) -> Sequence[Progress]:
         """What happened to each choice since the last call."""
-        drawn, self._drawn = self._drawn, None
+        drawn = self._stretch.take_drawn()
         if not self._progress:
             return () if drawn is None else drawn
         progress, self._progress = (*(drawn or ()), *self._progress), []
@@ -336,8 +282,7 @@ class Batching:
 
     def credit(self) -> Credit:
         """What could be taken on now."""
-        if self._steady is not None:
-            self._steady.settle()
+        self._stretch.settle()
         return credit(self.pools, self.index, self._holdings.room, self.slots)
 
     def _request(
@@ -374,90 +319,15 @@ class Batching:
             if request.phase is not Phase.ENDED:
                 self._end(request, Finish.failed(error))
 
-    def _walk(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> dict[int, Walk]:
-        """Send guides over what their rows have drawn; which walk is a row's, by its index."""
-        walks = {
-            index: Walk(row.request.guide, drawn[index])
-            for index, row in enumerate(rows)
-            if row.request.guide is not None and drawn[index] and row.current
-        }
-        self._late.walk(list(walks.values()))
-        return walks
-
-    def _put_late(self, late: LateRow) -> None:
-        self._late.put(late)
-        request, table = late.row.request, late.row.request.table
-        assert table is not None, "a running request has no pages"
-        table.commit(late.row.end)
-        request.computed = late.row.end
-        if request.prefilling:  # whoever waits for its prompt need not wait for its grammar
-            self._holdings.share(request)
-            self._holdings.sharing.retire(request)
-
-    def _settle_late(self) -> None:
-        """Commit the rows whose guides have arrived, as if their step had just ended."""
-        for late in self._late.take_done():
-            if late.row.current:
-                self._commit_row(late.row, late.accepted, late.told, late.walk.ends())
-            elif late.row.request.guide is not None:  # it was retracted, and draws them again
-                late.row.request.guide.take_back()
-
-    def _commit_row(
-        self,
-        row: Row,
-        accepted: list[int],
-        told: Told | Vector | None,
-        ends: Sequence[Finish | None] = (),
-    ) -> None:
-        request, table = row.request, row.request.table
-        assert table is not None, "a running request has no pages"
-        assert row.draws or not accepted, "a token was drawn in the middle of a prompt"
-        length = request.length
-        computed = row.end if accepted or not row.draws else self._again(row)
-        table.commit(computed)
-        if len(accepted) == row.draws:
-            request.computed = computed
-            request.ahead -= row.draws
-        else:
-            request.resume(computed)
-        if accepted:
-            request.accept(accepted, ends)
-            self.slots.length[request.slot] = request.length
-        if told is not None:
-            told.tell(request, accepted=len(accepted), kept=request.length - length)
-        self._settle(request, drew=bool(accepted))
-
-    def _again(self, row: Row) -> int:
-        """Where a row that should have drawn and did not goes on: it draws when it is run again.
-
-        From its last token on; with states from its first one, for none is kept between.
-        """
-        return row.start if self.pools.states else row.end - 1
-
-    def _settle(self, request: Request, *, drew: bool) -> None:
-        """What a row changes beside the tokens: what others find, and what is told."""
-        if request.scores and request.computed == request.length:
-            request.finish = Finish.at_length()
-        if request.finish is not None:
-            self._holdings.share(request)
-            self._end(request)
-            return
-        if request.prefilling:
-            self._holdings.share(request)
-            if drew:
-                request.prefilling = False
-                self._holdings.sharing.retire(request)
-        elif self.pools.states and self._holdings.keeps_state(request):
-            self._holdings.share(request)
-        elif self.pools.windows:
-            self.slots.update(request)
-        self._tell(request, self.limits.stream_interval)
-
     def _end(self, request: Request, finish: Finish | None = None) -> None:
-        self._stand()
+        self._stretch.end()
         request.finish = request.finish or finish
         self._tell(request)
         self._free(request)
+
+    def _tell_on(self, request: Request) -> None:
+        """Report what is new of a choice that goes on, if that is worth a word yet."""
+        self._tell(request, self.limits.stream_interval)
 
     def _tell(self, request: Request, interval: int = 1) -> None:
         """Report what nobody was told yet of a choice, if that is worth a word."""
@@ -474,21 +344,3 @@ class Batching:
         self._timeouts.ended(request)
         request.end()
         del self._requests[request.key]
-
-
-_NO_WALKS: Mapping[int, Walk] = {}
-"""No guide is on its way."""
-
-
-def _failure(status: int) -> EngineError:
-    """What a row ends with that has drawn nothing, by its status."""
-    if status == RowStatus.NO_TOKEN:
-        return InvalidRequest("what the request allows leaves no token to go on with")
-    return Internal("the model produced no finite number")
-
-
-def _told(outcome: Outcome, row: int) -> Told | Vector | None:
-    """What an outcome tells of a row beside the tokens that it drew."""
-    if outcome.vectors is not None:
-        return Vector.of(outcome.vectors, row)
-    return None if outcome.details is None else Told.of(outcome.details, row)

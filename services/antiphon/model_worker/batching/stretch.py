@@ -1,0 +1,75 @@
+"""When decodes begin to go on as they did, and when they stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.holdings import Holdings
+    from antiphon.model_worker.batching.layout import Layout
+    from antiphon.model_worker.batching.plan import Outcome
+    from antiphon.model_worker.batching.planner import Planner
+
+
+class Stretch:
+    """The steady rows of the steps to come, if there are any, and what the last of them drew."""
+
+    def __init__(self, holdings: Holdings, planner: Planner) -> None:
+        self._holdings = holdings
+        self._planner = planner
+        self._rows: SteadyRows | None = None
+        self._drawn: Drawn | None = None
+        self._layout: Layout | None = None
+
+    def next_rows(self) -> Sequence[Row]:
+        """The rows of the last step once more, if all of them go on."""
+        rows = self._rows
+        return rows if rows is not None and rows.go_on() else ()
+
+    def take(self, rows: SteadyRows, outcome: Outcome) -> bool:
+        """Take in what a step of these drew. False if it ended somebody: commit them as others."""
+        self._drawn = rows.take(outcome)
+        if self._drawn is None:
+            self._rows = None
+        return self._drawn is not None
+
+    def take_drawn(self) -> Drawn | None:
+        """What the last step drew; it is told once."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
+
+    def settle(self) -> None:
+        """Write to the requests what was drawn."""
+        if self._rows is not None:
+            self._rows.settle()
+
+    def end(self) -> None:
+        """Somebody looks at requests, or changes who runs: there are no steady rows any more."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.end()
+
+    def begin(self, rows: Sequence[Row], outcome: Outcome, limits: Limits) -> None:
+        """Steady rows follow these, if these were all, as those before, and go on.
+
+        Nothing is in flight. None follow the first such step: where somebody comes or ends in each,
+        it would be in vain.
+        """
+        holdings, before = self._holdings, self._layout
+        pools, slots = holdings.pools, holdings.slots
+        self._layout = layout = slots.last_layout
+        if layout is None or layout is not before or not layout.decodes:
+            return
+        if len(rows) != len(holdings.running) or pools.sparse or limits.stream_interval > 1:
+            return
+        if len(outcome.token_ids) != len(rows) or not (slots.steering.idle and slots.telling.idle):
+            return
+        requests = [row.request for row in rows]
+        if all(map(decodes_on, requests)):
+            self._rows = SteadyRows(requests, layout, slots, self._planner, limits.weight_version)
