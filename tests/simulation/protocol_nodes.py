@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
     from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.submit import SubmitAccepted
-    from antiphon.wire.tokens import TokenBatch
+    from antiphon.wire.tokens import TokenNews
 
 MODEL = ModelName("model")
 BEAT_S = 0.5
@@ -379,6 +379,7 @@ class WorkerNode(Node):
         self.begun: Callable[[RequestId, int], None] = _nobody
         self.left: Callable[[], None] | None = None
         self._paused_until = 0.0
+        self._keys: tuple[ChoiceKey, ...] = ()
         self._answer = answer
         self._random = random.Random(self.name)
         self.peers.watch(self._watch)
@@ -483,7 +484,10 @@ class WorkerNode(Node):
             return ()
         progress = [self._advance(one, 1) for one in running]
         ids = [token for news in progress for token in unpack_ids(news.token_ids)]
-        return Drawn(tuple(one.key for one in running), progress, np.array(ids, np.int32))
+        keys = tuple(one.key for one in running)
+        if keys != self._keys:
+            self._keys = keys
+        return Drawn(self._keys, progress, np.array(ids, np.int32))
 
     def _advance(self, one: Running, count: int) -> Progress:
         if not one.begun:
@@ -543,8 +547,8 @@ class DetokenizerNode(Node):
             streams=tuple(StreamSeq(receiver=gateway, seq=seq) for gateway, seq in streams),
         )
 
-    def _on_tokens(self, batch: TokenBatch) -> None:
-        self._act(self.machine.on_tokens(batch, self.clock.now()))
+    def _on_tokens(self, news: TokenNews) -> None:
+        self._act(self.machine.on_tokens(news, self.clock.now()))
 
     def _on_open(self, open_list: OpenList) -> None:
         self._act(self.machine.on_open_list(open_list, self.clock.now()))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.simulation.hash_runner import HashRunner, next_token
 
+from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
@@ -33,12 +34,12 @@ from antiphon.wire.command import (
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
-from antiphon.wire.tokens import TokenBatch
+from antiphon.wire.tokens import TokenBatch, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.wire.tokens import TokenRow
+    from antiphon.wire.tokens import TokenNews, TokenRow
 
 VOCAB_SIZE = 50
 BEAT_MS = 500
@@ -123,6 +124,8 @@ class World:
         self.commands = 0
         self.versions = 0
         self.seen_seq = 0
+        self.unfolding = Unfolding()
+        self.steps = 0
         self.asked_ms = -BEAT_MS
 
     @property
@@ -193,10 +196,13 @@ class World:
 
     # The detokenizer.
 
-    def receive(self, batch: TokenBatch) -> None:
-        gap = batch.seq > self.seen_seq + 1
-        self.seen_seq = max(self.seen_seq, batch.seq)
-        for row in batch.rows:
+    def receive(self, news: TokenNews) -> None:
+        gap = news.seq > self.seen_seq + 1
+        self.seen_seq = max(self.seen_seq, news.seq)
+        self.steps += isinstance(news, TokenStep)
+        batch = self.unfolding.batch(news)
+        gap |= batch is None
+        for row in () if batch is None else batch.rows:
             gap |= not self.accept(row)
         if gap:
             self.ask()
@@ -297,7 +303,7 @@ class World:
                 self.output.resend(message)
             case OpenList():
                 self.act(self.output.open_list(message, self.now_ms))
-            case TokenBatch():
+            case TokenBatch() | TokenStep():
                 self.receive(message)
             case _:
                 raise AssertionError(message)
@@ -364,6 +370,7 @@ def test_every_request_ends_once_with_its_own_words_and_leaves_nothing(
             break
         world.advance()
     assert len(world.stories) > 10
+    assert world.steps > 20
     assert [i for i, story in world.stories.items() if story.open] == []
     assert world.output.held_count == world.output.live_count == 0
     assert world.batching.idle

@@ -101,7 +101,7 @@ from antiphon.wire.tokenize import (
     SamplingDefaults,
     TemplateParams,
 )
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 MODEL = ModelName("antiphon-small")
 REQUEST = RequestId("0123456789abcdef0123456789abcdef")
@@ -436,6 +436,7 @@ EVERY: tuple[Message, ...] = (
     ),
     ReplayKv(after=6, snapshot=9, part=1),
     KvReplayed(worker=WORKER, seq=9, events=(BlocksCleared(),), snapshot=True, part=2),
+    TokenStep(worker=WORKER, seq=13, step=346, token_ids=pack_ids((8,))),
     TokenBatch(
         worker=WORKER,
         seq=12,

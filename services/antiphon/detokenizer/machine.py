@@ -16,6 +16,7 @@ from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.choice import Choice, End
 from antiphon.detokenizer.request import Request
 from antiphon.detokenizer.texts import TokenTexts
+from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process
 from antiphon.wire.codec import unpack_ids
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from antiphon.detokenizer.incremental import Decode
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+    from antiphon.wire.tokens import TokenNews, TokenRow, TokenStream
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Detokenizer:
         self._tokens = TokenTexts(decode, tokens)
         self._requests_max = requests_max
         self._seqs = SeqSender()
+        self._unfolding = Unfolding()
         self._seen: dict[Process, int] = {}  # last seq of each worker's life
         self._asked_at: dict[Process, float] = {}
         self._owed: set[Process] = set()  # to be asked again, once that is not too soon
@@ -98,11 +100,14 @@ class Detokenizer:
         """The last seq sent to each gateway, for the heartbeat."""
         return {stream.receiver: stream.seq for stream in self._seqs.streams()}
 
-    def on_tokens(self, batch: TokenBatch, now: float) -> list[Action]:
+    def on_tokens(self, news: TokenNews, now: float) -> list[Action]:
         """Apply what a step produced. A row that fails ends its own request only."""
-        last = self._seen.get(batch.worker, 0)
-        self._seen[batch.worker] = max(batch.seq, last)
-        reaction = Reaction(missing=batch.seq > last + 1)
+        last = self._seen.get(news.worker, 0)
+        self._seen[news.worker] = max(news.seq, last)
+        batch = self._unfolding.batch(news)
+        if batch is None:
+            return self._ask(news.worker, now)
+        reaction = Reaction(missing=news.seq > last + 1)
         for row in batch.rows:
             try:
                 request = self._find(row, batch.worker, now, reaction)
@@ -176,6 +181,7 @@ class Detokenizer:
     def on_worker_gone(self, worker: Process) -> None:
         """Forget the stream of a life that has ended."""
         self._seen.pop(worker, None)
+        self._unfolding.forget(worker)
         self._asked_at.pop(worker, None)
         self._owed.discard(worker)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenBatch
+    from antiphon.wire.tokens import TokenNews
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class DetokenizerService:
             self._moved.clear()
             await self._moved.wait()
 
-    def _on_tokens(self, batch: TokenBatch) -> None:
-        self._spans.begin(batch)
-        self._do(self._machine.on_tokens(batch, self._runtime.clock.now()))
+    def _on_tokens(self, news: TokenNews) -> None:
+        self._spans.begin(news)
+        self._do(self._machine.on_tokens(news, self._runtime.clock.now()))
         self._spans.end(self._machine.requests)
 
     def _on_open(self, open_list: OpenList) -> None:

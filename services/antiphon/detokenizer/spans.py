@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.telemetry.tracing import Span, span
+from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.detokenizer.request import Request
     from antiphon.wire.ids import RequestId
-    from antiphon.wire.tokens import TokenBatch
+    from antiphon.wire.tokens import TokenNews
 
 
 class TextSpans:
@@ -20,9 +21,11 @@ class TextSpans:
     def __init__(self) -> None:
         self._open: dict[RequestId, Span] = {}
 
-    def begin(self, batch: TokenBatch) -> None:
+    def begin(self, news: TokenNews) -> None:
         """Begin a span for each request whose first row this is, if it is traced."""
-        for row in batch.rows:
+        if isinstance(news, TokenStep):
+            return
+        for row in news.rows:
             stream = row.stream
             if stream is None or stream.traceparent is None or row.request_id in self._open:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.wire.codec import ID_BYTES
 from antiphon.wire.details import DetailStore
 from antiphon.wire.tokens import TokenRow, TokenStream
 
@@ -19,8 +20,6 @@ ROW_IDS_MAX = 16_384
 """Longest row: a replay after an outage still goes in messages of a sane size."""
 ROW_DETAILS_BYTES_MAX = 64 * 1024
 """The same for a row's details."""
-
-_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class HeldChoice:
     @property
     def length(self) -> int:
         """Output ids so far."""
-        return len(self._ids) // _ID_BYTES
+        return len(self._ids) // ID_BYTES
 
     @property
     def live(self) -> bool:
@@ -94,32 +93,35 @@ class HeldChoice:
             assert self._details.end >= self.length or not self.length, "a token is not told of"
         self.finish = progress.finish
 
-    def relay(self, token_ids: bytes) -> TokenRow | None:
-        """The row of ids that are all the news, taken, if its detokenizer has heard all before.
+    @property
+    def even(self) -> bool:
+        """Whether it goes on, and its detokenizer has heard all of it, and of its request."""
+        if self._sent != self.length or self._marks_sent < len(self._marks):
+            return False
+        return self.live and self._details is None and bool(self._marks)
 
-        What a row of `unsent` would be. None: nothing was done.
-        """
-        ids, sent = self._ids, self._sent
-        if sent * _ID_BYTES != len(ids) or self._marks_sent < len(self._marks):
-            return None
-        if self._stopped or self.finish is not None or self._details is not None:
-            return None
-        assert self._marks, "a choice went on before its first word, which introduces its request"
-        ids += token_ids
-        self._sent = sent + len(token_ids) // _ID_BYTES
+    def go_on(self, token_ids: bytes) -> None:
+        """Take in ids that are all the news of an `even` choice, and sent already."""
+        assert self.live, "a choice went on after its end"
+        self._ids += token_ids
+        self._sent = self.length
+
+    def last_row(self) -> TokenRow:
+        """The row of its last token, as `unsent` makes it of what is plain."""
+        offset = self.length - 1
         return TokenRow(
             request_id=self._request_id,
             choice=self.index,
             attempt=self._attempt,
-            offset=sent,
-            token_ids=token_ids,
+            offset=offset,
+            token_ids=bytes(self._ids[offset * ID_BYTES :]),
         )
 
     def stop(self, offset: int | None = None) -> int:
         """End it without a word, cut off at `offset`; return how many ids went too far."""
         length = self.length if offset is None else min(self.length, max(0, offset))
         overrun = self.length - length
-        del self._ids[length * _ID_BYTES :]
+        del self._ids[length * ID_BYTES :]
         if self._details is not None:
             self._details.truncate(length)
         self._stopped = True
@@ -142,7 +144,7 @@ class HeldChoice:
         if not sent < length <= sent + ROW_IDS_MAX or self._marks_sent < len(self._marks):
             return None
         self._sent = length
-        return sent, bytes(self._ids[sent * _ID_BYTES :])
+        return sent, bytes(self._ids[sent * ID_BYTES :])
 
     def unsent(self) -> Iterator[Piece]:
         """Take what was not sent yet, in pieces of bounded size, each of one origin."""
@@ -156,7 +158,7 @@ class HeldChoice:
             border = min([border, *(mark.start for mark in self._marks[1:] if mark.start > offset)])
             self._sent = min(border, offset + self._row_tokens_max())
             self._end_sent = self.finish is not None and self._sent == self._end
-            ids = bytes(self._ids[max(0, offset) * _ID_BYTES : max(0, self._sent) * _ID_BYTES])
+            ids = bytes(self._ids[max(0, offset) * ID_BYTES : max(0, self._sent) * ID_BYTES])
             details = None if self._details is None else self._details.take(offset, self._sent)
             finish = self.finish if self._end_sent else None
             yield Piece(offset, ids, details, self._news(offset, self._sent), finish)
@@ -218,7 +220,7 @@ class HeldRequest:
         self.listed_after_end = False
         self.started = False
         self.returned = False
-        self._prompt_tokens = len(admit.prompt_ids) // _ID_BYTES
+        self._prompt_tokens = len(admit.prompt_ids) // ID_BYTES
         self.tokens_max = self._prompt_tokens + admit.sampling.max_new_tokens
         self._details_from = admit.sampling.details_from(self._prompt_tokens)
         self.choices = [

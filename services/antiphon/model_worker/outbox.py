@@ -5,24 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.wire.parts import parts
-from antiphon.wire.tokens import TokenBatch, TokenRow
+from antiphon.wire.tokens import TokenBatch, TokenNews, TokenRow, TokenStep
 
 if TYPE_CHECKING:
+    from antiphon.model_worker.batching.steady import Drawn
     from antiphon.model_worker.held import HeldRequest
+    from antiphon.model_worker.lanes import Lane
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process
     from antiphon.wire.ids import InstanceId, RequestId
 
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest token batch: far below what the broker takes, small beside other traffic."""
-RELAYED_ROWS_MAX = 256
-"""Relayed rows that surely fit into one batch, for their ids are as short as the rest of them."""
-
 _ROW_BYTES = 256  # a row without its ids, about
 
 
 class Outbox:
-    """Requests of which something is unsent, and rows that are made already.
+    """Requests of which something is unsent, and what has just passed through lanes.
 
     Attributes:
         step: The last one of which something was put in.
@@ -33,7 +32,8 @@ class Outbox:
         self._process = process
         self._seqs = seqs
         self._unsent: dict[RequestId, HeldRequest] = {}
-        self._relayed: dict[InstanceId, list[TokenRow]] = {}
+        self._relayed: list[tuple[Lane, bytes]] = []
+        self._followed: dict[InstanceId, Lane] = {}  # whose rows the last message had
 
     @property
     def filled(self) -> bool:
@@ -44,33 +44,51 @@ class Outbox:
         """Something of a request is to be sent."""
         self._unsent[held.request_id] = held
 
-    def relay(self, detokenizer: InstanceId, rows: list[TokenRow]) -> None:
-        """Rows of `HeldChoice.relay` are to be sent; `take` follows at once."""
-        assert detokenizer not in self._relayed, "rows were relayed and not taken"
-        self._relayed[detokenizer] = rows
+    def relay(self, lane: Lane, drawn: Drawn) -> None:
+        """What a step drew for the choices of a lane is to be sent; `take` follows at once."""
+        assert all(lane is not other for other, _ in self._relayed), "it was relayed and not taken"
+        self._relayed.append((lane, lane.take(drawn)))
+
+    def leave_lanes(self) -> None:
+        """What is relayed next comes through other lanes."""
+        self._followed.clear()
 
     def remove(self, held: HeldRequest) -> None:
         """What is unsent of a request stays so."""
         self._unsent.pop(held.request_id, None)
 
-    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
-        """All that is in it, as numbered batches, ready to be published in this order."""
-        rows, self._relayed = self._relayed, {}
-        relayed = not self._unsent
+    def take(self) -> list[tuple[InstanceId, TokenNews]]:
+        """All that is in it, as numbered messages, ready to be published in this order."""
+        relayed, self._relayed = self._relayed, []
+        messages = [(lane.detokenizer, self._step(lane, ids)) for lane, ids in relayed]
+        if self._unsent:
+            messages += self._batches()
+        return messages
+
+    def _step(self, lane: Lane, token_ids: bytes) -> TokenNews:
+        """A message of what a lane has taken: of ids alone if the one before had its rows."""
+        detokenizer = lane.detokenizer
+        if self._followed.get(detokenizer) is lane:
+            seq = self._seqs.next(detokenizer)
+            return TokenStep(worker=self._process, seq=seq, step=self.step, token_ids=token_ids)
+        batch = self._batch(detokenizer, lane.rows())
+        self._followed[detokenizer] = lane
+        return batch
+
+    def _batches(self) -> list[tuple[InstanceId, TokenNews]]:
+        """Batches of all that is unsent."""
+        rows: dict[InstanceId, list[TokenRow]] = {}
         for held in self._unsent.values():
             rows.setdefault(held.detokenizer, []).extend(held.unsent())
         self._unsent.clear()
         return [
             (detokenizer, self._batch(detokenizer, part))
             for detokenizer, all_rows in rows.items()
-            for part in (
-                (all_rows,)
-                if relayed and len(all_rows) <= RELAYED_ROWS_MAX
-                else parts(all_rows, _row_bytes, BATCH_BYTES_MAX)
-            )
+            for part in parts(all_rows, _row_bytes, BATCH_BYTES_MAX)
         ]
 
     def _batch(self, detokenizer: InstanceId, rows: list[TokenRow]) -> TokenBatch:
+        self._followed.pop(detokenizer, None)
         return TokenBatch(
             worker=self._process,
             seq=self._seqs.next(detokenizer),

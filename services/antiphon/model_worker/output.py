@@ -18,6 +18,7 @@ from antiphon.model_worker.batching.request import (
 )
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.held import HeldChoice, HeldRequest
+from antiphon.model_worker.lanes import Lanes
 from antiphon.model_worker.outbox import Outbox
 from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
@@ -25,13 +26,13 @@ from antiphon.wire.errors import EngineError, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import RunningRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
-    from antiphon.wire.tokens import TokenBatch, TokenRow
+    from antiphon.wire.tokens import TokenNews
 
 FREED_AFTER_MS = 2_000
 """Past its deadline a request has had its end from its owner; then it is freed here."""
@@ -67,9 +68,6 @@ class Drop:
 
 Action = Run | Drop
 
-Place = tuple[int, HeldChoice]
-"""A choice, and which of a steady step's it is."""
-
 
 class Output:
     """Everything that this worker has accepted and not forgotten.
@@ -94,7 +92,7 @@ class Output:
         self._outbox = Outbox(process, seqs)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
-        self._lanes: tuple[tuple[ChoiceKey, ...], dict[InstanceId, list[Place]]] | None = None
+        self._lanes: Lanes | None = None
         self._tombstones = Tombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
         self._keys = 0
@@ -116,6 +114,7 @@ class Output:
 
     def held(self) -> tuple[RunningRequest, ...]:
         """What the heartbeat says of every request that is held."""
+        self._settle()
         return tuple(
             RunningRequest(
                 request_id=held.request_id,
@@ -164,6 +163,7 @@ class Output:
         if message.worker != self.process:
             return
         offsets: dict[RequestId, dict[int, int]] = {}
+        self._leave_lanes()
         for place in message.places:
             offsets.setdefault(place.request_id, {})[place.choice] = place.offset
         for held in self._held.values():
@@ -202,16 +202,16 @@ class Output:
         Args:
             step: Number of the last plan.
             progress: What it did to each choice.
-            relays: `take` follows at once: the rows of a steady step can be made in this same pass,
-                which takes half the time of two.
+            relays: `take` follows at once: what a steady step drew can be sent as it is.
 
         Returns:
             Whether a choice has ended.
         """
         outbox, ended = self._outbox, False
         outbox.step = max(outbox.step, step)
-        if relays and isinstance(progress, Drawn):
-            progress = self._relay(progress)
+        if relays and isinstance(progress, Drawn) and self._relay(progress):
+            return False
+        self._leave_lanes()
         for news in progress:
             known = self._choices.get(news.key)
             if known is None:
@@ -222,38 +222,32 @@ class Output:
             outbox.put(held)
             if not choice.live:
                 del self._choices[news.key]
-                self._lanes = None  # they would keep what it has said
                 ended = True
         return ended
 
-    def _relay(self, drawn: Drawn) -> Sequence[Progress]:
-        """Make the rows of a steady step; return what cannot be made into one."""
-        if self._lanes is None or self._lanes[0] is not drawn.keys:
-            self._lanes = drawn.keys, self._lanes_of(drawn.keys)
-        pieces, left = drawn.pieces(), list[int]()
-        for detokenizer, lane in self._lanes[1].items():
-            rows: list[TokenRow] = []
-            for index, choice in lane:
-                row = choice.relay(pieces[index])
-                if row is None:
-                    left.append(index)
-                else:
-                    rows.append(row)
-            if rows:
-                self._outbox.relay(detokenizer, rows)
-        if not left:
-            return ()
-        news = drawn[:]
-        return [news[index] for index in left]
+    def _relay(self, drawn: Drawn) -> bool:
+        """Send a steady step through its lanes. False: it has none, and nothing was done."""
+        lanes = self._lanes
+        if lanes is None or lanes.keys is not drawn.keys:
+            self._leave_lanes()
+            lanes = self._lanes = Lanes.of(drawn.keys, self._choices)
+            if lanes is None:
+                return False
+        for lane in lanes.each:
+            self._outbox.relay(lane, drawn)
+        return True
 
-    def _lanes_of(self, keys: Iterable[ChoiceKey]) -> dict[InstanceId, list[Place]]:
-        """Where the tokens of these choices go. Who has ended since is asked in vain."""
-        lanes: dict[InstanceId, list[Place]] = {}
-        for index, key in enumerate(keys):
-            if key in self._choices:
-                held, choice = self._choices[key]
-                lanes.setdefault(held.detokenizer, []).append((index, choice))
-        return lanes
+    def _settle(self) -> None:
+        """Somebody looks at choices: they are to know what has passed through their lanes."""
+        if self._lanes is not None:
+            self._lanes.settle()
+
+    def _leave_lanes(self) -> None:
+        """Something else happens to choices: no lane goes on."""
+        if self._lanes is not None:
+            self._lanes.settle()
+            self._outbox.leave_lanes()
+            self._lanes = None
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """The batching loop runs these now: nobody else ever will, under this attempt."""
@@ -304,8 +298,8 @@ class Output:
         }
         return actions
 
-    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
-        """All that was not sent yet, as numbered batches, ready to be published in this order."""
+    def take(self) -> list[tuple[InstanceId, TokenNews]]:
+        """All that was not sent yet, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
 
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
@@ -381,10 +375,10 @@ class Output:
         self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
     ) -> list[Action]:
         """End choices of which nobody wants to hear any more."""
+        self._leave_lanes()
         drops: list[Action] = []
         for choice in choices:
             if self._choices.pop(choice.key, None) is not None:
-                self._lanes = None
                 drops.append(Drop(choice.key, offset))
             self.overrun_tokens += choice.stop(offset)
         return drops

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.output import Output
     from antiphon.wire.ids import InstanceId
-    from antiphon.wire.tokens import TokenBatch
+    from antiphon.wire.tokens import TokenNews
 
 log = logging.getLogger(__name__)
 
@@ -76,5 +76,5 @@ class Sending:
                 fields = {"detokenizer": detokenizer, "error": error}
                 log.warning("tokens not sent", extra=fields)
 
-    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenBatch], None]:
+    def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenNews], None]:
         return self._bus.outlet(TOKENS, detokenizer=detokenizer)

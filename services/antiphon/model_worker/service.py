@@ -147,7 +147,7 @@ class ModelWorker:
             return Report(load=0)
         output, last, limits = self._output, self._last, self._engine.batching.limits
         with self._sending.lock:
-            streams = self._seqs.streams()
+            streams, held = self._seqs.streams(), output.held()
         busy = self._busy and not last.paused
         return Report(
             load=output.live_count,
@@ -156,7 +156,7 @@ class ModelWorker:
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
                 pages_total=self._engine.batching.pools.pages_total,
                 page_tokens=self._engine.batching.pools.page_tokens,
-                running=output.held(),
+                running=held,
                 waiting=last.waiting,
                 running_max=limits.running_max,
                 step=last.step,

@@ -69,6 +69,10 @@ def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
     return reply  # pyright: ignore[reportReturnType]  # the union less ErrorReply is M
 
 
+ID_BYTES = 4
+"""Of a packed token id."""
+
+
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Write token ids as little-endian int32: 2000 of them in 0.3 us, against 7 us as a list."""
     # bytes would be taken for packed integers, not for integers.
@@ -84,7 +88,7 @@ def unpack_ids(packed: bytes) -> Sequence[int]:
     Raises:
         InvalidRequest: The length is not a multiple of four.
     """
-    if len(packed) % 4:
+    if len(packed) % ID_BYTES:
         raise InvalidRequest(f"token ids have {len(packed)} bytes, not a multiple of 4")
     ids = array("i", packed)
     if sys.byteorder == "big":
@@ -94,7 +98,7 @@ def unpack_ids(packed: bytes) -> Sequence[int]:
 
 def id_count(packed: bytes) -> int:
     """Count the ids in packed bytes without unpacking them."""
-    return len(packed) // 4
+    return len(packed) // ID_BYTES
 
 
 @cache

@@ -62,7 +62,7 @@ from antiphon.wire.submit import (
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
 from antiphon.wire.tokenize import DecodeReply, DecodeRequest, EncodeReply, EncodeRequest
-from antiphon.wire.tokens import TokenBatch
+from antiphon.wire.tokens import TokenBatch, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -289,7 +289,7 @@ KV_REPLAY = Call(
 TOKENS = Feed(
     name="detokenizer.tokens",
     subject="detokenizer.{detokenizer}.tokens",
-    carries=(TokenBatch,),
+    carries=(TokenBatch, TokenStep),
     senders=(Role.WORKER,),
     listeners=(Role.DETOKENIZER,),
     ordered=True,

@@ -70,3 +70,23 @@ class TokenBatch(Message):
     seq: int
     step: int
     rows: tuple[TokenRow, ...]
+
+
+class TokenStep(Message):
+    """A token more for each row of the message before: what most steps are.
+
+    It stands for a batch of as many rows, in that order, each at the offset where the one before it
+    ended. `seq` is of the same numbers: whoever has not heard the message before asks as for a gap.
+
+    Attributes:
+        token_ids: One of each row, int32, little-endian.
+    """
+
+    worker: Process
+    seq: int
+    step: int
+    token_ids: bytes
+
+
+TokenNews = TokenBatch | TokenStep
+"""What a detokenizer hears from a worker."""

@@ -16,7 +16,7 @@ from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import StopStrings
 from antiphon.wire.submit import OpenList, OpenRequest
 from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextRow
-from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStream
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep, TokenStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -415,3 +415,42 @@ def test_what_a_dead_detokenizer_knew_counts_for_those_who_went_on():
     m.on_tokens(batch(1, row("ab", n=2), row("c", 2, n=2, weights="v2")), 0.0)
     (end,) = texts(m.on_tokens(batch(2, row("", 3, n=2, finish=FinishReason.LENGTH)), 0.0))
     assert end.origins == origins((0, "v2"))
+
+
+def step(seq: int, *letters: str) -> TokenStep:
+    ids = pack_ids([ord(letter) for letter in letters])
+    return TokenStep(worker=WORKER, seq=seq, step=seq, token_ids=ids)
+
+
+def test_a_step_says_a_token_more_of_each_row_before_it():
+    m, other = machine(), RequestId("other")
+    m.on_tokens(batch(1, row("ab"), row("x", request_id=other)), 0.0)
+    said = [texts(m.on_tokens(step(2, "c", "y"), 0.0)), texts(m.on_tokens(step(3, "d", "z"), 0.0))]
+    assert [[(r.request_id, r.text_offset, r.text) for r in rows] for rows in said] == [
+        [(REQUEST, 2, "c"), (other, 1, "y")],
+        [(REQUEST, 3, "d"), (other, 2, "z")],
+    ]
+
+
+@pytest.mark.parametrize(
+    "lost", [step(4, "e"), step(2, "c", "d"), step(2)], ids=["gap", "too many", "too few"]
+)
+def test_a_step_that_follows_nothing_heard_is_asked_for_until_it_comes(lost: TokenStep):
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    (asked,) = m.on_tokens(lost, 1.0)
+    assert isinstance(asked, SendResend)
+    assert [place.offset for place in asked.resend.places] == [2]
+    assert m.on_tokens(step(lost.seq + 1, "f"), 1.1) == []  # asked just now
+    (asked,) = m.on_tick(2.0, 0)
+    assert isinstance(asked, SendResend)
+    assert [r.text for r in texts(m.on_tokens(batch(6, row("cdef", 2)), 2.0))] == ["cdef"]
+    assert [r.text for r in texts(m.on_tokens(step(7, "g"), 2.0))] == ["g"]
+
+
+def test_a_step_of_a_worker_that_was_never_heard_is_asked_for():
+    m = machine()
+    m.on_tokens(batch(1, row("ab")), 0.0)
+    m.on_worker_gone(WORKER)
+    (asked,) = m.on_tokens(step(2, "c"), 1.0)
+    assert isinstance(asked, SendResend)

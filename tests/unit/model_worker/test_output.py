@@ -9,10 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.held import ROW_IDS_MAX
-from antiphon.model_worker.outbox import BATCH_BYTES_MAX, RELAYED_ROWS_MAX
+from antiphon.model_worker.lanes import LANE_ROWS_MAX
+from antiphon.model_worker.outbox import BATCH_BYTES_MAX
 from antiphon.model_worker.output import (
     FORGOTTEN_AFTER_MS,
     FREED_AFTER_MS,
@@ -41,6 +43,7 @@ from antiphon.wire.errors import WorkerLost, encode_error
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList, OpenRequest
+from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +88,8 @@ class Bench:
     def __init__(self, live_max: int = 8) -> None:
         self.output = Output(WORKER, SeqSender(), live_max=live_max)
         self.seq = 0
+        self.steps = 0
+        self._unfolding: dict[InstanceId, Unfolding] = {}
 
     def command(self, *commands: Command, now_ms: int = 0, leader: Term = LEADER) -> list[Action]:
         self.seq += 1
@@ -102,8 +107,18 @@ class Bench:
     def step(self, key: int, ids: list[int], finish: Finish | None = None) -> None:
         self.output.step(1, [Progress(key=ChoiceKey(key), token_ids=pack_ids(ids), finish=finish)])
 
+    def take(self) -> list[tuple[InstanceId, TokenBatch]]:
+        """What is to be sent, as the batches that it stands for."""
+        batches: list[tuple[InstanceId, TokenBatch]] = []
+        for to, news in self.output.take():
+            self.steps += isinstance(news, TokenStep)
+            batch = self._unfolding.setdefault(to, Unfolding()).batch(news)
+            assert batch is not None, "a step follows nothing"
+            batches.append((to, batch))
+        return batches
+
     def rows(self) -> list[TokenRow]:
-        return [row for _, batch in self.output.take() for row in batch.rows]
+        return [row for _, batch in self.take() for row in batch.rows]
 
     def open_list(
         self, *opened: str, closed: tuple[str, ...] = (), whole: bool = True, **fields: int
@@ -161,7 +176,7 @@ def test_batches_to_one_detokenizer_are_numbered_from_one() -> None:
     seqs: list[int] = []
     for _ in range(3):
         bench.step(1, [5])
-        seqs += [batch.seq for _, batch in bench.output.take()]
+        seqs += [batch.seq for _, batch in bench.take()]
     assert seqs == [1, 2, 3]
     assert bench.output.take() == []
 
@@ -520,7 +535,7 @@ def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
     bench.command(admit())
     ids = [token % 100 for token in range(3 * ROW_IDS_MAX + 1)]
     bench.step(1, ids, LENGTH)
-    batches: list[TokenBatch] = [batch for _, batch in bench.output.take()]
+    batches = [batch for _, batch in bench.take()]
     rows = [row for batch in batches for row in batch.rows]
     assert [token for row in rows for token in unpack_ids(row.token_ids)] == ids
     assert [row.offset for row in rows] == [0, ROW_IDS_MAX, 2 * ROW_IDS_MAX, 3 * ROW_IDS_MAX]
@@ -531,12 +546,14 @@ def test_a_long_replay_is_cut_into_batches_of_bounded_size() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
-    """Two machines hear the same; one of them makes rows as tokens come, and none in an outage."""
+    """Two machines hear the same; one has lanes for steady steps, and none in an outage."""
     chance = random.Random(seed)
     waits, relays = Bench(), Bench()
     live = {1: "a", 2: "b", 3: "c"}
+    elsewhere = msgspec.structs.replace(admit("c"), detokenizer=InstanceId("elsewhere"))
     for bench in (waits, relays):
-        bench.command(*map(admit, live.values()))
+        bench.command(admit("a"), admit("b"), elsewhere)
+    keys: tuple[ChoiceKey, ...] = ()
     told: dict[int, Progress] = {}
     for step in range(1, 40):
         down = chance.random() < 0.2
@@ -556,7 +573,9 @@ def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
             ids = pack_ids([chance.randrange(100) for _ in range(count)])
             finish = LENGTH if ends else None
             progress.append(msgspec.structs.replace(before, token_ids=ids, finish=finish))
-        heard: Sequence[Progress] = drawn(progress) if steady else progress
+        if keys != tuple(news.key for news in progress):
+            keys = tuple(news.key for news in progress)
+        heard: Sequence[Progress] = drawn(progress, keys) if steady else progress
         assert list(heard) == progress
         places = [
             TokenPlace(request_id=RequestId(name), choice=0, offset=chance.randrange(step))
@@ -570,42 +589,86 @@ def test_what_is_relayed_is_what_would_have_been_sent(seed: int) -> None:
         assert ended == [any(news.finish for news in progress)] * 2
         if chance.random() < 0.1:
             for bench in (waits, relays):
-                bench.output.take()  # whoever relays takes before anything else happens
+                bench.take()  # whoever relays takes before anything else happens
                 bench.output.resend(again)
         if not down:
             sent = [
-                [
-                    (to, batch.seq, batch.step, sorted(batch.rows, key=_place))
-                    for to, batch in bench.output.take()
-                ]
+                {
+                    (to, batch.seq): (batch.step, sorted(batch.rows, key=_place))
+                    for to, batch in bench.take()
+                }
                 for bench in (waits, relays)
             ]
             assert sent[0] == sent[1]
+        if chance.random() < 0.2:
+            assert waits.output.held() == relays.output.held()
+    assert waits.steps == 0
 
 
-def drawn(progress: Sequence[Progress]) -> Drawn:
+def drawn(progress: Sequence[Progress], keys: tuple[ChoiceKey, ...]) -> Drawn:
     """The same as a steady step tells it."""
     ids = [token for news in progress for token in unpack_ids(news.token_ids)]
-    return Drawn(tuple(news.key for news in progress), progress, np.array(ids, np.int32))
+    return Drawn(keys, progress, np.array(ids, np.int32))
 
 
 def _place(row: TokenRow) -> tuple[str, int]:
     return row.request_id, row.offset
 
 
-def test_as_many_relayed_rows_as_there_may_be_are_one_batch_of_bounded_size() -> None:
-    bench = Bench(live_max=RELAYED_ROWS_MAX)
-    bench.command(*(admit(f"request-{n}") for n in range(RELAYED_ROWS_MAX)))
-    keys = [ChoiceKey(n + 1) for n in range(RELAYED_ROWS_MAX)]
+def steady(bench: Bench, rows: int) -> Drawn:
+    """A step of so many requests that have each said a token."""
+    bench.command(*(admit(f"request-{n}") for n in range(rows)))
+    keys = tuple(ChoiceKey(n + 1) for n in range(rows))
     for key in keys:
         bench.step(key, [7])
     bench.rows()
     ids = pack_ids([2**31 - 1])
-    progress = [Progress(key=key, token_ids=ids) for key in keys]
-    bench.output.step(2, drawn(progress), relays=True)
-    ((_, batch),) = bench.output.take()
-    assert [row.offset for row in batch.rows] == [1] * len(keys)
+    return drawn([Progress(key=key, token_ids=ids) for key in keys], keys)
+
+
+def test_as_many_rows_as_a_lane_may_have_are_one_batch_of_bounded_size_and_then_ids() -> None:
+    bench = Bench(live_max=LANE_ROWS_MAX)
+    step = steady(bench, LANE_ROWS_MAX)
+    bench.output.step(2, step, relays=True)
+    ((_, batch),) = bench.take()
+    assert [row.offset for row in batch.rows] == [1] * LANE_ROWS_MAX
     assert len(encode(batch)) < BATCH_BYTES_MAX
+    bench.output.step(3, step, relays=True)
+    ((_, news),) = bench.output.take()
+    assert isinstance(news, TokenStep)
+    assert len(news.token_ids) == 4 * LANE_ROWS_MAX
+
+
+def test_more_rows_than_a_lane_may_have_are_sent_all_the_same() -> None:
+    bench = Bench(live_max=LANE_ROWS_MAX + 1)
+    step = steady(bench, LANE_ROWS_MAX + 1)
+    for number in (2, 3):
+        bench.output.step(number, step, relays=True)
+        assert [row.offset for row in bench.rows()] == [number - 1] * (LANE_ROWS_MAX + 1)
+    assert bench.steps == 0
+
+
+def test_what_a_lane_has_passed_is_there_for_whoever_looks() -> None:
+    bench = Bench()
+    step = steady(bench, 2)
+    for number in range(2, 6):
+        bench.output.step(number, step, relays=True)
+        bench.rows()
+    assert bench.steps == 3
+    assert [line.tokens for line in bench.output.held()] == [5, 5]
+    bench.output.step(6, step, relays=True)
+    bench.rows()
+    (drop,) = bench.stop(request_id=RequestId("request-0"), choice=0, offset=2)
+    assert isinstance(drop, Drop)
+    assert bench.output.overrun_tokens == 4
+    bench.output.step(7, step, relays=True)  # drawn before the loop has heard of it
+    (row,) = bench.rows()
+    assert (row.request_id, row.offset) == ("request-1", 6)
+    assert bench.steps == 4
+    bench.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
+    bench.output.step(8, step, relays=True)
+    (row,) = bench.rows()
+    assert (row.offset, len(unpack_ids(row.token_ids))) == (0, 8)
 
 
 def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
@@ -615,6 +678,6 @@ def test_what_an_outage_has_left_unsent_is_not_relayed_past() -> None:
     bench.rows()
     bench.step(1, [6])
     news = Progress(key=ChoiceKey(1), token_ids=pack_ids([7]))
-    bench.output.step(3, drawn([news]), relays=True)
+    bench.output.step(3, drawn([news], (news.key,)), relays=True)
     (row,) = bench.rows()
     assert (row.offset, list(unpack_ids(row.token_ids))) == (1, [6, 7])

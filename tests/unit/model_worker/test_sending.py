@@ -10,6 +10,7 @@ import numpy as np
 from antiphon.bus.bus import Bus
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.credit import Credit
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
@@ -22,7 +23,7 @@ from antiphon.wire.codec import decode, pack_ids, unpack_ids
 from antiphon.wire.command import Admit, ChoiceOutput, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId, RequestId
 from antiphon.wire.sampling import SamplingParams
-from antiphon.wire.tokens import TokenBatch
+from antiphon.wire.tokens import TokenBatch, TokenNews, TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class Wire(MemoryTransport):
     def __init__(self, *, any_thread: bool = True) -> None:
         super().__init__(MemoryBroker())
         self.link.up = True
-        self.batches: list[TokenBatch] = []
+        self.sent: list[TokenNews] = []
         self.down = False
         self._any_thread = any_thread
 
@@ -67,7 +68,7 @@ class Wire(MemoryTransport):
     ) -> None:
         if self.down:
             raise BusDown("the link to the broker is down", retry_after_s=1.0)
-        self.batches.append(decode(data, (TokenBatch,)))
+        self.sent.append(decode(data, (TokenBatch, TokenStep)))
 
 
 class Stage:
@@ -108,12 +109,15 @@ class Stage:
             return self.sending.relay(report)
 
     def heard(self) -> dict[str, list[int]]:
-        """What a detokenizer makes of the batches."""
+        """What a detokenizer makes of the messages."""
         said: dict[str, list[int]] = {f"r{key}": [] for key in KEYS}
-        assert [batch.seq for batch in self.wire.batches] == [
-            number + 1 for number in range(len(self.wire.batches))
-        ], "numbers left in another order than the batches"
-        for batch in self.wire.batches:
+        assert [news.seq for news in self.wire.sent] == [
+            number + 1 for number in range(len(self.wire.sent))
+        ], "numbers left in another order than the messages"
+        unfolding = Unfolding()
+        for news in self.wire.sent:
+            batch = unfolding.batch(news)
+            assert batch is not None, "a step follows nothing"
             for row in batch.rows:
                 ids = said[row.request_id]
                 assert row.offset <= len(ids), "a token was left out"
@@ -153,12 +157,13 @@ def test_what_a_link_loses_that_drops_just_then_is_sent_when_it_is_asked_for(
     assert "tokens not sent" in caplog.text
     stage.wire.down = False
     assert stage.relay(3)
-    assert [batch.seq for batch in stage.wire.batches] == [1, 3]
-    del stage.wire.batches[:]
+    assert [news.seq for news in stage.wire.sent] == [1, 3]
+    del stage.wire.sent[:]
     with stage.sending.lock:
         stage.output.resend(ResendTokens(worker=WORKER, detokenizer=DETOKENIZER, places=()))
         stage.sending.publish()
-    (batch,) = stage.wire.batches
+    (batch,) = stage.wire.sent
+    assert isinstance(batch, TokenBatch)
     assert [list(unpack_ids(row.token_ids)) for row in batch.rows] == [[0, 2, 3]] * len(KEYS)
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.simulation.hash_runner import HashRunner
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.cache.events import Blocks
@@ -102,6 +103,7 @@ class Stage:
         self.worker = worker
         self.bus = bus
         self.batches: list[TokenBatch] = []
+        self.unfolding = Unfolding()
         self.beats: list[Heartbeat] = []
         self.told: list[KvEvents] = []
         self.commands = 0
@@ -113,7 +115,9 @@ class Stage:
         await self.bus.listen(KV_EVENTS, self._tell)
 
     async def _tokens(self, delivery: Delivery) -> None:
-        self.batches.append(delivery.read(TOKENS))
+        batch = self.unfolding.batch(delivery.read(TOKENS))
+        assert batch is not None, "a step follows nothing"
+        self.batches.append(batch)
 
     async def _tell(self, delivery: Delivery) -> None:
         self.told.append(delivery.read(KV_EVENTS))

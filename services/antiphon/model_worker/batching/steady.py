@@ -29,9 +29,10 @@ class Drawn(Sequence[Progress]):
 
     Attributes:
         keys: Of the choices; the same object in all steps of the same rows.
+        token_ids: One of each, as `Progress.token_ids` has it.
     """
 
-    __slots__ = ("_before", "_token_ids", "keys")
+    __slots__ = ("_before", "keys", "token_ids")
 
     def __init__(
         self, keys: tuple[ChoiceKey, ...], before: Sequence[Progress], token_ids: Ints
@@ -39,7 +40,7 @@ class Drawn(Sequence[Progress]):
         """`before` is what would be told of each without its token."""
         self.keys = keys
         self._before = before
-        self._token_ids = token_ids.astype(WIRE_IDS, copy=False).tobytes()
+        self.token_ids = token_ids.astype(WIRE_IDS, copy=False).tobytes()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -51,21 +52,17 @@ class Drawn(Sequence[Progress]):
     def __getitem__(self, index: int | slice) -> Progress | Sequence[Progress]:
         return self._read()[index]
 
-    def pieces(self) -> list[bytes]:
-        """Each choice's token, as `Progress.token_ids` has it."""
-        size, ids = WIRE_IDS.itemsize, self._token_ids
-        return [ids[start : start + size] for start in range(0, len(ids), size)]
-
     def _read(self) -> tuple[Progress, ...]:
+        size, ids = WIRE_IDS.itemsize, self.token_ids
         return tuple(
             Progress(
                 key=before.key,
-                token_ids=piece,
+                token_ids=ids[start : start + size],
                 cached_tokens=before.cached_tokens,
                 weights=before.weights,
                 retractions=before.retractions,
             )
-            for before, piece in zip(self._before, self.pieces(), strict=True)
+            for before, start in zip(self._before, range(0, len(ids), size), strict=True)
         )
 
 

@@ -1,0 +1,47 @@
+"""Rows of messages that do not name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.wire.codec import ID_BYTES
+from antiphon.wire.tokens import TokenBatch, TokenRow, TokenStep
+
+if TYPE_CHECKING:
+    from antiphon.wire.base import Process
+    from antiphon.wire.tokens import TokenNews
+
+
+class Unfolding:
+    """The last message of each worker, as a batch: a step says only what is new beside it."""
+
+    def __init__(self) -> None:
+        self._last: dict[Process, TokenBatch] = {}
+
+    def batch(self, news: TokenNews) -> TokenBatch | None:
+        """The batch that a message is or stands for; None if it does not follow what was heard."""
+        batch = self._unfolded(news) if isinstance(news, TokenStep) else news
+        if batch is not None:
+            self._last[news.worker] = batch
+        return batch
+
+    def forget(self, worker: Process) -> None:
+        """Nothing comes from this worker any more."""
+        self._last.pop(worker, None)
+
+    def _unfolded(self, step: TokenStep) -> TokenBatch | None:
+        last = self._last.get(step.worker)
+        ids = step.token_ids
+        if last is None or step.seq != last.seq + 1 or len(ids) != ID_BYTES * len(last.rows):
+            return None
+        rows = tuple(
+            TokenRow(
+                request_id=row.request_id,
+                choice=row.choice,
+                attempt=row.attempt,
+                offset=row.offset + len(row.token_ids) // ID_BYTES,
+                token_ids=ids[start : start + ID_BYTES],
+            )
+            for row, start in zip(last.rows, range(0, len(ids), ID_BYTES), strict=True)
+        )
+        return TokenBatch(worker=step.worker, seq=step.seq, step=step.step, rows=rows)
