@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,6 +24,7 @@ from antiphon.model_worker.handing_back import others, room, tokens_max
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
 from antiphon.model_worker.pulse import Pulse
+from antiphon.model_worker.reports import Reports
 from antiphon.model_worker.sending import Sending
 from antiphon.model_worker.warming import warm_up
 from antiphon.model_worker.watchdog import Watchdog
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-REPORTS_MAX = 64
-"""Steps that the loop may be ahead of the bus side before it waits."""
 LINGER_S = 3.0
 """How long a drained worker keeps ids for a replay: five heartbeats, and their owners are gone."""
 LEAVE_S = 2.0
@@ -84,30 +81,25 @@ class ModelWorker:
         self._model = served_name(settings)
         self._seqs = SeqSender()
         self._moved = asyncio.Event()
-        self._reports: deque[StepReport] = deque()
         self._last: StepReport | None = None
         self._stepped_at = 0.0
-        self._reports_taken = threading.Event()
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Load the model, then run the batching loop in a thread of its own."""
         self._runtime = runtime
-        self._event_loop = asyncio.get_running_loop()
+        event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
         try:
-            self._engine = await self._event_loop.run_in_executor(
-                thread, self._opener, self._settings
-            )
+            self._engine = await event_loop.run_in_executor(thread, self._opener, self._settings)
             self._set_up(self._engine)
             pools = self._engine.batching.limits.pool_width is not None
             warm = partial(warm_up, self._loop, pools=pools)
-            self._on_report(await self._event_loop.run_in_executor(thread, warm))
-            ended = self._event_loop.run_in_executor(thread, self._loop.run)
-            self._followed = self._event_loop.create_future()
+            self._on_report(await event_loop.run_in_executor(thread, warm))
+            ended = event_loop.run_in_executor(thread, self._loop.run)
             for work, name in (
                 (_watch(ended), "batching"),
-                (_watch(self._followed), "steps"),
+                (_watch(self._reports.failed), "steps"),
                 (self._tick(), "tick"),
                 (self._agreement.end(), "agreement"),
             ):
@@ -205,11 +197,12 @@ class ModelWorker:
         self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
         self._announcer = Announcer(self._runtime.process, cache.events_max)
         self._mailbox = Mailbox(live_max)
+        self._reports = Reports(relay=self._relay, take=self._follow)
         self._loop = BatchingLoop(
             engine.batching,
             engine.runner,
             self._mailbox,
-            self._deliver,
+            self._reports.deliver,
             overlap=engine.resolved is not None and engine.resolved.overlap.value,
         )
         batching = self._settings.batching
@@ -323,21 +316,6 @@ class ModelWorker:
         self._sending.publish()
         self._moved.set()
 
-    def _deliver(self, report: StepReport) -> None:
-        """In the batching thread: send what a steady step drew; the event loop does all else.
-
-        If that is far behind, wait for it.
-        """
-        if report.steady and self._relay(report):
-            return
-        while len(self._reports) >= REPORTS_MAX:
-            # Cleared before the second look, or what is taken in between would wake nobody.
-            self._reports_taken.clear()
-            if len(self._reports) >= REPORTS_MAX:
-                self._reports_taken.wait()
-        self._reports.append(report)
-        self._event_loop.call_soon_threadsafe(self._follow)
-
     def _relay(self, report: StepReport) -> bool:
         """In the batching thread: do as `_on_report`, if it is only tokens and it is their turn.
 
@@ -347,7 +325,7 @@ class ModelWorker:
             return False
         try:
             assert self._last is not None, "a step was steady before the first one"
-            if self._reports or self._output.draining or self._accounts.full:
+            if len(self._reports) or self._output.draining or self._accounts.full:
                 return False
             if report.paused != self._last.paused or not self._sending.relay(report):
                 return False
@@ -358,26 +336,17 @@ class ModelWorker:
         finally:
             self._sending.lock.release()
 
-    def _follow(self) -> None:
-        """Take in what the loop has reported, and send what is new, in one turn of the event loop.
+    def _follow(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
+        """Take in what the loop has reported, and send what is new.
 
-        A task would cost another turn of it at each step. What is reported meanwhile has its own
-        turn: rows are relayed only if they are sent before those of the next step.
+        Rows are relayed only if they are sent before those of the next step.
         """
-        reports = self._reports
-        try:
-            with self._sending.lock:
-                for more in reversed(range(len(reports))):
-                    report = reports.popleft()
-                    if len(reports) >= REPORTS_MAX - 1:  # or nobody can be waiting
-                        self._reports_taken.set()
-                    self._on_report(report, relays=not more and self._runtime.bus.link.up)
-                self._sending.publish()
-            if self._announcer.has_unsent:
-                self._announce()
-        except Exception as error:  # noqa: BLE001  # raised in a task, which ends the process
-            if not self._followed.done():
-                self._followed.set_exception(error)
+        with self._sending.lock:
+            for report, last in reports:
+                self._on_report(report, relays=last and self._runtime.bus.link.up)
+            self._sending.publish()
+        if self._announcer.has_unsent:
+            self._announce()
         if self._output.draining:
             self._moved.set()
 

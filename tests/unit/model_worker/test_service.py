@@ -56,11 +56,10 @@ from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.loop import StepReport
     from antiphon.model_worker.batching.plan import Outcome, Plan
     from antiphon.model_worker.batching.runner import Runner
     from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
@@ -386,22 +385,6 @@ async def test_a_bug_in_the_batching_loop_ends_the_process_and_not_in_silence() 
             await worker.gone.wait()
 
 
-async def test_a_step_that_ends_while_the_one_before_is_taken_in_is_sent_after_it() -> None:
-    broker = MemoryBroker()
-    async with (
-        client_bus(MemoryTransport(broker), party="client") as bus,
-        running(Behind(QUICK, open_hash_engine), MemoryTransport(broker)) as worker,
-    ):
-        stage = Stage(broker, worker, bus)
-        await stage.listen()
-        await stage.command(admit("a", 50))
-        await until(lambda: stage.ended("a"))
-        assert len(stage.ids("a")) == 50
-        offsets = [row.offset for row in stage.rows]
-        assert offsets == sorted(set(offsets))
-        await stage.close("a")
-
-
 async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
     held = HeldRunner()
 
@@ -490,24 +473,6 @@ async def test_a_lone_worker_keeps_what_waits() -> None:
         await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
         await until(lambda: stage.ended("b"), 20.0)
         assert len(stage.ids("b")) == 5
-
-
-class Behind(ModelWorker):
-    """Is not done with a report of a steady step before it has the next one."""
-
-    def __init__(self, settings: Settings, open_engine: Callable[[Settings], Engine]) -> None:
-        super().__init__(settings, open_engine)
-        self._came = threading.Event()
-
-    def _deliver(self, report: StepReport) -> None:
-        super()._deliver(report)
-        self._came.set()
-
-    def _on_report(self, report: StepReport, *, relays: bool = False) -> None:
-        self._came.clear()
-        super()._on_report(report, relays=relays)
-        if report.steady and not self._reports:
-            assert self._came.wait(10)
 
 
 class ShiftedClock(SystemClock):
