@@ -177,6 +177,7 @@ class World:
             prompt_ids=pack_ids(prompt),
             choices=tuple(ChoiceOutput(choice=i) for i in range(choices)),
             sampling=SamplingParams(max_new_tokens=self.random.choice([0, 1, 20, 50]), seed=number),
+            steps=True,
             deadline_unix_ms=self.now_ms + LIFETIME_MS,
         )
         stop_at = {

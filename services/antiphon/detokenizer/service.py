@@ -13,6 +13,7 @@ from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.spans import TextSpans
+from antiphon.detokenizer.unfolding import READS
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name, tokenizer_folder
 from antiphon.service.peers import Change, Peer
@@ -92,6 +93,7 @@ class DetokenizerService:
         return Report(
             load=self._machine.live,
             streams=tuple(StreamSeq(receiver=gateway, seq=seq) for gateway, seq in streams),
+            reads=READS,
         )
 
     async def drain(self) -> None:

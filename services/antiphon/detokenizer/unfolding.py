@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenNews
 
 
+READS = (TokenStep.__name__,)
+"""What a detokenizer's heartbeat says that it reads."""
+
+
 class Unfolding:
     """The last message of each worker, as a batch: a step says only what is new beside it."""
 
@@ -20,8 +24,9 @@ class Unfolding:
 
     def batch(self, news: TokenNews) -> TokenBatch | None:
         """The batch that a message is or stands for; None if it does not follow what was heard."""
-        batch = self._unfolded(news) if isinstance(news, TokenStep) else news
-        if batch is not None:
+        last = self._last.get(news.worker)
+        batch = _unfolded(news, last) if isinstance(news, TokenStep) else news
+        if batch is not None and (last is None or batch.seq > last.seq):
             self._last[news.worker] = batch
         return batch
 
@@ -29,19 +34,19 @@ class Unfolding:
         """Nothing comes from this worker any more."""
         self._last.pop(worker, None)
 
-    def _unfolded(self, step: TokenStep) -> TokenBatch | None:
-        last = self._last.get(step.worker)
-        ids = step.token_ids
-        if last is None or step.seq != last.seq + 1 or len(ids) != ID_BYTES * len(last.rows):
-            return None
-        rows = tuple(
-            TokenRow(
-                request_id=row.request_id,
-                choice=row.choice,
-                attempt=row.attempt,
-                offset=row.offset + len(row.token_ids) // ID_BYTES,
-                token_ids=ids[start : start + ID_BYTES],
-            )
-            for row, start in zip(last.rows, range(0, len(ids), ID_BYTES), strict=True)
+
+def _unfolded(step: TokenStep, last: TokenBatch | None) -> TokenBatch | None:
+    ids = step.token_ids
+    if last is None or step.seq != last.seq + 1 or len(ids) != ID_BYTES * len(last.rows):
+        return None
+    rows = tuple(
+        TokenRow(
+            request_id=row.request_id,
+            choice=row.choice,
+            attempt=row.attempt,
+            offset=row.offset + len(row.token_ids) // ID_BYTES,
+            token_ids=ids[start : start + ID_BYTES],
         )
-        return TokenBatch(worker=step.worker, seq=step.seq, step=step.step, rows=rows)
+        for row, start in zip(last.rows, range(0, len(ids), ID_BYTES), strict=True)
+    )
+    return TokenBatch(worker=step.worker, seq=step.seq, step=step.step, rows=rows)

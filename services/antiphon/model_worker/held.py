@@ -43,7 +43,7 @@ class Piece:
 
 
 class HeldChoice:
-    """The outputs of one choice: the only place from which its tokens are ever sent.
+    """The outputs of one choice: the only place from which its tokens are ever sent again.
 
     What is told of its tokens is here too: of so many tokens of the prompt, at negative offsets,
     and then of each output.
@@ -95,7 +95,7 @@ class HeldChoice:
 
     @property
     def even(self) -> bool:
-        """Whether it goes on, and its detokenizer has heard all of it, and of its request."""
+        """Whether it goes on in plain ids, and all of it was sent, with what its request is."""
         if self._sent != self.length or self._marks_sent < len(self._marks):
             return False
         return self.live and self._details is None and bool(self._marks)
@@ -203,6 +203,7 @@ class HeldRequest:
     Its prompt is not here: the batching loop has it, and nobody is ever sent it.
 
     Attributes:
+        steps: Its detokenizer reads `TokenStep`.
         started: A step has computed something of it.
         tokens_max: Of its prompt and the longest answer to it.
         returned: It was given back: the leader is told of it until it takes it, and runs it under
@@ -214,6 +215,7 @@ class HeldRequest:
         self.owner = admit.owner
         self.attempt = admit.attempt
         self.detokenizer = admit.detokenizer
+        self.steps = admit.steps
         self.deadline_unix_ms = admit.deadline_unix_ms
         self.admitted_ms = now_ms
         self.cached_tokens = 0

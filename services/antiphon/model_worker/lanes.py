@@ -23,7 +23,7 @@ LANE_ROWS_MAX = 256
 
 
 class Lane:
-    """Choices of steady rows that one detokenizer hears of, and has heard all of.
+    """Choices of steady rows that one detokenizer hears of, and was sent all of.
 
     A step's ids pass through here as they were drawn. To go through all choices for them took most
     of what sending a step took, so they are written there by `settle`, for whoever looks at these.
@@ -90,7 +90,8 @@ class Lanes:
     ) -> Lanes | None:
         """Find them.
 
-        None if somebody is yet to hear more of a choice than what comes next, or of too many.
+        None if more of a choice is to be sent than what comes next, if there are too many for one
+        detokenizer, or if it does not read steps.
 
         Args:
             keys: Of the rows.
@@ -100,7 +101,7 @@ class Lanes:
         for index, key in enumerate(keys):
             if key in choices:
                 held, choice = choices[key]
-                if not choice.even:
+                if not (held.steps and choice.even):
                     return None
                 places.setdefault(held.detokenizer, []).append((index, choice))
         if any(len(lane) > LANE_ROWS_MAX for lane in places.values()):

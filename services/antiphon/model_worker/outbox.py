@@ -1,4 +1,4 @@
-"""What is to be sent to the detokenizers, as numbered batches."""
+"""What is to be sent to the detokenizers, as numbered messages."""
 
 from __future__ import annotations
 

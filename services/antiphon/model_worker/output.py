@@ -1,8 +1,9 @@
 """Who is held and what is sent of them: the bus side of the worker, as a pure state machine.
 
 Events go in with the time at which they happen; what comes out are `Run` and `Drop` for the
-batching loop, and from `take` the token batches for the detokenizers. There is no replay buffer:
-each request's own output list is sent from, as often as anybody asks.
+batching loop, and from `take` the messages for the detokenizers. What steady steps draw passes
+through lanes. There is no replay buffer: all else is sent from each request's own output list, as
+often as anybody asks.
 """
 
 from __future__ import annotations
@@ -244,10 +245,9 @@ class Output:
 
     def _leave_lanes(self) -> None:
         """Something else happens to choices: no lane goes on."""
-        if self._lanes is not None:
-            self._lanes.settle()
-            self._outbox.leave_lanes()
-            self._lanes = None
+        self._settle()
+        self._outbox.leave_lanes()
+        self._lanes = None
 
     def started(self, keys: Iterable[ChoiceKey]) -> None:
         """The batching loop runs these now: nobody else ever will, under this attempt."""

@@ -25,12 +25,17 @@ STALE_LEAST = 64
 
 @dataclass(slots=True)
 class Binding:
-    """A request's worker and detokenizer. The detokenizer of another leader's is not known."""
+    """A request's worker and detokenizer. The detokenizer of another leader's is not known.
+
+    Attributes:
+        steps: The detokenizer reads `TokenStep`.
+    """
 
     attempt: Attempt
     worker: Process
     detokenizer: InstanceId | None
     admitted_at: float
+    steps: bool = False
 
 
 @dataclass(slots=True)

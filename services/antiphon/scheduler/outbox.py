@@ -134,6 +134,7 @@ def admit_of(entry: Entry, now: float) -> Admit:
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         waited_ms=round((now - entry.queued_at) * 1000),
+        steps=binding.steps,
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,
     )

@@ -10,6 +10,7 @@ from antiphon.wire.base import Process, Role, State
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.errors import PromptTooLong
+from antiphon.wire.tokens import TokenStep
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -28,12 +29,14 @@ class Place:
     """Where a request goes.
 
     Attributes:
+        steps: The detokenizer reads `TokenStep`.
         charge: What it takes of the worker.
         cached_blocks: Blocks of its prompt that the worker has.
     """
 
     worker: Process
     detokenizer: InstanceId
+    steps: bool
     charge: Charge
     cached_blocks: int
 
@@ -147,7 +150,7 @@ class Placement:
             return None
         found = cached.get(best.worker, 0)
         charge = charge_of(submit, best.load, blocks - found)
-        return Place(best.worker, detokenizer, charge, found)
+        return Place(best.worker, detokenizer, self._reads_steps(detokenizer), charge, found)
 
     def _able(self, submit: SubmitRequest, ledger: Ledger) -> list[Candidate]:
         """Workers that hold all of a request: its prompt, and the longest answer to it.
@@ -191,6 +194,10 @@ class Placement:
         chosen = min(ready, key=taken.count)
         self._detokenizers[worker] = chosen
         return chosen
+
+    def _reads_steps(self, detokenizer: InstanceId) -> bool:
+        peer = self._peers.find(detokenizer)
+        return peer is not None and TokenStep.__name__ in peer.beat.reads
 
     def _working(self, role: Role) -> list[Peer]:
         return [peer for peer in self._peers.working(role) if peer.beat.model == self._model]

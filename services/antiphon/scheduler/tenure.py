@@ -290,7 +290,7 @@ class Tenure:
         now = self._clock.now()
         self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
-        binding = Binding(attempt, place.worker, place.detokenizer, now)
+        binding = Binding(attempt, place.worker, place.detokenizer, now, steps=place.steps)
         self.ledger.bind(entry, binding, place.charge)
         self._caches.expect(place.worker, submit.block_digests, now)
         entry.seen_at = now

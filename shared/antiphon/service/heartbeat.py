@@ -105,6 +105,7 @@ class Pulse:
             worker=report.worker,
             leads=report.leads,
             streams=report.streams,
+            reads=report.reads,
             not_after_unix_ms=deadline_in(patience_s, runtime.clock),
         )
 

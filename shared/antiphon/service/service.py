@@ -67,6 +67,7 @@ class Report:
     worker: WorkerLoad | None = None
     leads: Term | None = None
     streams: tuple[StreamSeq, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 class Service(Protocol):

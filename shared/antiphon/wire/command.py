@@ -34,6 +34,7 @@ class Admit(Value, tag=True):
     Attributes:
         cache_salt: Its pages are found only by those who brought the same.
         waited_ms: How long it has waited to be started: its time in the queue goes on from there.
+        steps: Its detokenizer reads `TokenStep`.
     """
 
     request_id: RequestId
@@ -48,6 +49,7 @@ class Admit(Value, tag=True):
     priority: int = 0
     cache_salt: CacheSalt = b""
     waited_ms: int = 0
+    steps: bool = False
     deadline_unix_ms: int
     traceparent: str | None = None
 

@@ -110,6 +110,8 @@ class Heartbeat(Message):
         state: `draining` takes no new work.
         config_digest: Of the cluster config; a peer with another one is refused, naming a field.
         leads: The term that this scheduler leads with, if it leads.
+        reads: Messages that came to v1 after others and that it reads, by their names: nobody else
+            is sent any.
     """
 
     role: Role
@@ -123,6 +125,7 @@ class Heartbeat(Message):
     worker: WorkerLoad | None = None
     leads: Term | None = None
     streams: tuple[StreamSeq, ...] = ()
+    reads: tuple[str, ...] = ()
     not_after_unix_ms: int
 
 

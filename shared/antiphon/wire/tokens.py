@@ -1,4 +1,4 @@
-"""Worker to detokenizer: one batch a step."""
+"""Worker to detokenizer: one message a step."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ class TokenBatch(Message):
 class TokenStep(Message):
     """A token more for each row of the message before: what most steps are.
 
-    It stands for a batch of as many rows, in that order, each at the offset where the one before it
-    ended. `seq` is of the same numbers: whoever has not heard the message before asks as for a gap.
+    It stands for a batch of the same rows, in that order, each at the offset where it ended there.
+    `seq` is of the same numbers: whoever has not heard the message before asks as for a gap. Only
+    who `reads` it, by its heartbeat, is sent it.
 
     Attributes:
         token_ids: One of each row, int32, little-endian.

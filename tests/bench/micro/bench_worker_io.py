@@ -100,6 +100,7 @@ class BusSide:
                 prompt_ids=pack_ids([1, 2, 3]),
                 choices=(ChoiceOutput(choice=0),),
                 sampling=SamplingParams(max_new_tokens=10**9),
+                steps=True,
                 deadline_unix_ms=FAR,
             )
             for number in range(rows)

@@ -87,6 +87,7 @@ class Stage:
                 prompt_ids=pack_ids([1]),
                 choices=(ChoiceOutput(choice=0),),
                 sampling=SamplingParams(max_new_tokens=10_000),
+                steps=True,
                 deadline_unix_ms=DEADLINE,
             )
             for key in KEYS

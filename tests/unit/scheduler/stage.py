@@ -45,6 +45,7 @@ class Actor:
         self.silent = False
         self.loading = False
         self.leads: Term | None = None
+        self.reads: tuple[str, ...] = ()
         self.load = WorkerLoad(
             pages_free=100,
             pages_total=100,
@@ -75,6 +76,7 @@ class Actor:
                 load=0,
                 worker=self.load if self.role is Role.WORKER and not self.loading else None,
                 leads=self.leads,
+                reads=self.reads,
                 not_after_unix_ms=self._stage.clock.unix_ms() + 1000,
             )
         )

@@ -157,3 +157,14 @@ def test_a_dead_worker_takes_nothing_whatever_it_had() -> None:
     stage.heard.clear()
     ask(stage)
     assert [batch.worker for batch in stage.batches()] == [first.process]
+
+
+@pytest.mark.parametrize("reads", [(), ("TokenStep",), ("Another",)])
+def test_a_worker_is_told_what_the_detokenizer_of_a_request_reads(reads: tuple[str, ...]) -> None:
+    stage = Stage()
+    _, worker, detokenizer = stage.usual()
+    detokenizer.reads = reads
+    stage.pass_s(1.0)
+    ask(stage)
+    (admit,) = stage.admits(worker)
+    assert admit.steps is ("TokenStep" in reads)

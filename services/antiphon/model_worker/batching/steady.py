@@ -12,6 +12,8 @@ from antiphon.model_worker.batching.plan import Plan
 from antiphon.model_worker.batching.request import WIRE_IDS, Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Ints, Outcome
     from antiphon.model_worker.batching.planner import Planner
@@ -51,6 +53,9 @@ class Drawn(Sequence[Progress]):
     def __getitem__(self, index: slice) -> Sequence[Progress]: ...
     def __getitem__(self, index: int | slice) -> Progress | Sequence[Progress]:
         return self._read()[index]
+
+    def __iter__(self) -> Iterator[Progress]:
+        return iter(self._read())
 
     def _read(self) -> tuple[Progress, ...]:
         size, ids = WIRE_IDS.itemsize, self.token_ids
