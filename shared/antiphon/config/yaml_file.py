@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from tempfile import mkstemp
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,8 +15,6 @@ from antiphon.config.fields import Field, fields, groups, value_at
 from antiphon.config.given import Given, Layer, nearest, refusal
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from antiphon.config.settings import Settings
 
 
@@ -42,17 +42,24 @@ def read_yaml(path: Path) -> Layer:
 
 
 def write_yaml(settings: Settings, path: Path) -> None:
-    """Write all but secrets, readable by this user only; `load` reads back the same."""
+    """Write all but secrets, readable by this user only; `load` reads back the same.
+
+    Whoever reads meanwhile reads all of it, or all of what was there before.
+    """
     tree = {
         group.name: {
             field.name: value_at(settings, field) for field in group.fields if not field.secret
         }
         for group in groups()
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, 0o600)  # a file that was there before would keep its mode
-        yaml.safe_dump(tree, file, sort_keys=False, allow_unicode=True)
+    descriptor, new = mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yaml.safe_dump(tree, file, sort_keys=False, allow_unicode=True)
+        Path(new).replace(path)
+    except BaseException:
+        Path(new).unlink()
+        raise
 
 
 def _mapping(tree: object, where: str) -> dict[str, object]:

@@ -160,6 +160,27 @@ def test_written_settings_are_private_and_read_back_the_same(file: Path) -> None
     assert load(file, environ={}).settings == settings
 
 
+def test_settings_that_are_written_anew_are_whole_for_whoever_reads_them(
+    monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
+    settings = load(flags=flags("--gateway-port 8"), environ={}).settings
+    write_yaml(settings, file)
+    before = file.read_text()
+    with file.open() as reader:
+        half = reader.read(len(before) // 2)
+        write_yaml(load(flags=flags("--gateway-port 9"), environ={}).settings, file)
+        assert half + reader.read() == before
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("yaml.safe_dump", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_yaml(settings, file)
+    assert load(file, environ={}).settings.gateway.port == 9
+    assert [found.name for found in file.parent.iterdir()] == [file.name]
+
+
 def test_a_child_gets_secrets_and_no_variable_that_would_overrule_its_file(
     monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
