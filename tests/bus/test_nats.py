@@ -260,6 +260,41 @@ async def test_wrong_password_is_named() -> None:
             await NatsTransport(config, name="test", join_timeout_s=2.0).__aenter__()
 
 
+async def test_a_start_that_swallows_a_cancellation_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swallowed = 0
+
+    async def connect(*_: object, **__: object) -> None:
+        nonlocal swallowed
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if swallowed == 2:
+                    raise
+                swallowed += 1
+
+    transport = NatsTransport(bus_config("nats://127.0.0.1:1"), name="test", join_timeout_s=0.05)
+    monkeypatch.setattr(transport._connection, "connect", connect)
+    async with asyncio.timeout(10):
+        with pytest.raises(BusDown, match="no answer"):
+            await transport._connect()
+    assert swallowed == 2
+
+
+async def test_a_start_that_is_cancelled_leaves_nobody_trying(server: NatsServer) -> None:
+    await server.kill()
+    before = asyncio.all_tasks()
+    async with asyncio.TaskGroup() as group:
+        transport = NatsTransport(bus_config(server.url), name="test")
+        start = group.create_task(transport.__aenter__())
+        await until(lambda: len(asyncio.all_tasks()) > len(before) + 1)
+        start.cancel()
+    assert start.cancelled()
+    assert asyncio.all_tasks() == before
+
+
 async def test_refused_subjects_are_counted_and_the_link_stays_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

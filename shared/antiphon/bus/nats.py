@@ -35,6 +35,7 @@ JOIN_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 SUBSCRIBE_TIMEOUT_S = 2.0
+CANCEL_AGAIN_S = 0.05
 PENDING_MESSAGES_MAX = 64 * 1024
 """Messages that wait for one subscription's receiver; past it they are dropped and counted."""
 PENDING_BYTES_MAX = 64 * 1024 * 1024
@@ -91,15 +92,7 @@ class NatsTransport:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as failing:
             failing.push_async_callback(self._close)
-            try:
-                async with asyncio.timeout(self._join_timeout_s):
-                    await self._connection.connect(**self._options())
-            except TimeoutError:
-                raise BusDown(
-                    f"no NATS server at {self._config.url} in {self._join_timeout_s:g} s: "
-                    f"{', '.join(self._reasons) or 'no answer'}",
-                    retry_after_s=1.0,
-                ) from None
+            await self._connect()
             await self._joined()
             failing.pop_all()
         return self
@@ -177,6 +170,29 @@ class NatsTransport:
             pending_msgs_limit=PENDING_MESSAGES_MAX,
             pending_bytes_limit=PENDING_BYTES_MAX,
         )
+
+    async def _connect(self) -> None:
+        """Reach the broker, or give up once that has taken too long.
+
+        nats-py tries again and again, and waits for each answer by `asyncio.wait_for`, which can
+        swallow a cancellation in Python 3.11: https://github.com/python/cpython/issues/86296. So
+        it is cancelled until it ends: a wrong password kept one start in twenty waiting for good.
+        """
+        connecting = self._connection.connect(**self._options())
+        trying = asyncio.create_task(connecting, name="connect")  # noqa: TID251  # awaited below
+        try:
+            await asyncio.wait([trying], timeout=self._join_timeout_s)
+        finally:
+            while not trying.done():
+                trying.cancel()
+                await asyncio.wait([trying], timeout=CANCEL_AGAIN_S)
+        if trying.cancelled():
+            raise BusDown(
+                f"no NATS server at {self._config.url} in {self._join_timeout_s:g} s: "
+                f"{', '.join(self._reasons) or 'no answer'}",
+                retry_after_s=1.0,
+            )
+        await trying
 
     def _options(self) -> dict[str, Any]:
         config = self._config
