@@ -65,6 +65,7 @@ bench: setup  ## What the services add: latency hop by hop, processor time, 128 
 
 bench-micro: setup  ## What planning, the prefix tree and the worker's messages cost a step
 	$(BIN)/pytest -q tests/bench/micro $(ARGS)
+	$(BIN)/python -m tests.bench.planning
 
 bench-kernels: setup  ## CPU kernels against memory, arithmetic and torch; what rounding weights costs
 	$(BIN)/python -m tests.bench.kernels.linears $(ARGS)

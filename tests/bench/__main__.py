@@ -1,4 +1,4 @@
-"""`make bench`: what the services add, in time and in processor; as JSON where `--json` says."""
+"""`make bench`: what the services add, in time and in processor; as JSON, too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tests.bench.figures import Machine, machine
 from tests.bench.latency import HOPS, Latency, measure
 from tests.bench.services import echo_stack
 from tests.bench.services_cpu import ServicesCpu
+from tests.bench.serving.report import RESULTS
 
 from antiphon.testing.nats import NatsServer
+
+FILE = RESULTS / "services.json"
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -78,12 +81,11 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(prog="make bench")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=FILE)
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.rounds))
     Console(width=120).print(show(report), show_cpu(report))
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
 if __name__ == "__main__":

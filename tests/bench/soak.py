@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypedDict
 import aiohttp
 import msgspec
 import numpy as np
+from tests.bench.figures import Machine, machine
 from tests.bench.told import health_ports, numbers
 from tests.system.stack import Stack, serving
 
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 CLIENTS = 24
+RUNNING_MAX = 16
 FLAGS = (
-    *("--batching-running-max", "16"),
+    *("--batching-running-max", str(RUNNING_MAX)),
     # Small, so that all of it has been written to before the second half: until then it grows.
     *("--cache-tokens-max", "2048"),
     *("--batching-conservativeness", "0.05"),
@@ -74,6 +76,7 @@ class Growth(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, frozen=True):
     """What a soak found; `failures` is empty if nothing is wrong."""
 
+    machine: Machine
     seed: int
     minutes: float
     requests: int
@@ -109,6 +112,7 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
     growth = {name: _growth(points) for name, points in samples.items()}
     counted = numbers(ports)
     result = Result(
+        machine=machine(),
         seed=seed,
         minutes=minutes,
         requests=outcomes.total(),
@@ -252,10 +256,8 @@ async def _watch(
 
 
 def _resident_kib(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
-    except (OSError, IndexError):
-        return 0
+    """What it has of memory. It lives: a soak in which a service dies ends here."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4
 
 
 def _growth(points: list[tuple[float, int]]) -> Growth:
@@ -270,6 +272,7 @@ def _settled(ports: dict[str, int]) -> dict[str, float]:
     while True:
         counted = numbers(ports)
         left = {name: counted[name] for name in EMPTY}
+        left["slots"] = RUNNING_MAX - counted["antiphon_worker_slots_free"]
         if not any(left.values()) or time.monotonic() > until:
             return left
         time.sleep(0.25)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 40
 SALT = b"s" * 32
 EOS = 3
+ACCEPTED_MAX = 3
+"""Most tokens that a decode draws at once: a longer row is of a prompt."""
 
 
 class RunFailed(Exception):
@@ -154,7 +156,7 @@ class World:
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
         self.batching = Batching(self.limits, self.pools, index, self.rules)
-        accepted_max = self.pick("accepted_max", 1, 1, 3)
+        accepted_max = self.pick("accepted_max", 1, 1, ACCEPTED_MAX)
         self.runner = WorldRunner(groups, VOCAB_SIZE, accepted_max=accepted_max)
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
         self.now = 0.0
@@ -173,6 +175,7 @@ class World:
         self.poison = 0.0
         self.seen: Counter[str] = Counter()
         self._steady = False
+        self.turns = 0
         self._failures = 0
         self._overtaken: dict[ChoiceKey, float] = {}
         self._overtaken_before: Counter[ChoiceKey] = Counter()
@@ -262,6 +265,7 @@ class World:
         """One turn of the loop, and all that must hold after it."""
         before = set(self.batching.running.values())
         self.runner.last = None
+        self.turns += 1
         self.now += 1.0
         report = self.loop.turn(mail or Mail())
         self.hear(report)
@@ -424,10 +428,15 @@ class World:
         assert {str(array.dtype) for array in arrays} == {"int32"}
         assert len(set(plan.slot.tolist())) == len(plan.slot), "a slot has two rows"
         assert plan.query_len.min() > 0, "a row has no tokens"
-        if limits.chunk_tokens is None:
-            return
-        assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
-        assert plan.query_len.max() <= max(limits.chunk_tokens, 3)  # 3: accepted at once
+        prompts = plan.query_len[plan.query_len > ACCEPTED_MAX]
+        if limits.prefill_max is not None:
+            assert len(prompts) <= limits.prefill_max
+        if limits.fill_tokens is not None and len(prompts) > 1:
+            assert prompts.sum() <= limits.fill_tokens
+        if limits.chunk_tokens is not None or len(prompts) > 1:
+            assert plan.query_len.sum() == len(plan.tokens) <= limits.step_tokens_max
+        if limits.chunk_tokens is not None:
+            assert plan.query_len.max() <= max(limits.chunk_tokens, ACCEPTED_MAX)
 
     def check_order(self, before: set[Request]) -> None:
         """Nobody is overtaken for longer than was allowed, and by nobody in plain FCFS."""

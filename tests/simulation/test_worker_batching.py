@@ -48,6 +48,15 @@ def test_every_choice_says_what_it_says_alone_and_leaves_nothing(seed: int, over
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_life_wears_nothing_out(seed: int, overlap: bool) -> None:
+    world = World(seed, overlap=overlap)
+    live(world, 4_000)
+    assert world.turns > 4_000
+    check_empty(world)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 @pytest.mark.parametrize("seed", range(10))
 def test_with_states_every_choice_says_the_same_with_and_without_checkpoints(
     seed: int, overlap: bool

@@ -52,6 +52,7 @@ class WorkerMetrics:
         self._rows = gauge("batch_rows", "Choices in the last step.")
         self._running = gauge("running", "Choices with pages.")
         self._waiting = gauge("waiting", "Choices that wait for pages.")
+        self._slots_free = gauge("slots_free", "Choices that could have pages beside those.")
         self._pages_used = gauge("pages_used", "Pages that requests have.")
         self._pages_cached = gauge("pages_cached", "Pages that only the prefix cache has.")
         self._held = gauge("held", "Requests whose ids are kept for a replay.")
@@ -92,6 +93,7 @@ class WorkerMetrics:
         self._rows.set(report.rows)
         self._running.set(report.running)
         self._waiting.set(report.waiting)
+        self._slots_free.set(report.credit.slots_free)
         held = report.credit.pages_evictable
         self._pages_used.set(self._pages_total - report.credit.pages_free - held)
         self._pages_cached.set(held)

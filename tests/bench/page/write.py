@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from tests.bench import loading, share
+from tests.bench import loading, planning, share, soak
+from tests.bench.__main__ import Report as ServicesReport
 from tests.bench.crowd.report import CrowdReport
 from tests.bench.kernels import attention, step_report
 from tests.bench.page.against_peers import peers, some_later
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
+from tests.bench.page.stack import planned, services, soaked
 from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.peers.report import PeersReport
 from tests.bench.serving import int8
@@ -49,12 +51,18 @@ def page(results: Path) -> str:
         parts += steps(step_report.read(file))
     if (file := results / "share.json").exists():
         parts += shares(share.read(file))
+    if (file := results / "planning.json").exists():
+        parts += planned(msgspec.json.decode(file.read_bytes(), type=planning.Report))
     if (file := results / "loading.json").exists():
         parts += loading_weights(msgspec.json.decode(file.read_bytes(), type=loading.Report))
     if (file := results / "attention-fp8.json").exists():
         parts += eight_bits(msgspec.json.decode(file.read_bytes(), type=attention.Report))
     if (file := results / "grammar.json").exists():
         parts += grammar(read(file))
+    if (file := results / "services.json").exists():
+        parts += services(msgspec.json.decode(file.read_bytes(), type=ServicesReport))
     if (file := results / "crowd.json").exists():
         parts += crowd(msgspec.json.decode(file.read_bytes(), type=CrowdReport))
+    if (file := results / "soak.json").exists():
+        parts += soaked(msgspec.json.decode(file.read_bytes(), type=soak.Result))
     return "".join(parts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from tests.bench.models import Model
     from tests.bench.peers.cases import Case, Figure
     from tests.bench.peers.peer import Peer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +101,11 @@ def entrant(peer: Peer, model: Model) -> Entrant:
 
 def config_digest(peer: Peer, model: Model) -> str:
     """Digest a command line, leaving out the port and where things are kept."""
-    home = str(peer.folder.parent.parent)
-    said = "\0".join(word.replace(home, "") for word in peer.command(model, 0))
+    places = (str(peer.folder.parent.parent), sys.prefix, str(REPOSITORY))
+    words = peer.command(model, 0)
+    for place in places:
+        words = [word.replace(place, "") for word in words]
+    said = "\0".join(words)
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,84 @@
+"""The sections of all services together: what they take, and what minutes of load leave behind."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tests.bench import planning
+from tests.bench.page.markdown import markdown, who
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.bench.__main__ import Report
+    from tests.bench.soak import Result
+
+PLANNING_HEAD = """
+## Planning
+
+Processor time of the batching loop beside the model, in us: a worker that is kept full plans a
+step, and commits what it drew. Medians of {steps:,} steps and in brackets the tenth and the
+ninetieth percentile: [tests/bench/planning.py](../tests/bench/planning.py).
+"""
+SERVICES_HEAD = """
+## What the services take
+
+Of one core, in percent, while a worker that computes nothing says {tokens_per_s:.0f} tokens a
+second to 16 clients over HTTP: medians of {rounds} rounds. The worker is left out:
+[tests/bench/services_cpu.py](../tests/bench/services_cpu.py).
+"""
+SOAK_HEAD = """
+## Ten minutes of random load
+
+{requests:,} requests over HTTP and NATS in {minutes:.0f} minutes, most of which left early, with so
+little room that {retractions:,} answers lost their pages on the way: what is left when all have
+gone, and how the memory of each service grew in the second half:
+[tests/bench/soak.py](../tests/bench/soak.py).
+"""
+
+
+def planned(report: planning.Report) -> Iterable[str]:
+    yield PLANNING_HEAD.format(steps=report.rounds * report.steps) + "\n"
+    yield who(report.machine) + ".\n\n"
+    yield markdown(
+        ("load", "plan", "plan and commit"),
+        (
+            (line.load, f"**{planning.told(line.plan_us)}**", planning.told(line.step_us))
+            for line in report.loads
+        ),
+    )
+
+
+def services(report: Report) -> Iterable[str]:
+    rounds = report.services_cpu
+    rate = median(result.tokens_per_s for result in rounds)
+    yield SERVICES_HEAD.format(tokens_per_s=rate, rounds=len(rounds)) + "\n"
+    yield who(report.machine) + ".\n\n"
+    names = list(rounds[0].services_percent)
+    lines = [(name, [result.services_percent[name] for result in rounds]) for name in names]
+    lines.append(("all", [result.total_percent for result in rounds]))
+    yield markdown(
+        ("service", "percent"),
+        (
+            (name, f"{median(shares):.1f} ({min(shares):.1f}-{max(shares):.1f})")
+            for name, shares in lines
+        ),
+    )
+
+
+def soaked(result: Result) -> Iterable[str]:
+    yield SOAK_HEAD.format(
+        requests=result.requests, minutes=result.minutes, retractions=result.retractions
+    )
+    yield f"\n{who(result.machine)}.\n\n"
+    left = ", ".join(f"{name.removeprefix('antiphon_')} {n:g}" for name, n in result.left.items())
+    grown = {name: growth.kib_per_minute / 1024 for name, growth in result.growth.items()}
+    yield markdown(
+        ("", ""),
+        (
+            ("left", left),
+            ("MiB a minute", ", ".join(f"{name} {mib:+.2f}" for name, mib in grown.items())),
+            ("found wrong", ", ".join(result.failures) or "nothing"),
+        ),
+    )
