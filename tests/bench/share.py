@@ -1,9 +1,10 @@
-"""Whose the time of a decode step is: the kernels', Python's, or the bus's.
+"""Whose the time of a decode step is: the kernels', Python's, of sending, or the bus thread's.
 
 By Linux' own count of the worker's two threads, as the worker tells Prometheus; no probe is in the
 way. Expected, of a step of the 135M shape: beside 9 ms of kernels at one client 0.2 ms of Python in
-the batching thread and 0.15 for the bus, each some dozens of calls whose code the weights have
-driven out of the caches; at 16 clients, of 16 ms, half as much again.
+the batching thread and 0.1 for sending, each some dozens of calls whose code the weights have
+driven out of the caches, and about as much with 16 clients but for the rows; and of the bus thread
+its upkeep, 4 ms a second.
 
     python -m tests.bench.share
     python -m tests.bench.share --rounds 1
@@ -43,7 +44,7 @@ DATASET = RandomLengths(16, 480)
 SETTLE_S = 0.5
 WINDOW_S = 2.0
 FILE = RESULTS / "share.json"
-PARTS = ("kernels", "python", "bus")
+PARTS = ("kernels", "python", "sending", "bus")
 WORKER = "worker-0"
 
 
@@ -80,7 +81,7 @@ class Window(msgspec.Struct, frozen=True):
     @property
     def share(self) -> float:
         """Of a step: Python of both threads."""
-        return self.part_ms("python", "bus") / self.step_ms
+        return self.part_ms("python", "sending", "bus") / self.step_ms
 
 
 class Shares(msgspec.Struct, frozen=True):

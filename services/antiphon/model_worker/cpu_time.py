@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class CpuTime(Collector):
     """Reads the clocks of the worker's two threads when it is asked, and costs nothing between.
 
-    `bus` is the thread that this is made in, which talks to the others, and what the batching
-    loop's spends on sending by itself. `kernels` is what threads that call kernels spend in them,
-    and `python` the rest of the batching loop's: of one thread once the model is loaded, for then
-    nobody else calls any. The other threads of torch's pool compute beside it, about as long each
-    as `kernels`.
+    `bus` is the thread that this is made in, which talks to the others: heartbeats, commands, and
+    what else than tokens a step brings. `sending` is what the batching loop's spends on sending
+    tokens by itself, `kernels` what threads that call kernels spend in them, and `python` the rest
+    of the batching loop's: of one thread once the model is loaded, for then nobody else calls any.
+    The other threads of torch's pool compute beside it, about as long each as `kernels`.
     """
 
     def __init__(self, batching: Callable[[], int | None], relayed_s: Callable[[], float]) -> None:
@@ -35,16 +35,17 @@ class CpuTime(Collector):
         """Tell seconds since start, of threads that live."""
         family = CounterMetricFamily(
             "antiphon_worker_cpu_seconds",
-            "Processor time by part: bus; and of the batching thread kernels and python.",
+            "Processor time by part: bus; and of the batching thread kernels, python and sending.",
             labels=["part"],
         )
         relayed = self._relayed_s()
         bus, batching = _thread_s(self._bus), _thread_s(self._batching())
         if bus is not None:
-            family.add_metric(["bus"], bus + relayed)
+            family.add_metric(["bus"], bus)
         if batching is not None:
             kernels = min(extension.computing_s(), batching)
             family.add_metric(["kernels"], kernels)
+            family.add_metric(["sending"], relayed)
             family.add_metric(["python"], max(0.0, batching - kernels - relayed))
         yield family
 

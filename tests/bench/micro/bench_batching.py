@@ -6,23 +6,10 @@ have 128 tokens, of which a third begin with one of ten system prompts of 96; an
 
 A row was expected to cost 3 us in each step (to choose it, lay it out, commit and tell its token),
 a plan 50 us beside, an eviction 10 us; that the tree must give up a page for each page of a decode
-was forgotten, and is most of what the first line of 64 is over. Measured is processor time, on two
-cores that others used too. "Plan" is choosing and building, "step" is committing as well.
-
-=============================  ==================  ==================================
-us, median                     expected plan/step  measured plan/step (mean plan/step)
-=============================  ==================  ==================================
-1 runs                               30 / 50              26 / 48 (31 / 56)
-64 run                             150 / 300           171 / 323 (196 / 346)
-64 run, 2,000 wait                 150 / 300           197 / 372 (237 / 408)
-256 run, 2,000 wait               600 / 1200         764 / 1345 (834 / 1473)
-256 run, 2,000 wait for pages     600 / 1200         627 / 1111 (636 / 1133)
-64 run, 120 wait, lpm              300 / 450           185 / 353 (271 / 433)
-64 run, 120 wait, dfs-weight       300 / 450           191 / 370 (310 / 484)
-=============================  ==================  ==================================
-
-A step of 64 decodes in which nobody comes or goes takes 205: 44 to choose, 47 to build, 113 to
-commit.
+was forgotten, and is most of what 64 are over. Expected are 30 us to choose and build and 50 with
+the commit where 1 runs, 150 and 300 for 64, 600 and 1,200 for 256, whatever waits, and 300 and 450
+where the policy sorts 120. What was measured is on the page (docs/benchmarks.md, "Planning"), of
+`python -m tests.bench.planning`, which runs these workers.
 
 The gate is two and a half times what was expected, for the median: it catches a cost that grows
 with the queue or the tree, and not a slow day.

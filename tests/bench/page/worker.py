@@ -27,9 +27,9 @@ SHARE_HEAD = """
 ## Whose a step is
 
 Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
-batching thread in kernels and in Python, and of both for the bus: what the batching thread spends
-on sending, and all of the bus thread, upkeep between steps included (heartbeats and ticks, 4 ms a
-second at rest). Medians of {windows} windows of two seconds:
+batching thread in kernels, in Python and on sending what the step drew, and of the bus thread: its
+upkeep goes by time and not by steps (heartbeats and ticks, 4 ms a second at rest), and in a step
+that draws and does no more it has nothing to do. Medians of {windows} windows of two seconds:
 [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
@@ -80,7 +80,7 @@ def shares(report: share.Report) -> Iterable[str]:
     yield SHARE_HEAD.format(windows=len(report.cases[0].windows)) + "\n"
     yield f"{who(report.machine)}.\n\n"
     yield markdown(
-        ("model", "clients", "step ms", "kernels ms", "Python ms", "bus ms", "Python and bus"),
+        ("model", "clients", "step ms", *(f"{part} ms" for part in share.PARTS), "but kernels"),
         map(_share_cells, report.cases),
     )
 

@@ -11,7 +11,7 @@ from tests.system.stack import wait_until
 from antiphon.model_worker.cpu_time import CpuTime
 
 NAME = "antiphon_worker_cpu_seconds_total"
-PARTS = ("bus", "kernels", "python")
+PARTS = ("bus", "kernels", "python", "sending")
 
 
 def told(registry: CollectorRegistry) -> dict[str, float]:
@@ -27,7 +27,7 @@ def burn(seconds: float) -> None:
 
 def test_each_thread_is_told_by_itself_and_only_while_it_lives() -> None:
     registry, batching = CollectorRegistry(), [0]
-    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.0))
+    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.05))
     assert told(registry).keys() == {"bus"}
     burnt, go = threading.Event(), threading.Event()
 
@@ -46,5 +46,6 @@ def test_each_thread_is_told_by_itself_and_only_while_it_lives() -> None:
     thread.join()
     wait_until(lambda: told(registry).keys() == {"bus"}, 5, "the end of a thread")
     assert parts.keys() == set(PARTS)
-    assert parts["kernels"] + parts["python"] >= 0.2
+    assert parts["sending"] == 0.05
+    assert parts["kernels"] + parts["python"] >= 0.15
     assert parts["bus"] - before < 0.2
