@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 KINDS: dict[str, type[Peer]] = {
     kind.name: kind for kind in (Antiphon, LlamaCpp, Vllm, OpenVino, TransformersServe)
 }
-USUAL = ("antiphon", "llama.cpp", "vllm", "openvino")
 
 
 def main() -> None:
@@ -124,7 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-peers")
     names = [case.name for case in CASES]
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", nargs="+", choices=list(KINDS), default=list(USUAL))
+    parser.add_argument("--peers", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peers and models live")
     parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")

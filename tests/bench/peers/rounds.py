@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.bench.peers.peer import Peer
     from tests.bench.peers.process import Server
 
-TRIES = 3
+TRIES = 5
 """How often a case is measured until nobody disturbs it."""
 FAR_BEHIND = 1.4
 """How many times worse than the best peer one is in every figure of a case to be left out later."""
