@@ -12,11 +12,12 @@ from tests.bench.kernels import attention, step_report
 from tests.bench.page.against_peers import peers, some_later
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
+from tests.bench.page.open_load import PLOT, open_load
 from tests.bench.page.stack import planned, services, soaked
 from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.peers.report import PeersReport
 from tests.bench.serving import int8
-from tests.bench.serving.report import RESULTS, read
+from tests.bench.serving.report import RESULTS, drawn, read
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
@@ -30,8 +31,10 @@ Nothing is measured while anybody else is at work.
 
 
 def write_page() -> None:
-    """Write the page."""
+    """Write the page and its plot."""
     PAGE.write_text(page(RESULTS))
+    if (file := RESULTS / "open-load.json").exists():
+        PAGE.with_name(PLOT).write_text(drawn(read(file)))
 
 
 def page(results: Path) -> str:
@@ -41,6 +44,8 @@ def page(results: Path) -> str:
         parts += peers(msgspec.json.decode(file.read_bytes(), type=PeersReport))
     if (file := results / "peers-later.json").exists():
         parts += some_later(msgspec.json.decode(file.read_bytes(), type=PeersReport))
+    if (file := results / "open-load.json").exists():
+        parts += open_load(read(file))
     if (file := results / "radix.json").exists():
         parts += radix(read(file))
     if (file := results / "waiting.json").exists():

@@ -5,6 +5,11 @@
     python -m tests.bench.serving --arrival poisson:4 --dataset turns:4:64:64 --slo ttft=500 tpot=50
     python -m tests.bench.serving --nats nats://127.0.0.1:4222 --served NAME
 
+The page's open load (docs/benchmarks.md) is of
+
+    --arrival poisson:0.5 poisson:1 poisson:2 poisson:3 --dataset turns:4:64:64
+    --slo ttft=500 tpot=50 --json tests/bench/results/open-load.json
+
 Without `--url` or `--nats`, `antiphon serve` is started with whatever follows `--`.
 """
 
@@ -31,8 +36,7 @@ from tests.bench.serving.device import measure_device
 from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Slo, measure
 from tests.bench.serving.nats import NatsTarget
-from tests.bench.serving.plot import Line, chart
-from tests.bench.serving.report import Report, Run, table, write
+from tests.bench.serving.report import Report, Run, drawn, table, write
 
 from antiphon.client import Client
 
@@ -86,7 +90,7 @@ def main() -> None:
     if arguments.json:
         write(report, arguments.json)
     if arguments.plot:
-        arguments.plot.write_text(_drawn(report))
+        arguments.plot.write_text(drawn(report))
 
 
 async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) -> list[Run]:
@@ -106,6 +110,7 @@ async def _run(
     """One load. Each has a seed of its own, or a cache would know the prompts of the one before."""
     seed = arguments.seed + n
     arrival = parse_arrival(text, seed)
+    slo = _slo(arguments.slo)
     scripts = parse_dataset(arguments.dataset).scripts(words, arguments.requests, seed)
     timelines = await play(scripts, arrival, target)
     for error in sorted({timeline.error for timeline in timelines if timeline.error}):
@@ -116,24 +121,9 @@ async def _run(
         arrival=str(arrival),
         over=over,
         seed=seed,
-        metrics=measure(timelines, words.tokens, _slo(arguments.slo)),
+        metrics=measure(timelines, words.tokens, slo),
+        slo=slo,
     )
-
-
-def _drawn(report: Report) -> str:
-    """Throughput against what it costs the one who waits."""
-    runs = sorted(report.runs, key=lambda run: run.metrics.output_tokens_per_s)
-    lines = [
-        Line(name, [(run.metrics.output_tokens_per_s, value(run)) for run in runs])
-        for name, value in (
-            ("TTFT p50", lambda run: run.metrics.ttft_ms.p50),
-            ("TTFT p99", lambda run: run.metrics.ttft_ms.p99),
-            ("ITL p50", lambda run: run.metrics.itl_ms.p50),
-            ("ITL p99", lambda run: run.metrics.itl_ms.p99),
-        )
-    ]
-    title = f"{report.model}, {report.runs[0].dataset}, {report.machine.commit}"
-    return chart(title, "output tok/s", "ms", lines)
 
 
 def _slo(given: Sequence[str]) -> Slo | None:

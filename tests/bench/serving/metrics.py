@@ -44,6 +44,11 @@ class Slo(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
+    def promises(self) -> list[tuple[str, float]]:
+        """What is promised, by its name and ms."""
+        named = (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms), ("E2E", self.e2e_ms))
+        return [(name, most) for name, most in named if most is not None]
+
     def kept(self, timeline: Timeline) -> bool:
         """Whether a finished request kept all of it."""
         return all(

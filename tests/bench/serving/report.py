@@ -9,7 +9,8 @@ import msgspec
 from rich.table import Table
 from tests.bench.figures import Machine
 from tests.bench.serving.device import Device
-from tests.bench.serving.metrics import Metrics
+from tests.bench.serving.metrics import Metrics, Slo
+from tests.bench.serving.plot import Line, chart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         over: `http`, `chat` (HTTP with the chat template) or `nats`.
+        slo: What goodput counts; None where nothing was promised, and in results that are older.
         others: Share of all cores that others used meanwhile; None where that is not known.
     """
 
@@ -31,6 +33,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     over: str
     seed: int
     metrics: Metrics
+    slo: Slo | None = None
     others: float | None = None
 
 
@@ -63,6 +66,22 @@ def write(report: Report, file: Path) -> None:
 def read(file: Path) -> Report:
     """Read it again."""
     return msgspec.json.decode(file.read_bytes(), type=Report)
+
+
+def drawn(report: Report) -> str:
+    """Draw throughput against what it costs the one who waits, as SVG."""
+    runs = sorted(report.runs, key=lambda run: run.metrics.output_tokens_per_s)
+    lines = [
+        Line(name, [(run.metrics.output_tokens_per_s, value(run)) for run in runs])
+        for name, value in (
+            ("TTFT p50", lambda run: run.metrics.ttft_ms.p50),
+            ("TTFT p99", lambda run: run.metrics.ttft_ms.p99),
+            ("ITL p50", lambda run: run.metrics.itl_ms.p50),
+            ("ITL p99", lambda run: run.metrics.itl_ms.p99),
+        )
+    ]
+    title = f"{report.model}, {report.runs[0].dataset}, {report.machine.commit}"
+    return chart(title, "output tok/s", "ms", lines)
 
 
 def table(runs: Sequence[Run]) -> Table:

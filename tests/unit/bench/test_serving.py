@@ -12,14 +12,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.bench.figures import Machine
 from tests.bench.models import LLAMA_135M, Model
-from tests.bench.serving.__main__ import Place, _arguments, _drawn, _run_all
+from tests.bench.serving.__main__ import Place, _arguments, _run_all
 from tests.bench.serving.arrival import ClosedLoop
 from tests.bench.serving.client import HttpTarget
 from tests.bench.serving.datasets import RandomLengths, Vocabulary
 from tests.bench.serving.device import Device
 from tests.bench.serving.load import play
+from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
-from tests.bench.serving.report import Report, read, table, write
+from tests.bench.serving.report import Report, drawn, read, table, write
 from tests.unit.client.gateway import MODEL, USAGE, gateway
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
@@ -132,7 +133,8 @@ async def test_the_command_measures_and_writes_what_it_measured(
     write(report, tmp_path / "result.json")
     assert read(tmp_path / "result.json") == report
     assert table(runs).row_count == 2
-    assert _drawn(report).count("<polyline") == 4
+    assert all(run.slo == Slo(ttft_ms=900) for run in runs)
+    assert drawn(report).count("<polyline") == 4
 
 
 async def test_over_nats_times_and_text_are_seen(words: Vocabulary) -> None:
