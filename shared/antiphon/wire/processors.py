@@ -6,11 +6,14 @@ a struct here for each, whose tag is its name; no request ever brings code.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from antiphon.wire.base import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenSet = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=4096)]
@@ -48,6 +51,11 @@ class ThinkingBudget(Value, tag="thinking_budget"):
 
 
 LogitProcessor = DisallowTokens | AllowTokens | AllowRange | ThinkingBudget
+REGISTERED: Mapping[str, type[LogitProcessor]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (DisallowTokens, AllowTokens, AllowRange, ThinkingBudget)
+}
+"""By their names, for those who ask by name."""
 LogitProcessors = Annotated[tuple[LogitProcessor, ...], Meta(max_length=8)]
 
 

@@ -65,7 +65,7 @@ def test_what_the_operator_left_open_is_decided() -> None:
 
 def test_a_processor_with_tiles_takes_more_prompts_at_once() -> None:
     device = msgspec.structs.replace(DEVICE, arithmetic={"isa": "amx"})
-    assert decide_on(device).fill_tokens.value == 512
+    assert decide_on(device).fill_tokens.value == 1024
     assert decide_on(device, batching__fill_tokens="100").fill_tokens.value == 100
     assert decide_on(device, batching__tokens_max="300").fill_tokens.value == 300
 

@@ -275,6 +275,11 @@ async def test_hidden_states_are_told_of_prompt_and_answer_or_of_the_last(at: Ho
             {"text": "a", "sampling_params": {"custom_params": {"a": 1}}},
             "sampling_params.custom_params",
         ),
+        ({"text": "a", "custom_logit_processor": '{"callable": "80"}'}, "custom_logit_processor"),
+        (
+            {"text": ["a", "b"], "custom_logit_processor": ["allow_tokens"]},
+            "custom_logit_processor",
+        ),
         (
             {"text": "a", "sampling_params": {"watermark": {"enabled": True, "key": 1}}},
             "sampling_params.watermark",
@@ -319,6 +324,7 @@ async def test_numbers_that_no_message_holds_are_no_error_of_the_server(
 
 
 async def test_what_is_not_built_may_be_said_to_be_off(at: House) -> None:
+    await generate(at, custom_logit_processor="")
     for off in ({"custom_params": {}}, {"custom_params": None}, {"watermark": {"enabled": False}}):
         await generate(at, sampling_params=off)
 

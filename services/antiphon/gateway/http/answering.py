@@ -303,6 +303,7 @@ def _called(ask: Ask) -> dict[str, str]:
     return {
         "details.hidden": details.hidden,
         "details.named_ids": details.named_ids,
+        "processors": "custom_params",
         **ask.fields,
     }
 

@@ -45,5 +45,5 @@ async def budgeted(
         text = "the marks of this model's thinking are no single tokens, so no budget can end it"
         raise Unsupported(f"{param}: {text}", param=param)
     budget = ThinkingBudget(tokens_max=tokens_max, begin_id=begin_id, closing_ids=(end_id,))
-    sampling = msgspec.structs.replace(ask.sampling, processors=(budget,))
+    sampling = msgspec.structs.replace(ask.sampling, processors=(*ask.sampling.processors, budget))
     return msgspec.structs.replace(ask, sampling=sampling)

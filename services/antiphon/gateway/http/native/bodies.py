@@ -98,7 +98,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     beam_width: Annotated[Literal[1] | None, _is("Beam search is not built.")] = None
     custom_params: Annotated[
         dict[str, msgspec.Raw] | None,
-        _is("Of custom logit processors, which are never run: only empty ones are served."),
+        _is("The parameters of the `custom_logit_processor` that the body names."),
     ] = None
     watermark: Annotated[
         Watermark | None, _is("Watermarks are not built: only what is not enabled is served.")
@@ -143,6 +143,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         _is("The client's name for the request; of a batch, how the names begin."),
     ] = None
     stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
+    custom_logit_processor: Annotated[
+        str | list[str | None] | None,
+        _is("The name of a processor that is registered; code is refused."),
+    ] = None
     return_logprob: Annotated[
         bool | list[bool] | None, _is("Tells the log-probability of each token.")
     ] = None

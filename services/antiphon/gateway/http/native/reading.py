@@ -9,6 +9,7 @@ import msgspec
 from antiphon.gateway.ask import Ask, DetailFields, Sampling
 from antiphon.gateway.http.forms import one_form, plain_forms, schema_text
 from antiphon.gateway.http.native.bodies import ANSWER_TOKENS, GenerateBody, SamplingBody
+from antiphon.gateway.http.processors import NAME, registered
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -16,7 +17,10 @@ from antiphon.wire.ids import ClientKey
 from antiphon.wire.sampling import NAMED_MAX, DetailParams, StopStrings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.gateway.http.forms import Form
+    from antiphon.wire.processors import LogitProcessor
 
 T = TypeVar("T")
 
@@ -29,9 +33,11 @@ _FIELDS = DetailFields(
     named_ids="token_ids_logprob",
     hidden="return_hidden_states",
 )
+_PARAMS = "sampling_params.custom_params"
 _CALLED = {
     "min_tokens": "sampling_params.min_new_tokens",
     "max_new_tokens": "sampling_params.max_new_tokens",
+    "processors": _PARAMS,
     "logit_bias": "sampling_params.logit_bias",
     "stop_token_ids": "sampling_params.stop_token_ids",
     "stop_regex": "sampling_params.stop_regex",
@@ -122,7 +128,8 @@ def generate(body: GenerateBody) -> Posted:
         _spread(body.cache_salt, "", count, "cache_salt"),
         _spread(body.extra_key, "", count, "extra_key"),
     )
-    each = zip(prompts, samplings, tellings, names, salts, strict=True)
+    processors = _processors(body, samplings)
+    each = zip(prompts, samplings, processors, tellings, names, salts, strict=True)
     return Posted(
         asks=tuple(_ask(body, *parts) for parts in each),
         tellings=tellings,
@@ -216,6 +223,7 @@ def _ask(
     body: GenerateBody,
     prompt: str | tuple[int, ...],
     said: SamplingBody,
+    processors: tuple[LogitProcessor, ...],
     telling: Telling,
     name: str | None,
     salt: bytes,
@@ -233,7 +241,7 @@ def _ask(
         tokens_field="max_new_tokens",
         tokens_default=ANSWER_TOKENS,
         choices=said.n or 1,
-        sampling=_sampling(said, telling, form),
+        sampling=_sampling(said, processors, telling, form),
         grammar_field=form.field if form else "grammar",
         detail_fields=_FIELDS,
         stop=StopStrings(
@@ -253,15 +261,27 @@ def _check_served(said: SamplingBody) -> None:
     if said.spaces_between_special_tokens is False:
         field = "sampling_params.spaces_between_special_tokens"
         raise Unsupported(f"{field}: the tokenizer decides", param=field)
-    if said.custom_params:
-        field = "sampling_params.custom_params"
-        raise Unsupported(f"{field}: they are of custom logit processors", param=field)
     if said.watermark is not None and said.watermark.enabled:
         field = "sampling_params.watermark"
         raise Unsupported(f"{field}: watermarks are not built", param=field)
 
 
-def _sampling(said: SamplingBody, telling: Telling, form: Form | None) -> Sampling:
+def _processors(
+    body: GenerateBody, samplings: Sequence[SamplingBody]
+) -> list[tuple[LogitProcessor, ...]]:
+    named = _spread(body.custom_logit_processor, None, len(samplings), NAME)
+    return [
+        registered(name, said.custom_params, field=_PARAMS)
+        for name, said in zip(named, samplings, strict=True)
+    ]
+
+
+def _sampling(
+    said: SamplingBody,
+    processors: tuple[LogitProcessor, ...],
+    telling: Telling,
+    form: Form | None,
+) -> Sampling:
     if said.top_k == 0:
         raise InvalidRequest(
             "top_k: -1 keeps every token, else it is 1 or more", param="sampling_params.top_k"
@@ -276,6 +296,7 @@ def _sampling(said: SamplingBody, telling: Telling, form: Form | None) -> Sampli
         repetition_penalty=said.repetition_penalty,
         tokens_min=said.min_new_tokens or 0,
         logit_bias=said.logit_bias or {},
+        processors=processors,
         grammar=form.grammar if form else None,
         seed=said.sampling_seed,
         stop_token_ids=tuple(said.stop_token_ids or ()),

@@ -14,10 +14,9 @@ _NOTHING: tuple[object, ...] = ({}, [], "")
 _MEDIA = Refused("this model reads text only", _NOTHING)
 _FLAT = Refused("log-probabilities are told as lists", (False,))
 _MASKS = Refused("it is not told of", (False,))
-_COMMON = {name: why for name, why in openai.COMMON.items() if name != "custom_params"}
 
 GENERATE: Mapping[str, Refused] = {
-    **_COMMON,
+    **openai.COMMON,
     "input_embeds": Refused("prompts are text or token ids"),
     "image_data": _MEDIA,
     "video_data": _MEDIA,

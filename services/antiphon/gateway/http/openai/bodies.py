@@ -117,6 +117,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     regex: Annotated[str | None, _is("The answer matches this as a whole.")] = None
     ebnf: Annotated[str | None, _is("The answer is a `root` of these rules.")] = None
     json_schema: Annotated[Schema | None, _is("The answer is JSON of this schema.")] = None
+    custom_logit_processor: Annotated[
+        str | None, _is("The name of a processor that is registered; code is refused.")
+    ] = None
+    custom_params: Annotated[Json | None, _is("The parameters of that processor.")] = None
     stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
     priority: Annotated[
         Priority | None, _is("The higher goes first, where the operator goes by priorities.")

@@ -27,6 +27,7 @@ from antiphon.gateway.http.openai.telling import (
     telling_of,
 )
 from antiphon.gateway.http.openai.turns import begins_answer, conversation
+from antiphon.gateway.http.processors import registered
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
 from antiphon.gateway.parsing.tools.choice import read_choice
 from antiphon.gateway.parsing.tools.tool import read_tools
@@ -218,6 +219,9 @@ def _sampling(body: Body, wanted: DetailParams | None, form: Form | None) -> Sam
         repetition_penalty=body.repetition_penalty,
         tokens_min=body.min_tokens or 0,
         logit_bias=body.logit_bias or {},
+        processors=registered(
+            body.custom_logit_processor, body.custom_params, field="custom_params"
+        ),
         grammar=form.grammar if form else None,
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -19,8 +19,6 @@ _MODALITIES = Refused("this model answers in text", (["text"], []))
 
 COMMON: Mapping[str, Refused] = {
     "beam_width": Refused("beam search is not built", (1,)),
-    "custom_params": Refused("they are of custom logit processors", _NOTHING),
-    "custom_logit_processor": Refused("code that comes with a request is never run", ("",)),
     "watermark": Refused("watermarks are not built", (*_NOTHING, {"enabled": False})),
     "return_routed_experts": _EXPERTS,
     "return_spec_tokens_details": Refused("speculative decoding is not built yet", (False,)),
