@@ -7,8 +7,8 @@
 
 The page's open load (docs/benchmarks.md) is of
 
-    --arrival poisson:0.5 poisson:1 poisson:2 poisson:3 --dataset turns:4:64:64
-    --slo ttft=500 tpot=50 --json tests/bench/results/open-load.json
+    --arrival poisson:1 poisson:2 poisson:3 poisson:4 --dataset turns:4:64:64
+    --slo ttft=500 tpot=50 --requests 48 --json tests/bench/results/open-load.json
 
 Without `--url` or `--nats`, `antiphon serve` is started with whatever follows `--`.
 """
