@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.bench.page import write as benchmarks
+from tests.bench.page.open_load import PLOT
+from tests.bench.serving.report import drawn, read
 
 from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference
@@ -62,3 +64,5 @@ def test_generated_pages_are_current():
 def test_the_page_of_benchmarks_says_what_the_committed_results_say():
     again = "run python -m tests.bench.peers --page-only"
     assert benchmarks.PAGE.read_text() == benchmarks.page(benchmarks.RESULTS), again
+    plot = drawn(read(benchmarks.RESULTS / "open-load.json"))
+    assert benchmarks.PAGE.with_name(PLOT).read_text() == plot, again
