@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
-from antiphon.wire.processors import named_ids
+from antiphon.wire.processors import AllowRange, named_ids
 from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams
 from antiphon.wire.tokenize import SamplingDefaults
 
@@ -80,6 +80,10 @@ def sampling_params(
         if max(ids, default=0) >= vocabulary_size:
             text = f"{name} holds {max(ids)}; the vocabulary ends at {vocabulary_size - 1}"
             raise InvalidRequest(text, param=name)
+    for processor in said.processors:
+        if isinstance(processor, AllowRange) and processor.first > processor.last:
+            text = f"processors: first is {processor.first}, beyond last"
+            raise InvalidRequest(text, param="processors")
     if ask.tokens_max is not None and said.tokens_min > ask.tokens_max:
         text = f"min_tokens is {said.tokens_min}, more than {ask.tokens_field}"
         raise InvalidRequest(text, param="min_tokens")

@@ -45,7 +45,7 @@ class ThinkingBudget(Value, tag="thinking_budget"):
     ids. Its tokens count from the later of `begin_id` and the beginning of the answer.
     """
 
-    tokens_max: Annotated[int, Meta(ge=0)]
+    tokens_max: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     begin_id: TokenId
     closing_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=64)]
 

@@ -17,8 +17,9 @@ HEAD = """
 ## People who come when they please
 
 Conversations of the {model} shape over HTTP that begin at random (Poisson) and of which each turn
-follows the answer before, `{dataset}`: turns, tokens in and tokens out. Times are ms, of half and
-of 99 in 100 requests; good are those that keep {slo}.
+follows the answer before, `{dataset}`: turns, tokens in and tokens out. A line is one run of few
+conversations, whose end counts, and nobody looked who else was at work. Times are ms, p50 and p99;
+good are requests that keep {slo}.
 """
 
 

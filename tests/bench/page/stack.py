@@ -31,9 +31,10 @@ second to 16 clients over HTTP: medians of {rounds} rounds. The worker is left o
 SOAK_HEAD = """
 ## Ten minutes of random load
 
-{requests:,} requests over HTTP and NATS in {minutes:.0f} minutes, most of which left early, with so
-little room that {retractions:,} answers lost their pages on the way: what is left when all have
-gone, and how the memory of each service grew in the second half:
+{requests:,} requests over HTTP and NATS in {minutes:.0f} minutes, of which {left:.0%} left early
+and {refused:.0%} were refused or came too late, with so little room that {retractions:,} answers
+lost their pages on the way: what is left when all have gone, and how the memory of each service
+grew in the second half:
 [tests/bench/soak.py](../tests/bench/soak.py).
 """
 
@@ -69,7 +70,11 @@ def services(report: Report) -> Iterable[str]:
 
 def soaked(result: Result) -> Iterable[str]:
     yield SOAK_HEAD.format(
-        requests=result.requests, minutes=result.minutes, retractions=result.retractions
+        requests=result.requests,
+        minutes=result.minutes,
+        left=_share(result, "left"),
+        refused=_share(result, "503", "overloaded", "deadline"),
+        retractions=result.retractions,
     )
     yield f"\n{who(result.machine)}.\n\n"
     left = ", ".join(f"{name.removeprefix('antiphon_')} {n:g}" for name, n in result.left.items())
@@ -82,3 +87,9 @@ def soaked(result: Result) -> Iterable[str]:
             ("found wrong", ", ".join(result.failures) or "nothing"),
         ),
     )
+
+
+def _share(result: Result, *ends: str) -> float:
+    """The share of requests that ended in one of these ways."""
+    ways = ((name.partition(": ")[2], n) for name, n in result.outcomes.items())
+    return sum(n for way, n in ways if way.startswith(ends)) / result.requests

@@ -27,10 +27,9 @@ SHARE_HEAD = """
 ## Whose a step is
 
 Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
-batching thread in kernels, in Python and on sending what the step drew, and of the bus thread: its
-upkeep goes by time and not by steps (heartbeats and ticks, 4 ms a second at rest), and in a step
-that draws and does no more it has nothing to do. Medians of {windows} windows of two seconds:
-[tests/bench/share.py](../tests/bench/share.py).
+batching thread in kernels, in Python and on sending what the step drew, and of the bus thread,
+whose upkeep (heartbeats and ticks) goes by time and not by steps. Medians of {windows} windows of
+two seconds: [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
 ## Loading

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_http import post
 
+from antiphon.wire.codec import pack_ids
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 
 if TYPE_CHECKING:
@@ -22,13 +23,14 @@ BODIES = {
     "/v1/responses": {"input": "a", "store": False},
 }
 NATIVE = "/generate"
+BUDGET = {"tokens_max": 2, "begin_id": 1, "closing_ids": [2]}
 NAMED = [
     ("disallow_tokens", {"token_ids": [1, 2]}, DisallowTokens(token_ids=(1, 2))),
     ("allow_tokens", {"token_ids": [3]}, AllowTokens(token_ids=(3,))),
     ("allow_range", {"first": 1, "last": 3}, AllowRange(first=1, last=3)),
     (
         "thinking_budget",
-        {"tokens_max": 2, "begin_id": 1, "closing_ids": [2]},
+        BUDGET,
         ThinkingBudget(tokens_max=2, begin_id=1, closing_ids=(2,)),
     ),
 ]
@@ -70,11 +72,13 @@ async def test_what_is_no_processor_is_refused_by_its_field(at: House, path: str
         ("allow_nothing", {}, "custom_logit_processor"),
         (None, {"token_ids": [1]}, params),
         ("", {"token_ids": [1]}, params),
-        ("allow_tokens", None, params),
+        ("allow_tokens", None, f"{params}.token_ids"),
         ("allow_tokens", {"token_ids": []}, params),
         ("allow_tokens", {"token_ids": "1"}, params),
         ("allow_tokens", {"token_ids": [2**31]}, params),
         ("allow_tokens", {"token_ids": [2**31 - 1]}, params),  # beyond the vocabulary
+        ("allow_range", {"first": 3, "last": 2}, params),
+        ("thinking_budget", BUDGET | {"tokens_max": 2**64}, params),
         ("allow_tokens", {"token_ids": [1], "ids": [2]}, f"{params}.ids"),
         ("allow_tokens", {"token_ids": [1], "type": "allow_range"}, f"{params}.type"),
     ):
@@ -91,5 +95,5 @@ async def test_each_prompt_of_a_batch_may_have_its_own(at: House) -> None:
     }
     status, reply, _ = await post(at, NATIVE, body)
     assert status == 200, reply
-    told = {submit.sampling.processors for submit in at.cluster.submits}
-    assert told == {(AllowTokens(token_ids=(1,)),), ()}
+    told = {submit.prompt_ids: submit.sampling.processors for submit in at.cluster.submits}
+    assert told == {pack_ids(b"a"): (AllowTokens(token_ids=(1,)),), pack_ids(b"b"): ()}

@@ -13,7 +13,7 @@ from tests.unit.gateway.test_http import CHAT, HI, post, stream
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.wire.grammar import GrammarKind
-from antiphon.wire.processors import ThinkingBudget
+from antiphon.wire.processors import AllowRange, ThinkingBudget
 from antiphon.wire.thinking import ThinkingMarks
 
 if TYPE_CHECKING:
@@ -258,6 +258,21 @@ async def test_thinking_is_ended_by_its_budget(path: str) -> None:
         assert status == 200, reply
         (budget,) = at.cluster.submits[0].sampling.processors
         assert budget == ThinkingBudget(tokens_max=5, begin_id=7, closing_ids=(8,))
+        at.cluster.submits.clear()
+        named = prompt | {"max_thinking_tokens": 5, "custom_logit_processor": "allow_range"}
+        within = {"first": 1, "last": 9}
+        inside = {"sampling_params": {"custom_params": within}}
+        where = inside if path == "/generate" else {"custom_params": within}
+        status, reply, _ = await post(at, path, named | where)
+        assert status == 200, reply
+        assert at.cluster.submits[0].sampling.processors == (AllowRange(first=1, last=9), budget)
+        twice = {"tokens_max": 1, "begin_id": 7, "closing_ids": [8]}
+        inside = {"sampling_params": {"custom_params": twice}}
+        where = inside if path == "/generate" else {"custom_params": twice}
+        named["custom_logit_processor"] = "thinking_budget"
+        status, reply, _ = await post(at, path, named | where)
+        assert status == 400
+        assert "'param': 'max_thinking_tokens'" in str(reply)
         at.cluster.words = {}
     for reasoning in ("none", "kimi"):
         async with house(reasoning_parser=reasoning) as at:

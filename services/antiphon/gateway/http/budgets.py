@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.wire.errors import Unsupported
+from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.processors import ThinkingBudget
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ async def budgeted(
         param: What the client called the budget.
 
     Raises:
+        InvalidRequest: A logit processor is one already.
         Unsupported: The marks are not known, or are no single tokens.
         EngineError: No tokenizer says which they are.
     """
+    if any(isinstance(each, ThinkingBudget) for each in ask.sampling.processors):
+        text = "a thinking_budget is named beside it, and an answer has one"
+        raise InvalidRequest(f"{param}: {text}", param=param)
     if marks is None:
         text = "it is not known how this model thinks: set gateway.reasoning_parser"
         raise Unsupported(f"{param}: {text}", param=param)

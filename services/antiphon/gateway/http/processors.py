@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.http.fields import decode
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.processors import REGISTERED
 
@@ -54,7 +55,4 @@ def _with(
         known = ", ".join(kind.__struct_fields__)
         text = f"{field}: it has no {min(strange)}, only {known}"
         raise InvalidRequest(text, param=f"{field}.{min(strange)}")
-    try:
-        return msgspec.json.decode(msgspec.json.encode(given), type=kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{field}: {error}", param=field) from None
+    return decode(msgspec.json.encode(given), kind, field)
