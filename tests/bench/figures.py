@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+INSTRUCTIONS = (
+    ("amx", "amx_bf16"),
+    ("avx512bf16", "avx512_bf16"),
+    ("avx512", "avx512f"),
+    ("avx2", "avx2"),
+)
+"""Instruction sets of the kernels, the best one first, and how Linux calls what each needs."""
+
+
 class Figure(msgspec.Struct, frozen=True):
     """A distribution in three numbers."""
 
@@ -47,10 +56,20 @@ def machine() -> Machine:
         text=True,
         cwd=Path(__file__).parent,
     ).stdout.strip()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    cpu = names[0] if names else platform.processor()
+    cpu = _said("model name") or platform.processor()
     return Machine(commit, cpu, os.cpu_count() or 0, round(os.getloadavg()[0], 2))
+
+
+def instructions() -> str:
+    """Return the instruction set that the kernels choose here, without loading them."""
+    flags = _said("flags").split()
+    return next((name for name, flag in INSTRUCTIONS if flag in flags), platform.machine())
+
+
+def _said(field: str) -> str:
+    """What Linux says of the first processor; nothing if it does not know the field."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""

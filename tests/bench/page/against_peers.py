@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tests.bench.page.markdown import markdown, where
@@ -20,24 +21,45 @@ and, in brackets, the least and the most. The ratio is ours over the best other 
 round; for times, lower is better. Who was 1.4 times behind another peer in the first round was not
 asked that case again. The limit is what the machine would allow by its own measured
 rates of reading and multiplying: [tests/bench/peers/limits.py](../tests/bench/peers/limits.py).
+What servers make of a processor differs, so there is a table for each kind that was measured.
 """
-HEAD_LATER = """
-### Some of it later
-
-Cases that were measured by themselves after what they ask of the worker had changed.
-"""
+TITLES = {
+    "amx": "With matrix units (AMX)",
+    "avx512bf16": "With dot products of bfloat16 (AVX-512)",
+    "avx512": "With AVX-512",
+    "avx2": "With AVX2",
+}
+LATER = "\nCases that were measured by themselves after what they ask of the worker had changed:\n"
 ROUNDS_MIN = 5
 
 
-def peers(report: PeersReport) -> Iterable[str]:
-    yield HEAD
-    yield from _measured(report)
+@dataclass(frozen=True)
+class OnProcessor:
+    """What was measured on processors of one kind.
+
+    Attributes:
+        instructions: Their instruction set, by its name among our kernels.
+        later: Of some cases only.
+    """
+
+    instructions: str
+    whole: PeersReport | None
+    later: PeersReport | None = None
 
 
-def some_later(report: PeersReport) -> Iterable[str]:
-    """Of a run of some cases only."""
-    yield HEAD_LATER
-    yield from _measured(report)
+def peers(processors: Iterable[OnProcessor]) -> Iterable[str]:
+    """One table a kind of processor; nothing if no kind was measured."""
+    head = HEAD
+    for each in processors:
+        if each.whole is None:
+            continue
+        yield head
+        head = ""
+        yield f"\n### {TITLES[each.instructions]}\n"
+        yield from _measured(each.whole)
+        if each.later is not None:
+            yield LATER
+            yield from _measured(each.later)
 
 
 def _measured(report: PeersReport) -> Iterable[str]:

@@ -17,9 +17,9 @@ HEAD = """
 ## People who come when they please
 
 Conversations of the {model} shape over HTTP that begin at random (Poisson) and of which each turn
-follows the answer before, `{dataset}`: turns, tokens in and tokens out. A line is one run of few
-conversations, whose end counts, and nobody looked who else was at work. Times are ms, p50 and p99;
-good are requests that keep {slo}.
+follows the answer before, `{dataset}`: turns, tokens in and tokens out. A line is one run, whose
+beginning and end count. Times are ms, p50 and p99; good are requests that keep
+{slo}.
 """
 
 
@@ -31,7 +31,10 @@ def open_load(report: Report) -> Iterable[str]:
     yield HEAD.format(model=report.model, dataset=dataset, slo=said or "nothing: none asked") + "\n"
     yield where(report.machine, report.device) + "\n"
     yield markdown(
-        ("begun a second", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s", "good"),
+        (
+            *("begun a second", "requests", "out tok/s", "TTFT", "TPOT", "ITL", "requests/s"),
+            *("good", "others, % of the cores"),
+        ),
         (
             (
                 run.arrival.removeprefix("poisson:"),
@@ -42,6 +45,7 @@ def open_load(report: Report) -> Iterable[str]:
                 _times(run.metrics.itl_ms),
                 f"{run.metrics.requests_per_s:.2f}",
                 "" if run.metrics.goodput is None else f"{run.metrics.goodput:.2f}",
+                "not looked at" if run.others is None else f"{100 * run.others:.0f}",
             )
             for run in report.runs
         ),

@@ -8,8 +8,9 @@ import msgspec
 from tests.bench import loading, planning, share, soak
 from tests.bench.__main__ import Report as ServicesReport
 from tests.bench.crowd.report import CrowdReport
+from tests.bench.figures import INSTRUCTIONS
 from tests.bench.kernels import attention, step_report
-from tests.bench.page.against_peers import peers, some_later
+from tests.bench.page.against_peers import OnProcessor, peers
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
 from tests.bench.page.open_load import PLOT, open_load
@@ -40,10 +41,7 @@ def write_page() -> None:
 def page(results: Path) -> str:
     """Return the page of a folder of results; what was not measured has no section."""
     parts = [HEAD]
-    if (file := results / "peers.json").exists():
-        parts += peers(msgspec.json.decode(file.read_bytes(), type=PeersReport))
-    if (file := results / "peers-later.json").exists():
-        parts += some_later(msgspec.json.decode(file.read_bytes(), type=PeersReport))
+    parts += peers([_of_processor(results, name) for name, _ in INSTRUCTIONS])
     if (file := results / "open-load.json").exists():
         parts += open_load(read(file))
     if (file := results / "radix.json").exists():
@@ -71,3 +69,12 @@ def page(results: Path) -> str:
     if (file := results / "soak.json").exists():
         parts += soaked(msgspec.json.decode(file.read_bytes(), type=soak.Result))
     return "".join(parts)
+
+
+def _of_processor(results: Path, name: str) -> OnProcessor:
+    """What was measured against others with an instruction set."""
+    whole, later = (
+        msgspec.json.decode(file.read_bytes(), type=PeersReport) if file.exists() else None
+        for file in (results / f"peers-{name}.json", results / f"peers-{name}-later.json")
+    )
+    return OnProcessor(name, whole, later)

@@ -3,6 +3,8 @@
 python -m tests.bench.peers --rounds 5
 python -m tests.bench.peers --install-only --peers vllm llama.cpp
 python -m tests.bench.peers --page-only          write docs/benchmarks.md from the results
+
+What is found is kept by instruction set: servers differ in what they make of each.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.figures import machine
+from tests.bench.figures import instructions, machine
 from tests.bench.models import CACHE, SHAPES, Model, made
 from tests.bench.page.write import PAGE, RESULTS, write_page
 from tests.bench.peers.antiphon import Antiphon
@@ -60,7 +62,7 @@ def main() -> None:
         _measure(arguments, peers, entrants, models, cases)
     except Busy as error:
         sys.exit(f"not measured: {error}")
-    if arguments.json == RESULTS / "peers.json" and not arguments.rehearse:
+    if arguments.json.parent == RESULTS and not arguments.rehearse:
         write_page()
 
 
@@ -126,7 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--cache", type=Path, default=CACHE, help="where peers and models live")
-    parser.add_argument("--json", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / f"peers-{instructions()}.json")
     parser.add_argument(
         "--quiet-in-s",
         type=float,

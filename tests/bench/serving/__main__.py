@@ -8,9 +8,10 @@
 The page's open load (docs/benchmarks.md) is of
 
     --arrival poisson:1 poisson:2 poisson:3 poisson:4 --dataset turns:4:64:64
-    --slo ttft=500 tpot=50 --requests 48 --json tests/bench/results/open-load.json
+    --slo ttft=500 tpot=50 --requests 96 --json tests/bench/results/open-load.json
 
-Without `--url` or `--nats`, `antiphon serve` is started with whatever follows `--`.
+Without `--url` or `--nats`, `antiphon serve` is started with whatever follows `--`; then each run
+begins on an idle machine, and what others used meanwhile is written beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from tests.bench.figures import machine
 from tests.bench.models import CACHE, LLAMA_135M, SHAPES, Model, made
 from tests.bench.peers.antiphon import Antiphon
 from tests.bench.peers.process import running
+from tests.bench.peers.quiet import Busy, wait_until_quiet, work
 from tests.bench.peers.report import config_digest
 from tests.bench.serving.arrival import ClosedLoop, parse_arrival
 from tests.bench.serving.client import HttpTarget
@@ -51,12 +54,17 @@ WARM_UP_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class Place:
-    """Where to ask, and by which name."""
+    """Where to ask, and by which name.
+
+    Attributes:
+        pid: Of the server, if it was started here.
+    """
 
     url: str
     nats: str
     served: str
     chat: bool
+    pid: int | None = None
 
     @property
     def over(self) -> str:
@@ -81,7 +89,12 @@ def main() -> None:
         url = server.url if server else arguments.url
         served = server.model if server else arguments.served or model.name
         chat = arguments.chat or isinstance(parse_dataset(arguments.dataset), MultiTurn)
-        runs = asyncio.run(_run_all(arguments, model, Place(url, arguments.nats, served, chat)))
+        pid = server.pid if server else None
+        place = Place(url, arguments.nats, served, chat, pid)
+        try:
+            runs = asyncio.run(_run_all(arguments, model, place))
+        except Busy as error:
+            sys.exit(f"not measured: {error}")
     digest = config_digest(antiphon, model) if started else ""
     report = Report(
         machine=machine(), device=device, model=model.name, config_digest=digest, runs=tuple(runs)
@@ -99,30 +112,48 @@ async def _run_all(arguments: argparse.Namespace, model: Model, place: Place) ->
         dataset = parse_dataset(arguments.dataset)
         await play(dataset.scripts(words, 4, WARM_UP_SEED), ClosedLoop(2), target)
         return [
-            await _run(arguments, n, text, words, place.over, target)
+            await _run(arguments, n, text, words, place, target)
             for n, text in enumerate(arguments.arrival)
         ]
 
 
 async def _run(
-    arguments: argparse.Namespace, n: int, text: str, words: Vocabulary, over: str, target: Target
+    arguments: argparse.Namespace,
+    n: int,
+    text: str,
+    words: Vocabulary,
+    place: Place,
+    target: Target,
 ) -> Run:
-    """One load. Each has a seed of its own, or a cache would know the prompts of the one before."""
+    """One load. Each has a seed of its own, or a cache would know the prompts of the one before.
+
+    Raises:
+        Busy: Somebody else is at work on the machine of a server that was started here.
+    """
     seed = arguments.seed + n
     arrival = parse_arrival(text, seed)
     slo = _slo(arguments.slo)
     scripts = parse_dataset(arguments.dataset).scripts(words, arguments.requests, seed)
-    timelines = await play(scripts, arrival, target)
+    others = None
+    if place.pid is None:
+        timelines = await play(scripts, arrival, target)
+    else:
+        ours = (os.getpid(), place.pid)
+        wait_until_quiet(arguments.quiet_in_s, ours)
+        before = work(ours)
+        timelines = await play(scripts, arrival, target)
+        others = round(work(ours).others_since(before), 3)
     for error in sorted({timeline.error for timeline in timelines if timeline.error}):
         print("failed:", error)
     return Run(
         name=text,
         dataset=arguments.dataset,
         arrival=str(arrival),
-        over=over,
+        over=place.over,
         seed=seed,
         metrics=measure(timelines, words.tokens, slo),
         slo=slo,
+        others=others,
     )
 
 
@@ -159,6 +190,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slo", nargs="+", default=(), help="ttft=MS tpot=MS e2e=MS, for goodput")
     parser.add_argument("--chat", action="store_true", help="through the chat template")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--quiet-in-s",
+        type=float,
+        default=60.0,
+        help="how long to wait for an idle machine, before each run of a server started here",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG file")
     parser.add_argument("--cache", type=Path, default=CACHE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 150, 40, 50
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Told apart by colour-blind eyes too: Okabe and Ito 2008."""
 TICKS = 5
+"""How many an axis has beyond zero, at most."""
+ROUND = (1, 2, 5, 10)
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Line:
 
 def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
     """Draw lines over two axes that begin at zero."""
-    right = max((x for line in lines for x, _ in line.points), default=0.0) or 1.0
-    top = max((y for line in lines for _, y in line.points), default=0.0) or 1.0
+    x_ticks = _ticks(max((x for line in lines for x, _ in line.points), default=0.0) or 1.0)
+    y_ticks = _ticks(max((y for line in lines for _, y in line.points), default=0.0) or 1.0)
+    right, top = x_ticks[-1], y_ticks[-1]
 
     def x_of(x: float) -> float:
         return LEFT + x / right * (WIDTH - LEFT - RIGHT)
@@ -39,8 +43,8 @@ def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
         _text(WIDTH / 2, 20, title, "middle"),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_name, "middle"),
         _text(LEFT, TOP - 8, y_name, "middle"),
-        *(_grid(y_of(y), y) for y in _ticks(top)),
-        *(_text(x_of(x), HEIGHT - BOTTOM + 18, f"{x:.3g}", "middle") for x in _ticks(right)),
+        *(_grid(y_of(y), y) for y in y_ticks),
+        *(_text(x_of(x), HEIGHT - BOTTOM + 18, f"{x:.3g}", "middle") for x in x_ticks),
     ]
     for n, line in enumerate(lines):
         parts += [_line(n, [(x_of(x), y_of(y)) for x, y in line.points]), _legend(n, line.name)]
@@ -53,7 +57,10 @@ def chart(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
 
 
 def _ticks(end: float) -> list[float]:
-    return [end * n / TICKS for n in range(TICKS + 1)]
+    """Round numbers from zero to the first one that is no less than `end`."""
+    power = 10 ** math.floor(math.log10(end / TICKS))
+    step = next(power * each for each in ROUND if power * each * TICKS >= end)
+    return [step * n for n in range(math.ceil(end / step) + 1)]
 
 
 def _grid(height: float, y: float) -> str:

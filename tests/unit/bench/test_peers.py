@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from tests.bench.figures import Machine
+from tests.bench.figures import INSTRUCTIONS, Machine, instructions
 from tests.bench.models import CACHE, LLAMA_135M, Model
+from tests.bench.page.against_peers import LATER, TITLES
 from tests.bench.page.write import page
 from tests.bench.peers.__main__ import KINDS
 from tests.bench.peers.cases import CASES
@@ -20,6 +21,8 @@ from tests.bench.peers.report import Entrant, PeersReport, config_digest, rows
 from tests.bench.peers.rounds import Sample, Turn, contends, seed_of
 from tests.bench.serving.device import Device
 from tests.bench.serving.metrics import Metrics, Spread
+
+from antiphon.kernels.cpu import extension
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,7 +161,7 @@ def test_the_page_shows_ratio_spread_limit_and_who_was_left_out(tmp_path: Path) 
     given = report(*turns("antiphon", 110, 120), *turns("vllm", 100, 100))
     skipped = Entrant(name="llama.cpp", arithmetic="f16 KV", skipped="cmake is not installed")
     given = msgspec.structs.replace(given, entrants=(*given.entrants, skipped))
-    (tmp_path / "peers.json").write_bytes(msgspec.json.encode(given))
+    (tmp_path / "peers-avx2.json").write_bytes(msgspec.json.encode(given))
     text = page(tmp_path)
     line = next(line for line in text.splitlines() if DECODE.title in line)
     assert "**1.15** (1.10-1.20)" in line
@@ -173,13 +176,31 @@ def test_cases_that_were_measured_later_stand_by_themselves(tmp_path: Path) -> N
         report(*turns("antiphon", 110), *turns("vllm", 100)),
         report(*turns("antiphon", 130), *turns("vllm", 100)),
     )
-    (tmp_path / "peers.json").write_bytes(msgspec.json.encode(whole))
-    (tmp_path / "peers-later.json").write_bytes(msgspec.json.encode(later))
-    before, after = page(tmp_path).split("### Some of it later")
+    (tmp_path / "peers-amx.json").write_bytes(msgspec.json.encode(whole))
+    (tmp_path / "peers-amx-later.json").write_bytes(msgspec.json.encode(later))
+    before, after = page(tmp_path).split(LATER)
     assert "**1.10** (1.10-1.10)" in before
     assert "**1.30** (1.30-1.30)" in after
     shown = [case for case in CASES if f"| {case.title}:" in after]
     assert shown == [DECODE]
+
+
+def test_each_kind_of_processor_has_its_table(tmp_path: Path) -> None:
+    for name, ours in (("avx512bf16", 120.0), ("amx", 110.0)):
+        given = report(*turns("antiphon", ours), *turns("vllm", 100))
+        (tmp_path / f"peers-{name}.json").write_bytes(msgspec.json.encode(given))
+    text = page(tmp_path)
+    assert text.count("## Against other servers") == 1
+    before, after = text.split(TITLES["avx512bf16"])
+    assert TITLES["amx"] in before
+    assert "**1.10** (1.10-1.10)" in before
+    assert "**1.20** (1.20-1.20)" in after
+    assert TITLES.keys() == {name for name, _ in INSTRUCTIONS}
+
+
+def test_results_are_kept_by_the_instructions_that_the_kernels_choose() -> None:
+    if extension.lacking() is None:
+        assert instructions() == extension.arithmetic()["isa"]
 
 
 def test_work_of_our_children_is_ours_and_leaves_nothing_for_others() -> None:

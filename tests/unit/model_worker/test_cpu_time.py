@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
+import pytest
 from prometheus_client import CollectorRegistry
 from tests.system.stack import wait_until
 
+from antiphon.kernels.cpu import extension
 from antiphon.model_worker.cpu_time import CpuTime
 
 NAME = "antiphon_worker_cpu_seconds_total"
@@ -19,33 +22,38 @@ def told(registry: CollectorRegistry) -> dict[str, float]:
     return {part: value for part, value in values.items() if value is not None}
 
 
-def burn(seconds: float) -> None:
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
+def burn(seconds: float) -> float:
+    """Return a little more than `seconds`: what this thread has used so far."""
+    while (used := time.thread_time()) < seconds:
         pass
+    return used
 
 
-def test_each_thread_is_told_by_itself_and_only_while_it_lives() -> None:
+def test_each_thread_is_told_by_itself_and_only_while_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extension, "computing_s", lambda: 0.02)
     registry, batching = CollectorRegistry(), [0]
-    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.05))
+    registry.register(CpuTime(lambda: batching[0] or None, lambda: 0.15))
     assert told(registry).keys() == {"bus"}
-    burnt, go = threading.Event(), threading.Event()
+    burnt: Future[float] = Future()
+    go = threading.Event()
 
     def work() -> None:
         batching[0] = threading.get_native_id()
-        burn(0.2)
-        burnt.set()
+        burnt.set_result(burn(0.3))
         go.wait()
 
     thread = threading.Thread(target=work)
-    before = told(registry)["bus"]
     thread.start()
-    burnt.wait()
+    used = burnt.result()
+    before = time.thread_time()
     parts = told(registry)
+    after = time.thread_time()
     go.set()
     thread.join()
     wait_until(lambda: told(registry).keys() == {"bus"}, 5, "the end of a thread")
     assert parts.keys() == set(PARTS)
-    assert parts["sending"] == 0.05
-    assert parts["kernels"] + parts["python"] >= 0.15
-    assert parts["bus"] - before < 0.2
+    assert (parts["kernels"], parts["sending"]) == (0.02, 0.15)
+    assert parts["python"] == pytest.approx(used - 0.02 - 0.15, abs=0.01)
+    assert before - 0.01 <= parts["bus"] <= after + 0.01
