@@ -139,7 +139,9 @@ template <class T> struct AttentionRoom {
         for (int64_t i = 0; i < padded; ++i) top[i] = LOWEST;
     }
 
-    void step() { ahead.step<_MM_HINT_T0>(lines_ahead); }
+    // Into the second level: a block of all heads has 48 KiB and more, and would drive itself out of
+    // the first. On squares many queries share a block, and few ask otherwise (amx_few.h).
+    void step() { ahead.step<ON_SQUARES<T> ? _MM_HINT_T0 : _MM_HINT_T1>(lines_ahead); }
 };
 
 // Where the tokens of a block lie in the cache.

@@ -125,13 +125,18 @@ class LinearCall {
                 return;
             }
         }
-        Block<T> block{linear_, 0, first, nullptr, x, {}};
+        Coming following;
+        Block<T> block{linear_, 0, first, nullptr, x, {}, &following};
         if (linear_.weights == Weights::int8_dynamic)
             block.bytes = cut_rows(x, linear_.inputs, rows);
         const int64_t tiles = ceil_div(rows, TILE_ROWS);
         // A panel stays in the first-level cache, and rows come by.
         for (block.panel = panel; block.panel < last; ++block.panel) {
             block.weights = panel_at(block.panel);
+            const int64_t bytes = panel_bytes(linear_);
+            following = block.panel + 1 < last ? Coming(panel_at(block.panel + 1), bytes)
+                                               : coming.first(bytes);
+            following.share(tiles * ceil_div(linear_.inputs, COMING_INPUTS));
             // Tiles of like height: 16 rows are 8 and 8.
             for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
                 const int64_t height = (rows - row) / (tiles - tile);

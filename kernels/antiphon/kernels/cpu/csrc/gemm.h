@@ -9,6 +9,9 @@
 static constexpr int PANEL = 2 * LANES;
 static constexpr int TILE_ROWS = ANTIPHON_AVX512 ? 12 : 3;
 
+// How often the panel that comes next is asked for: after so many inputs.
+static constexpr int64_t COMING_INPUTS = 16;
+
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 INLINE int64_t panels_of(const PackedLinear &linear) {
@@ -36,22 +39,27 @@ template <int R, class X> struct Rows {
     const X *operator[](int r) const { return base[r / 3] + (r % 3) * stride; }
 };
 
-// A panel is read front to back and once; the processor's own look-ahead is short beside work.
-INLINE void prefetch_step(const void *panel, int bytes) {
+// Ask the memory while R rows meet a panel: for what lies a little further on in it, since the
+// processor's own look-ahead is short beside work, and for the panel that comes next. The latter in
+// high tiles alone: few rows wait for the memory, which then has nothing to give away.
+template <int R>
+INLINE void look_ahead(const void *panel, int bytes, int64_t input, Coming &coming) {
     constexpr int AHEAD = 4096;
     for (int line = 0; line < bytes; line += 64)
         _mm_prefetch(static_cast<const char *>(panel) + AHEAD + line, _MM_HINT_T0);
+    if (2 * R >= TILE_ROWS && input % COMING_INPUTS == 0) coming.step();
 }
 
 // acc = R rows of bf16 by a panel of pairs.
 template <int R>
-INLINE void sum_products(F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, const bf16 *x) {
+INLINE void sum_products(
+    F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, const bf16 *x, Coming &coming) {
     const Rows<R, bf16> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     int64_t k = 0;
     for (; k + 1 < inputs; k += 2, panel += 2 * PANEL) {
-        prefetch_step(panel, 2 * PANEL * sizeof(bf16));
+        look_ahead<R>(panel, 2 * PANEL * sizeof(bf16), k, coming);
         const I32 a = load_int(panel), b = load_int(panel + PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -73,12 +81,13 @@ INLINE void sum_products(F32 (&acc)[R][2], const bf16 *panel, int64_t inputs, co
 
 // acc = R rows of floats by a panel of floats.
 template <int R>
-INLINE void sum_products(F32 (&acc)[R][2], const float *panel, int64_t inputs, const float *x) {
+INLINE void sum_products(
+    F32 (&acc)[R][2], const float *panel, int64_t inputs, const float *x, Coming &coming) {
     const Rows<R, float> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     for (int64_t k = 0; k < inputs; ++k, panel += PANEL) {
-        prefetch_step(panel, PANEL * sizeof(float));
+        look_ahead<R>(panel, PANEL * sizeof(float), k, coming);
         const F32 a = load(panel), b = load(panel + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -120,13 +129,14 @@ INLINE void add_fours(
 
 // acc = R rows by a panel of fours of bytes, scales to come.
 template <int R, class T>
-INLINE void sum_products(F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const T *x) {
+INLINE void sum_products(
+    F32 (&acc)[R][2], const int8_t *panel, int64_t inputs, const T *x, Coming &coming) {
     const Rows<R, T> rows(x, inputs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zeros();
     int64_t k = 0;
     for (; k + 3 < inputs; k += 4, panel += 4 * PANEL) {
-        prefetch_step(panel, 4 * PANEL);
+        look_ahead<R>(panel, 4 * PANEL, k, coming);
         add_fours<R>(acc, panel, rows, k);
     }
     if (k < inputs) {
@@ -184,6 +194,7 @@ template <class T> struct Block {
     const void *weights;   // of the panel
     const T *x;            // of the first row
     Bytes bytes;           // int8_dynamic
+    Coming *coming;        // what is read after the panel
 };
 
 // acc = R rows of bytes, from `row` of the block on, by a panel of fours of bytes.
@@ -196,7 +207,7 @@ INLINE void sum_bytes(F32 (&acc)[R][2], const Block<T> &block, int64_t row) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) whole[r][0] = whole[r][1] = all_int(0);
     for (int64_t k = 0; k < inputs; k += 4, panel += 4 * PANEL) {
-        prefetch_step(panel, 4 * PANEL);
+        look_ahead<R>(panel, 4 * PANEL, k, *block.coming);
         const I32 a = load_int(panel), b = load_int(panel + 2 * PANEL);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -280,7 +291,8 @@ static void tile(const Block<T> &block, int64_t row, void *y, Epilogue epilogue)
     } else {
         using Kept = std::conditional_t<W == Weights::int8, int8_t, T>;
         const auto *panel = static_cast<const Kept *>(block.weights);
-        sum_products<R>(acc, panel, block.linear.inputs, block.x + row * block.linear.inputs);
+        const T *x = block.x + row * block.linear.inputs;
+        sum_products<R>(acc, panel, block.linear.inputs, x, *block.coming);
     }
     alignas(64) float sums[R][PANEL];
 #pragma GCC unroll 12

@@ -87,6 +87,11 @@ class Coming {
     Coming() = default;
     Coming(const void *at, int64_t bytes) : now_{static_cast<const char *>(at), bytes} {}
 
+    // What of it lies in the first so many bytes.
+    Coming first(int64_t bytes) const {
+        return Coming(now_.at, now_.bytes < bytes ? now_.bytes : bytes);
+    }
+
     // Ask for all of it in so many steps.
     void share(int64_t steps) { each_ = lines_a_step(now_.bytes, steps); }
 
