@@ -101,7 +101,8 @@ INLINE void sum_products(
 // acc += R rows by four inputs of a panel of bytes, scales to come; rows are bf16, or floats.
 template <int R>
 INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const Rows<R, bf16> &rows, int64_t k) {
-    const ByteFours a = load_fours(panel), b = load_fours(panel + 2 * PANEL);
+    constexpr bool FEW = 2 * R < TILE_ROWS;
+    const ByteFours a = load_fours<FEW>(panel), b = load_fours<FEW>(panel + 2 * PANEL);
     for (int half = 0; half < 4; half += 2) {
         const I32 a_pairs = bf16_pairs(a.of[half], a.of[half + 1]);
         const I32 b_pairs = bf16_pairs(b.of[half], b.of[half + 1]);
@@ -116,7 +117,8 @@ INLINE void add_fours(F32 (&acc)[R][2], const int8_t *panel, const Rows<R, bf16>
 template <int R>
 INLINE void add_fours(
     F32 (&acc)[R][2], const int8_t *panel, const Rows<R, float> &rows, int64_t k) {
-    const ByteFours a = load_fours(panel), b = load_fours(panel + 2 * PANEL);
+    constexpr bool FEW = 2 * R < TILE_ROWS;
+    const ByteFours a = load_fours<FEW>(panel), b = load_fours<FEW>(panel + 2 * PANEL);
     for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {

@@ -97,12 +97,25 @@ INLINE F32 rounded_to_bf16(F32 a) { return widen(narrow(a)); }
 struct ByteFours {
     F32 of[4];
 };
-INLINE F32 byte_of(I32 words, int byte) {
+INLINE F32 byte_converted(I32 words, int byte) {
     return to_float({_mm512_srai_epi32(_mm512_slli_epi32(words.v, 24 - 8 * byte), 24)});
 }
-INLINE ByteFours load_fours(const int8_t *p) {
+// A byte with its sign turned, below the exponent of 2^23, is that number and 128 more than the
+// byte; they are taken off again.
+INLINE F32 byte_turned(I32 words, int byte) {
+    constexpr int A_AND_B_XOR_C = 0x6a;
+    const __m512i low = byte ? _mm512_srli_epi32(words.v, 8 * byte) : words.v;
+    const __m512i mask = _mm512_set1_epi32(0xff), turned = _mm512_set1_epi32(0x4b000080);
+    const __m512i more = _mm512_ternarylogic_epi32(low, mask, turned, A_AND_B_XOR_C);
+    return {_mm512_sub_ps(_mm512_castsi512_ps(more), _mm512_set1_ps(8388608.0f + 128.0f))};
+}
+// The same numbers either way: turned in fewer steps, converted on units that products leave free.
+template <bool FEW> INLINE ByteFours load_fours(const int8_t *p) {
     const I32 words = load_int(p);
-    return {byte_of(words, 0), byte_of(words, 1), byte_of(words, 2), byte_of(words, 3)};
+    const auto of = [&](int byte) {
+        return FEW ? byte_turned(words, byte) : byte_converted(words, byte);
+    };
+    return {of(0), of(1), of(2), of(3)};
 }
 INLINE void store_bytes(int8_t *p, I32 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(a.v));
@@ -299,7 +312,7 @@ INLINE __m256 byte_of(__m256i words, int byte) {
 INLINE F32 byte_of(I32 words, int byte) {
     return {byte_of(words.lo, byte), byte_of(words.hi, byte)};
 }
-INLINE ByteFours load_fours(const int8_t *p) {
+template <bool> INLINE ByteFours load_fours(const int8_t *p) {
     const I32 words = load_int(p);
     return {byte_of(words, 0), byte_of(words, 1), byte_of(words, 2), byte_of(words, 3)};
 }
