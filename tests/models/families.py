@@ -259,6 +259,9 @@ ROWS = (
             "qk-norm": no.qk_norm,
             "local rotation": no.local_rotation,
         },
+        # Norms of norms: in float32 the reference itself is 2.4e-5 off its own logits in float64,
+        # and we are 2.9e-5 off those, and up to 2.2e-5 off the reference.
+        limit=4e-5,
     ),
     Row(
         name="phi",
