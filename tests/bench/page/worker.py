@@ -29,7 +29,7 @@ SHARE_HEAD = """
 Processor time a decode step of the worker's two threads, over HTTP, by Linux' own count: of the
 batching thread in kernels, in Python and on sending what the step drew, and of the bus thread,
 whose upkeep (heartbeats and ticks) goes by time and not by steps. Medians of {windows} windows of
-two seconds: [tests/bench/share.py](../tests/bench/share.py).
+five seconds: [tests/bench/share.py](../tests/bench/share.py).
 """
 LOADING_HEAD = """
 ## Loading
