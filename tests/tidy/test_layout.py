@@ -97,3 +97,21 @@ def test_only_the_makefile_s_own_verbs_are_in_its_help():
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
     helped = set(re.findall(r"^([a-z-]+):.*## ", text, re.MULTILINE))
     assert targets == helped
+
+
+OPENS = {"from_file", "from_buffer", "from_pretrained"}
+"""What opens a tokenizer of somebody's file, with the padding and truncation that it asks for."""
+
+
+def test_tokenizers_of_models_are_opened_in_one_place():
+    openers = {
+        name_of(path)
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in OPENS
+        if isinstance(node.value, ast.Name) and node.value.id == "Tokenizer"
+    }
+    trains = "antiphon.model_worker.training."
+    assert {name for name in openers if not name.startswith(trains)} == {
+        "antiphon.service.tokenizer_file"
+    }

@@ -12,26 +12,34 @@ Decode = Callable[[Sequence[int], bool], str]
 """(ids, skip special tokens) -> text."""
 
 HELD_TOKENS_MAX = 8
-"""A UTF-8 character has at most four bytes. What is still broken after twice as many tokens of a
-byte each will never become one, so it is shown as it is."""
+"""Tokens that are decoded together at most, beside the context: a text may go on for ever without
+a token that ends with its character."""
+
+BROKEN_MAX = 3
+"""Of a UTF-8 character's four bytes, one at least is still to come: of as many U+FFFD at the end of
+a text is not known what they become. Those before them stay what they are."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDecoder:
-    """Turns the ids of one choice into text.
+    """Turns the ids of one choice into text; the pieces add up to the text of all ids at once.
 
     A token's text depends on its neighbours: SentencePiece drops the first space, byte tokens are
     parts of characters. So the ids since the last clean cut are decoded together with the ones
-    just before it, and the difference is what is new.
+    just before it, and the difference is what is new. Special tokens that are skipped are no such
+    context: the word behind them would lose its space as if it were the first.
+
+    One difference stays. Where tokens that stand for bytes make no valid text, SentencePiece shows
+    every byte of their whole run as U+FFFD; here what was whole is out already and stays.
     """
 
     def __init__(self, decode: Decode, skip_special_tokens: bool) -> None:
         self._decode = decode
         self._skip = skip_special_tokens
-        self._shown: list[int] = []  # ids whose text is out, kept for context
-        self._shown_text = ""
-        self._held: list[int] = []  # ids whose text may still be half a character
+        self._context: list[int] = []  # ids whose text is out
+        self._held: list[int] = []  # ids whose text may still end with half a character
+        self._shown = ""  # what is out of the text of both
 
     @property
     def holds(self) -> bool:
@@ -41,19 +49,65 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that is certain now, perhaps none."""
         self._held.append(token_id)
-        text = self._decode([*self._shown, *self._held], self._skip)
-        if text.endswith(REPLACEMENT) and len(self._held) < HELD_TOKENS_MAX:
-            return ""
-        return self._release(text)
+        text = self._text([*self._context, *self._held])
+        if not text.endswith(REPLACEMENT):
+            return self._release(text)
+        new = self._advance(text)
+        if len(self._held) >= HELD_TOKENS_MAX:
+            self._forget()
+        return new
 
     def flush(self) -> str:
         """Return what is left at the end: half a character shows as U+FFFD."""
         if not self._held:
             return ""
-        return self._release(self._decode([*self._shown, *self._held], self._skip))
+        return self._release(self._text([*self._context, *self._held]))
 
     def _release(self, text: str) -> str:
-        new = text[len(self._shown_text) :]
-        self._shown, self._held = self._held, []
-        self._shown_text = self._decode(self._shown, self._skip)
+        """Show all that is held, and keep it as context if it can be one."""
+        if not text.startswith(self._shown):
+            # Bytes that broke the run of the context's: what they are by themselves.
+            text, self._shown = self._text(self._held), ""
+        new = text[len(self._shown) :]
+        if self._writes(self._held):
+            self._context = self._held
+        self._held = []
+        self._shown = self._text(self._context)
         return new
+
+    def _advance(self, text: str) -> str:
+        """Show what is certain of a text that ends with U+FFFD."""
+        if not text.startswith(self._shown):
+            # SentencePiece shows no byte of a run before all of it is valid.
+            if len(self._held) <= BROKEN_MAX:
+                return ""
+            self._context, self._shown = [], ""
+            text = self._text(self._held)
+        certain = _certain(text)
+        new = certain[len(self._shown) :]
+        self._shown = max(self._shown, certain, key=len)
+        return new
+
+    def _forget(self) -> None:
+        """Keep the fewest of the last ids that still tell what half a character becomes."""
+        for start in range(len(self._held) - 1, 0, -1):
+            certain = _certain(self._text(self._held[start:]))
+            if certain:
+                # A character before the broken one: so the broken one begins within these.
+                self._context, self._held, self._shown = [], self._held[start:], certain
+                return
+        # Half a character, and special tokens that are skipped.
+        self._held = [token for token in self._held if self._writes([token])]
+
+    def _writes(self, ids: Sequence[int]) -> bool:
+        """Whether ids leave a trace in a text. One that is a space alone does, behind others."""
+        return bool(self._text(ids) or self._text([*ids, *ids]))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids, self._skip)
+
+
+def _certain(text: str) -> str:
+    """A text without the U+FFFD at its end that may become something else."""
+    broken = len(text) - len(text.rstrip(REPLACEMENT))
+    return text[: len(text) - min(broken, BROKEN_MAX)]

@@ -7,8 +7,6 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
-
 from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
@@ -18,6 +16,7 @@ from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name, tokenizer_folder
 from antiphon.service.peers import Change, Peer
 from antiphon.service.service import Report, Runtime
+from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.base import Role
 from antiphon.wire.errors import RequestTooLarge, Unsupported
@@ -54,8 +53,7 @@ class DetokenizerService:
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Load the tokenizer, then keep time: what is owed, and what is overdue."""
         folder = await asyncio.to_thread(tokenizer_folder, self._settings)
-        file = folder / "tokenizer.json"
-        tokenizer = await asyncio.to_thread(Tokenizer.from_file, str(file))
+        tokenizer = await asyncio.to_thread(open_tokenizer, folder)
         tokens = await asyncio.to_thread(_written, folder)
 
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:

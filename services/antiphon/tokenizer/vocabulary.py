@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
+from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.tokenizer.completion import template_of
 from antiphon.tokenizer.habits import Habits, habits_of
 from antiphon.tokenizer.template import ChatTemplate
@@ -67,7 +68,7 @@ def read(folder: Path, template_file: str = "", completion_template: str = "") -
         ConfigError: A file is missing or malformed, or a mark is no token; the text names it.
     """
     card = _card(folder / "tokenizer_config.json")
-    tokenizer = _tokenizer(folder / "tokenizer.json")
+    tokenizer = open_tokenizer(folder)
     named = {name: getattr(card, name) for name in ("bos_token", "eos_token", "unk_token")}
     special = {
         name: token.content if isinstance(token, AddedToken) else token
@@ -90,13 +91,6 @@ def _card(file: Path) -> TokenizerCard:
     try:
         return msgspec.json.decode(file.read_bytes(), type=TokenizerCard)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
-def _tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_buffer(file.read_bytes())
-    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 

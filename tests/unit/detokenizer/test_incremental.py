@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from antiphon.detokenizer.incremental import IncrementalDecoder
+from antiphon import embedded
+from antiphon.detokenizer.incremental import HELD_TOKENS_MAX, IncrementalDecoder
+from antiphon.service.tokenizer_file import open_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,3 +84,131 @@ def test_a_space_that_depends_on_its_neighbours_is_kept(
     decoder = IncrementalDecoder(decode, True)
     text = "".join([*(decoder.push(i) for i in ids), decoder.flush()])
     assert text == sentencepiece_like.decode(ids)
+
+
+WORDS = ["▁Hello", "▁world", "ing", "!", "▁", "▁▁", "é", "<unk>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIAL = ["<s>", "</s>", "<|tool|>"]
+
+
+def with_special(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    return with_special(open_tokenizer(embedded.path()))
+
+
+def metaspace() -> Tokenizer:
+    pieces = [(word, 0.0) for word in WORDS]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=len(WORDS) - 1))
+    tokenizer.decoder = decoders.Metaspace()
+    return with_special(tokenizer)
+
+
+def byte_fallback() -> Tokenizer:
+    vocabulary = {word: index for index, word in enumerate([*WORDS, *BYTES])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return with_special(tokenizer)
+
+
+def id_of(name: str, text: str) -> int:
+    token = TOKENIZERS[name].token_to_id(text)
+    assert token is not None, text
+    return token
+
+
+TOKENIZERS = {make.__name__: make() for make in (byte_level, metaspace, byte_fallback)}
+
+
+def any_ids(name: str) -> st.SearchStrategy[list[int]]:
+    """Any ids; of those that stand for bytes, such that they make characters."""
+    tokenizer = TOKENIZERS[name]
+    if name != "byte_fallback":
+        plain = st.integers(0, tokenizer.get_vocab_size() - 1).map(lambda token: [token])
+    else:
+        spelled = st.characters(codec="utf-8").map(
+            lambda text: [id_of(name, BYTES[byte]) for byte in text.encode()]
+        )
+        plain = st.one_of(st.integers(0, len(WORDS) - 1).map(lambda token: [token]), spelled)
+    special = st.sampled_from(SPECIAL).map(lambda text: [id_of(name, text)])
+    runs = st.lists(st.one_of(plain, special), max_size=40)
+    return runs.map(lambda some: [token for run in some for token in run])
+
+
+def in_pieces(name: str, ids: list[int], *, skip: bool) -> list[str]:
+    def decode(some: Sequence[int], skip_special_tokens: bool) -> str:
+        return TOKENIZERS[name].decode(list(some), skip_special_tokens=skip_special_tokens)
+
+    decoder = IncrementalDecoder(decode, skip)
+    return [*(decoder.push(token) for token in ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_add_up_to_the_text_of_all_ids(name: str, skip: bool):
+    tokenizer = TOKENIZERS[name]
+
+    @given(any_ids(name))
+    def add_up(ids: list[int]) -> None:
+        assert "".join(in_pieces(name, ids, skip=skip)) == tokenizer.decode(
+            ids, skip_special_tokens=skip
+        )
+
+    add_up()
+
+
+@pytest.mark.parametrize("name", ["metaspace", "byte_fallback"])
+def test_a_skipped_special_token_leaves_the_space_behind_it(name: str):
+    ids = [id_of(name, text) for text in ("▁Hello", "</s>", "<s>", "▁Hello")]
+    assert in_pieces(name, ids, skip=True) == ["Hello", "", "", " Hello", ""]
+
+
+@given(st.binary(max_size=64))
+@example(b"\xe4" * 9 + b"\xb8\xad")
+@example(b"\xe4\xb8" * 9)
+def test_bytes_of_any_kind_add_up_to_their_text(data: bytes):
+    assert "".join(write(data)) == data.decode(errors="replace")
+
+
+def test_text_whose_tokens_all_end_inside_a_character_comes_out_whole_and_in_time():
+    text = "日本語を話す人" * 4
+    data = text.encode()
+    cuts = [data[:1], *(data[at : at + 3] for at in range(1, len(data), 3))]
+    decoder = IncrementalDecoder(
+        lambda ids, _: b"".join(cuts[token] for token in ids).decode(errors="replace"),
+        True,
+    )
+    pieces = [decoder.push(token) for token in range(len(cuts))]
+    assert pieces == ["", *text]
+    assert not decoder.holds
+
+
+def test_half_a_character_before_many_skipped_tokens_stays_cheap_and_whole():
+    widest = 0
+
+    def decode(ids: Sequence[int], skip: bool) -> str:
+        nonlocal widest
+        widest = max(widest, len(ids))
+        return decode_bytes(ids, skip)
+
+    decoder = IncrementalDecoder(decode, True)
+    first, *rest = "é".encode()
+    pieces = [decoder.push(token) for token in [first, *[256] * 1000, *rest]]
+    assert "".join(pieces) == "é"
+    assert widest <= 2 * HELD_TOKENS_MAX
+
+
+def test_bytes_that_break_off_do_not_take_back_the_character_before():
+    spelled = [id_of("byte_fallback", BYTES[byte]) for byte in "中".encode()]
+    ids = [*spelled, spelled[0], id_of("byte_fallback", "▁world")]
+    assert "".join(in_pieces("byte_fallback", ids, skip=True)) == "中\ufffd world"

@@ -52,6 +52,23 @@ def test_plain_text_gets_the_tokenizers_special_tokens(folder: Path):
     assert ids(encode(folder, Text(None, "a b"))) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("length", [None, 4])
+def test_tokenizer_pads_no_text_whatever_its_file_says(folder: Path, length: int | None):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding(length=length, pad_to_multiple_of=8, pad_id=1, pad_token="<unk>")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert ids(encode(folder, Text(None, "a b"))) == [0, 2, 3]
+    assert ids(encode(folder, Text(None, "a", pair="b"))) == [2, 3]
+
+
+@pytest.mark.parametrize("direction", ["left", "right"])
+def test_tokenizer_cuts_no_text_whatever_its_file_says(folder: Path, direction: str):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(max_length=3, direction=direction)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert ids(encode(folder, Text(None, "a b a b a"))) == [0, 2, 3, 2, 3, 2]
+
+
 def test_a_template_writes_its_own_special_tokens(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     turns = (ChatMessage(role="user", content="a"),)
