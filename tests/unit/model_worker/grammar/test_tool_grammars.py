@@ -184,6 +184,30 @@ def test_thinking_comes_before_a_grammar(
     assert state.accept(vocabulary.tokens.index(b"x")) is inside
 
 
+@pytest.mark.parametrize("kind", [GrammarKind.REGEX, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG])
+def test_answer_without_thinking_begins_with_no_white_space(
+    kind: GrammarKind, compiled: Compile, vocabulary: Vocabulary
+):
+    text = {
+        GrammarKind.REGEX: "(yes|no)",
+        GrammarKind.EBNF: 'root ::= "yes" | "no"',
+        GrammarKind.STRUCTURAL_TAG: json.dumps(
+            {"format": {"type": "const_string", "value": "yes"}}
+        ),
+    }[kind]
+    format_ = reasoning_format("qwen3")
+    grammar = after_thinking(Grammar(kind=kind, text=text), format_, inside=False, end_id=None)
+    ready = compiled(grammar)
+
+    def accepts(text: str) -> bool:
+        state = ready.begin(())
+        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
+
+    assert accepts("yes")
+    assert accepts("<think>x</think>\n\nyes")
+    assert not accepts("\n")
+
+
 def test_a_grammar_begins_after_the_token_that_ends_thinking():
     grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
     format_ = reasoning_format("deepseek-r1")

@@ -36,13 +36,16 @@ def after_thinking(
         return grammar
     begin = "" if inside else format_.begin
     within: Json = {"type": "any_text"}
-    thinking: Json = {"type": "tag", "begin": begin, "content": within, "end": format_.end}
+    marked: Json = {"type": "tag", "begin": begin, "content": within, "end": format_.end}
+    # The parser of the answer drops white space behind thinking, and only there: without thinking
+    # it would be a part of an answer that the grammar forbids.
+    white: Json = {"type": "regex", "pattern": r"\n{0,2}"}
+    thinking: Json = {"type": "sequence", "elements": [marked, white]}
     if not inside:
         thinking = {"type": "optional", "content": thinking}
-    white: Json = {"type": "regex", "pattern": r"\n{0,2}"}
     tag: Json = {
         "type": "structural_tag",
-        "format": {"type": "sequence", "elements": [thinking, white, _node(grammar)]},
+        "format": {"type": "sequence", "elements": [thinking, _node(grammar)]},
     }
     try:
         text = msgspec.json.encode(tag).decode()
