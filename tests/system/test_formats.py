@@ -108,3 +108,42 @@ async def test_ollama_gets_the_call_and_the_thoughts(stack: Stack) -> None:
     assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
     assert thought.message.thinking == "12 + 26 = 38. 38 + 31 = 69."
     assert thought.message.content == "12 + 26 + 31 = 69."
+
+
+async def test_regex_holds_the_whole_answer_when_thinking_is_not_switched(
+    client: AsyncOpenAI,
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Is 5 more than 3?"}],
+        "temperature": 1.0,
+    }
+    pattern: Any = {"extra_body": {"regex": "(yes|no)"}}
+    for seed in range(4):
+        whole = await client.chat.completions.create(**asked, **pattern, seed=seed)
+        assert whole.choices[0].message.content in ("yes", "no")
+        chunks = await client.chat.completions.create(**asked, **pattern, seed=seed, stream=True)
+        pieces = [each.choices[0].delta.content or "" async for each in chunks]
+        assert "".join(pieces) == whole.choices[0].message.content
+    response = await client.responses.create(
+        model="default",
+        input="Is 5 more than 3?",
+        extra_body={"regex": "(yes|no)", "store": False},
+    )
+    assert response.output_text in ("yes", "no")
+
+
+async def test_role_developer_is_a_system_message(client: AsyncOpenAI) -> None:
+    question: Any = {"role": "user", "content": "What is 12 + 30?"}
+    answers: list[str | None] = []
+    for role in ("developer", "system"):
+        messages: list[Any] = [{"role": role, "content": "Be brief."}, question]
+        chat = await client.chat.completions.create(
+            model="default", messages=messages, temperature=0
+        )
+        items: Any = [{"type": "message", **each} for each in messages]
+        response = await client.responses.create(
+            model="default", input=items, temperature=0, store=False
+        )
+        answers += [chat.choices[0].message.content, response.output_text]
+    assert len(set(answers)) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import jinja2
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from antiphon.wire.tokenize import ChatMessage
 
 _PLAIN = TemplateParams()
+_SYSTEM, _DEVELOPER = "system", "developer"
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -69,6 +70,7 @@ class ChatTemplate:
         )
         environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
         self._template = environment.from_string(source)
+        self._knows_developer = _DEVELOPER in source
         self._special_tokens = special_tokens
 
     def render(
@@ -88,7 +90,7 @@ class ChatTemplate:
                 given what is nested deeper than it can write.
         """
         variables = _options(params.options) | {
-            "messages": [_plain(message) for message in messages],
+            "messages": [_plain(message) for message in self._with_known_roles(messages)],
             "tools": _tools(params.tools),
             "add_generation_prompt": params.generation_prompt and not continue_final,
             "raise_exception": _raise,
@@ -103,6 +105,23 @@ class ChatTemplate:
             text = "chat template: what it is given is nested too deep"
             raise InvalidRequest(text, param=_deepest(messages, params)) from error
         return _cut_after(text, messages[-1].content) if continue_final else text
+
+
+    def _with_known_roles(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Replace the role `developer` by `system` if the template does not mention it.
+
+        The messages before the first turn become one: many templates take a single system message.
+        """
+        if self._knows_developer or all(each.role != _DEVELOPER for each in messages):
+            return messages
+        first = list(takewhile(lambda each: each.role in (_SYSTEM, _DEVELOPER), messages))
+        joined = "\n\n".join(each.content for each in first if each.content)
+        before = [msgspec.structs.replace(first[0], role=_SYSTEM, content=joined)] if first else []
+        rest = (
+            msgspec.structs.replace(each, role=_SYSTEM) if each.role == _DEVELOPER else each
+            for each in messages[len(first) :]
+        )
+        return [*before, *rest]
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:

@@ -111,3 +111,19 @@ def test_arguments_that_are_no_object_are_the_callers_error(arguments: str):
     turns = (ChatMessage(role="assistant", content="", tool_calls=(call,)),)
     with pytest.raises(InvalidRequest, match="no JSON object"):
         template("{{ messages }}").render(turns, continue_final=False)
+
+
+def test_developer_is_system_where_the_template_does_not_know_it():
+    turns = say(("system", "a"), ("developer", "b"), ("user", "c"), ("developer", "d"))
+    text = template().render(turns, continue_final=False)
+    assert text == template().render(
+        say(("system", "a\n\nb"), ("user", "c"), ("system", "d")), continue_final=False
+    )
+    only = template().render(say(("developer", "b"), ("user", "c")), continue_final=False)
+    assert only == template().render(say(("system", "b"), ("user", "c")), continue_final=False)
+
+
+def test_developer_stays_where_the_template_knows_it():
+    source = "{% for m in messages %}{{ 'dev' if m.role == 'developer' else m.role }};{% endfor %}"
+    turns = say(("system", "a"), ("developer", "b"), ("user", "c"))
+    assert template(source).render(turns, continue_final=False) == "system;dev;user;"
