@@ -100,6 +100,7 @@ class Chorus:
         self.error: EngineError | None = None
         self._unended = len(streams)
         self._bell = Bell()
+        self._nudged = False
         for stream in streams:
             stream.bell = self._bell
 
@@ -111,7 +112,8 @@ class Chorus:
     async def take(self) -> list[tuple[int, list[Heard]]]:
         """Wait for what a client hears; return all there is, by prompt.
 
-        Nothing only if there was none before all have ended, or one of them with an error.
+        Nothing only if there was none before all have ended, or one of them with an error; or
+        after a `nudge`.
         """
         while True:
             taken = [
@@ -119,9 +121,15 @@ class Chorus:
                 for prompt, stream in enumerate(self.streams)
                 if stream.waiting and (events := self._heard(stream))
             ]
-            if taken or self.ended or self.error is not None:
+            nudged, self._nudged = self._nudged, False
+            if taken or nudged or self.ended or self.error is not None:
                 return taken
             await self._bell.wait()
+
+    def nudge(self) -> None:
+        """Let `take` return though there is nothing."""
+        self._nudged = True
+        self._bell.ring()
 
     def _heard(self, stream: Stream) -> list[Heard]:
         events = stream.rest()

@@ -106,7 +106,6 @@ class ChatTemplate:
             raise InvalidRequest(text, param=_deepest(messages, params)) from error
         return _cut_after(text, messages[-1].content) if continue_final else text
 
-
     def _with_known_roles(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Replace the role `developer` by `system` if the template does not mention it.
 

@@ -15,11 +15,13 @@ from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.gateway import owners
+from antiphon.gateway.http.openai.responses import journal
+from antiphon.gateway.http.openai.responses.journal import Journal
 from antiphon.gateway.service import GatewayService
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import running
 from antiphon.testing.wait import until
-from antiphon.wire.errors import WorkerLost
+from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -221,3 +223,37 @@ async def test_what_a_dead_gateway_was_making_has_failed(
         await becomes(lambda: two.state(response_id), "failed")
         status, reply = await two.ask("POST", f"{response_id}/cancel")
         assert (status, reply["status"]) == (200, "failed")
+
+
+async def test_events_are_pinged_while_there_are_none(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "PING_S", 0.0)
+    monkeypatch.setattr(journal, "HEADERS_S", 0.0)
+    two.cluster.hold_at = 0
+    body = {"input": "hi", "background": True, "stream": True}
+    async with two.session.post(two.first.url + RESPONSES, json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        text = b""
+        while b"response.queued" not in text or b": ping" not in text:
+            text += await reply.content.readuntil(b"\n\n")
+        two.cluster.go.set()
+        assert b"event: response.completed" in await reply.read()
+
+
+async def test_stream_that_cannot_be_followed_further_ends_with_an_error_event(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.cluster.hold_at = 0
+    body = {"input": "hi", "background": True, "stream": True}
+    async with two.session.post(two.first.url + RESPONSES, json=body) as reply:
+        await reply.content.readuntil(b"\n\n")
+
+        async def lost(_: Journal, __: int) -> None:
+            raise Unavailable("the store is away")
+
+        monkeypatch.setattr(Journal, "_next", lost)
+        rest = (await reply.read()).decode()
+    assert "event: error\n" in rest
+    assert json.loads(blocks(rest)[-1].partition("data: ")[2])["code"] == "unavailable"
+    two.cluster.go.set()

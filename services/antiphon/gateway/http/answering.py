@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.entrance import Entrance
     from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.fields import Refused
+    from antiphon.gateway.http.keepalive import Keepalive, Silence
     from antiphon.gateway.http.voice import Voice
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.stream import Stream
@@ -70,12 +71,14 @@ class Answering:
         driver: Driver,
         metrics: GatewayMetrics,
         detached: Detached,
+        keepalive: Keepalive,
         body_bytes_max: int,
     ) -> None:
         self._entrance = entrance
         self._driver = driver
         self._metrics = metrics
         self._detached = detached
+        self._keepalive = keepalive
         self._body_bytes_max = body_bytes_max
 
     async def read(
@@ -131,11 +134,16 @@ class Answering:
         self._detached.start(self._alone(request, asks, voice_of, write, begun))
         return await begun
 
-    async def relay(self, request: web.Request, told: AsyncGenerator[bytes]) -> web.StreamResponse:
+    async def relay(
+        self,
+        request: web.Request,
+        told: AsyncGenerator[bytes],
+        failed: Callable[[EngineError], bytes],
+    ) -> web.StreamResponse:
         """Pass on what was told elsewhere, until it is over or the client leaves.
 
         Raises:
-            EngineError: There is nothing to pass on. If that comes later the connection ends.
+            EngineError: There is nothing to pass on. If that comes later, `failed` writes it.
         """
         async with aclosing(told):
             first = await anext(told, b"")
@@ -144,12 +152,12 @@ class Answering:
             try:
                 await response.prepare(request)
                 await response.write(first)
-                async for piece in told:
-                    await response.write(piece)
+                try:
+                    async for piece in told:
+                        await response.write(piece)
+                except EngineError as error:
+                    await response.write(failed(error))
                 await response.write_eof()
-            except EngineError:
-                if request.transport is not None:
-                    request.transport.abort()
             except ConnectionError:
                 pass  # the client left
             return response
@@ -249,10 +257,21 @@ class Answering:
                 begun.set_exception(error)
 
     async def _tell(self, request: web.Request, chorus: Chorus, voice: Voice) -> web.StreamResponse:
-        """Write events as they come. What fails before the first one has a status of its own."""
-        taken = await chorus.take()
-        if chorus.error is not None and not taken:
-            raise chorus.error
+        """Write events as they come, and pings while none do."""
+        with self._keepalive.watch(chorus) as silence:
+            taken = await _first(chorus, silence)
+            if chorus.error is not None and not taken:
+                raise chorus.error
+            return await self._stream(request, chorus, voice, taken, silence)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        chorus: Chorus,
+        voice: Voice,
+        taken: Taken,
+        silence: Silence,
+    ) -> web.StreamResponse:
         headers = {"Content-Type": voice.CONTENT_TYPE} | _STREAM | _named(chorus)
         response = web.StreamResponse(headers=headers)
         request[BEGUN] = True
@@ -261,10 +280,13 @@ class Answering:
                 with _limit(chorus, patience):
                     await response.prepare(request)
                     await response.write(voice.begin() + await _written(chorus, taken, voice))
+                    silence.sent()
                     while not chorus.ended and chorus.error is None:
                         self._count_all(chorus, taken)
                         taken = await chorus.take()
-                        await response.write(await _written(chorus, taken, voice))
+                        if taken or silence.over or chorus.ended or chorus.error is not None:
+                            await response.write(await _written(chorus, taken, voice))
+                            silence.sent()
                     await response.write_eof()
         except TimeoutError:
             if request.transport is not None:
@@ -308,11 +330,23 @@ def _called(ask: Ask) -> dict[str, str]:
     }
 
 
+async def _first(chorus: Chorus, silence: Silence) -> Taken:
+    """Wait for the first text, or until the headers are due without it.
+
+    What fails before has a status of its own: all that the gateway, a tokenizer and the leader
+    refuse, and most of what a worker refuses at once, as a grammar that does not compile.
+    """
+    while True:
+        taken = await chorus.take()
+        if taken or silence.over or chorus.ended or chorus.error is not None:
+            return taken
+
+
 async def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
     """Put all that waits into one piece: one write, however many steps have passed."""
     told = b"".join([voice.chunks(prompt, events) for prompt, events in taken])
     if chorus.error is None and not chorus.ended:
-        return told
+        return told if taken else voice.ping()
     return told + await _last_words(chorus, voice)
 
 

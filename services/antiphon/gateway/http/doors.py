@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.http.answering import Answering
 from antiphon.gateway.http.anthropic.messages import Messages
+from antiphon.gateway.http.keepalive import Keepalive
 from antiphon.gateway.http.native.control import Control
 from antiphon.gateway.http.native.encoding import Encoding
 from antiphon.gateway.http.native.generation import Generation
@@ -58,7 +59,9 @@ def operations(
 ) -> Sequence[Operation]:
     """All that can be asked."""
     gateway = runtime.settings.gateway
-    answering = Answering(entrance, driver, metrics, detached, gateway.body_bytes_max)
+    keepalive = Keepalive(runtime.clock)
+    runtime.group.create_task(keepalive.run())
+    answering = Answering(entrance, driver, metrics, detached, keepalive, gateway.body_bytes_max)
     workers = Workers(runtime, model)
     control = Control(answering, entrance, workers)
     vectors = Vectors(answering, tokenizers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which clients pass over; proxies and they see that the connection lives."""
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 

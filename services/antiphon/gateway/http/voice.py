@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from antiphon.gateway.http.sse import CONTENT_TYPE
+from antiphon.gateway.http.sse import CONTENT_TYPE, PING
 from antiphon.wire.base import Usage
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ class Voice(ABC):
     """Writes one client's answer, whole or in pieces. One an answer: it may remember what it said.
 
     `Answering` calls either `whole`, or `begin`, `chunks` as often as something is said, and `end`
-    or `failure`; it joins what they return into as few writes as there can be. Before the client
-    hears the end, `keep` is called; if that raises, `failure` is told in place of the end.
+    or `failure`; it joins what they return into as few writes as there can be. While there is
+    nothing to write for long, `ping` is. Before the client hears the end, `keep` is called; if that
+    raises, `failure` is told in place of the end.
     """
 
     CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
@@ -38,6 +39,10 @@ class Voice(ABC):
     @abstractmethod
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
         """More of the answer to one prompt."""
+
+    def ping(self) -> bytes:
+        """What shows that the stream lives while the model has written nothing new."""
+        return PING
 
     @abstractmethod
     def end(self, usages: Sequence[Usage]) -> bytes:

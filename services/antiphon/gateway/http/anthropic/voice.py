@@ -60,7 +60,7 @@ class MessagesVoice(Voice):
         return msgspec.json.encode(msgspec.structs.replace(message, content=blocks))
 
     def begin(self) -> bytes:
-        """Nothing: the message begins with the first that is said, which tells of the cache."""
+        """Nothing: the first text or ping begins the message; with text the cache is known."""
         return b""
 
     def chunks(self, prompt: int, events: Sequence[Said | Finished]) -> bytes:
@@ -74,6 +74,10 @@ class MessagesVoice(Voice):
                 self._finished = event
                 told += map(_written, self._rest())
         return b"".join(told)
+
+    def ping(self) -> bytes:
+        """The same as an event. The message begins before it: its prompt counts as not cached."""
+        return _written(Ping()) if self._begun else self._start(None)
 
     def end(self, usages: Sequence[Usage]) -> bytes:
         """Why it ended, and the tokens of all of it."""

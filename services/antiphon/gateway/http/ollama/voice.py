@@ -80,6 +80,10 @@ class OllamaVoice(Voice):
         """A line for each text, for each piece of thinking, and for each call."""
         return b"".join(map(self._lines, events))
 
+    def ping(self) -> bytes:
+        """A line without text: this format has no comments, and clients read every line."""
+        return line(msgspec.json.encode(self._told(Piece(), done=False)))
+
     def end(self, usages: Sequence[Usage]) -> bytes:
         """A line without text, with why it ended, counts and durations."""
         (usage,) = usages

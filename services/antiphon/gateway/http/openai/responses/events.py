@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from antiphon.gateway.http.errors import envelope
 from antiphon.gateway.http.openai.logprobs import TokenLogprob
 from antiphon.gateway.http.openai.responses.items import OutputItem, OutputText, ReasoningText
 from antiphon.gateway.http.openai.responses.replies import ResponseReply
 from antiphon.gateway.http.sse import named_event
+
+if TYPE_CHECKING:
+    from antiphon.wire.errors import EngineError
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -124,6 +130,21 @@ class ArgumentsDone(OfItem, frozen=True, kw_only=True, tag="response.function_ca
 
     name: str
     arguments: str
+
+
+class Broken(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+    """The stream breaks off; the response goes on, and its events can be asked for again."""
+
+    code: str
+    message: str
+    param: str | None
+
+
+def broken(error: EngineError) -> bytes:
+    """An error after the headers of a stream that is passed on."""
+    said = envelope(error).error
+    event = Broken(code=said.code, message=said.message, param=said.param)
+    return named_event("error", msgspec.json.encode(event))
 
 
 def written(event: ResponseEvent) -> bytes:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from antiphon.gateway.http.keepalive import HEADERS_S, PING_S
 from antiphon.gateway.http.openai.responses.events import Completed, Failed, Incomplete, written
+from antiphon.gateway.http.sse import PING
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Journal:
             log.warning("events not kept", extra={"id": self._key[1], "code": error.code})
 
     async def read(self, records: Records, after: int) -> AsyncGenerator[bytes]:
-        """Yield the events behind a number, as they come, until the last.
+        """Yield the events behind a number, as they come, until the last; pings in between.
 
         Args:
             records: Says whether more will come.
@@ -78,8 +80,12 @@ class Journal:
         """
         number = piece = 0
         waits_since = self._clock.now()
+        ping_at = waits_since + HEADERS_S
         while True:
             told = await self._next(piece)
+            if told is None and self._clock.now() >= ping_at:
+                yield PING
+                ping_at = self._clock.now() + PING_S
             if told is None:
                 if self._clock.now() < waits_since + _DOUBT_S:
                     await asyncio.sleep(_LOOK_S)
@@ -98,6 +104,7 @@ class Journal:
             waits_since = self._clock.now()
             if fresh:
                 yield b"".join(fresh)
+                ping_at = self._clock.now() + PING_S
             if _last_of(events):
                 return
 

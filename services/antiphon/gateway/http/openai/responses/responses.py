@@ -9,6 +9,7 @@ from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.openai.responses.bodies import ResponsesBody
 from antiphon.gateway.http.openai.responses.cancelling import Cancelling
 from antiphon.gateway.http.openai.responses.drafts import draft
+from antiphon.gateway.http.openai.responses.events import broken
 from antiphon.gateway.http.openai.responses.journal import Journal
 from antiphon.gateway.http.openai.responses.paging import QUERY, page_of
 from antiphon.gateway.http.openai.responses.reading import asked, check_include, said
@@ -153,7 +154,7 @@ class Responses:
         write = journal.write if heard.body.stream else _nothing
         voice = await self._answering.detach(request, [ask], begun, write)
         if heard.body.stream:
-            return await self._answering.relay(request, journal.read(self._records, -1))
+            return await self._answering.relay(request, journal.read(self._records, -1), broken)
         assert isinstance(voice, ResponseVoice), "as it was made"
         return json_reply(voice.response)
 
@@ -167,7 +168,7 @@ class Responses:
             raise Unsupported(text, param="stream")
         journal = self._journal(tenant_of(request), record.response.id)
         after = _number(request.query.get("starting_after"))
-        return await self._answering.relay(request, journal.read(self._records, after))
+        return await self._answering.relay(request, journal.read(self._records, after), broken)
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         record = await self._found(request)

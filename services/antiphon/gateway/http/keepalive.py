@@ -1,0 +1,80 @@
+"""When a streamed answer sends its headers, and a ping while it has nothing else to send."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from antiphon.gateway.chorus import Chorus
+    from antiphon.service.clock import Clock
+
+HEADERS_S = 0.5
+"""An error within this time after the leader has accepted a request still has its own status."""
+ACCEPT_S = 10.0
+"""Longest wait for the leader. After it the headers go out all the same, and errors follow them."""
+PING_S = 10.0
+"""Longest silence of a stream."""
+_LOOK_S = 0.25
+
+
+class Silence:
+    """How long a stream has sent nothing."""
+
+    def __init__(self, chorus: Chorus, clock: Clock) -> None:
+        self._chorus = chorus
+        self._clock = clock
+        self._began_at = clock.now()
+        self._sent_at: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether something is due: the headers, or a ping once they are sent."""
+        return self._clock.now() >= self._due_at()
+
+    def sent(self) -> None:
+        """Note that something went out."""
+        self._sent_at = self._clock.now()
+
+    def _due_at(self) -> float:
+        if self._sent_at is not None:
+            return self._sent_at + PING_S
+        accepted_at = self._began_at
+        for stream in self._chorus.streams:
+            if stream.accepted_at is None:
+                return self._began_at + ACCEPT_S
+            accepted_at = max(accepted_at, stream.accepted_at)
+        return min(accepted_at + HEADERS_S, self._began_at + ACCEPT_S)
+
+
+class Keepalive:
+    """Wakes the writers of silent streams. One task for all: most streams are never silent."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[Silence, Chorus] = {}
+
+    async def run(self) -> None:
+        """Look at every stream again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Wake the writers for which something is due."""
+        for silence, chorus in self._open.items():
+            if silence.over:
+                chorus.nudge()
+
+    @contextmanager
+    def watch(self, chorus: Chorus) -> Generator[Silence]:
+        """Watch a stream while inside."""
+        silence = Silence(chorus, self._clock)
+        self._open[silence] = chorus
+        try:
+            yield silence
+        finally:
+            del self._open[silence]
