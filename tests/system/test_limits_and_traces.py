@@ -37,7 +37,8 @@ def small(collector: Collector) -> Iterator[Stack]:
         "--batching-running-max": "1",
         "--gateway-body-bytes-max": str(BODY_BYTES_MAX),
     }
-    with serving(*(word for flag in flags.items() for word in flag)) as running:
+    words = (word for flag in flags.items() for word in flag)
+    with serving("--enable-trace", *words) as running:
         yield running
 
 

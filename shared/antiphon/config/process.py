@@ -67,15 +67,25 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+OtlpEndpoint = Annotated[
+    str,
+    Meta(pattern=r"^((grpcs?|https?)://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?(/\S*)?$"),
+]
+
+
 class TelemetryConfig(Config):
     """Logs and traces."""
 
     log_level: Annotated[LogLevel, Help("Lowest severity that is logged.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, Help("Form of a log line.")] = LogFormat.TEXT
+    traces: Annotated[bool, Help("Whether spans are sent to the OTLP collector.")] = False
     otlp_endpoint: Annotated[
-        Annotated[str, Meta(pattern="^(|https?://.+)$")],
-        Help("OTLP/HTTP collector for traces; empty exports none."),
-    ] = ""
+        OtlpEndpoint,
+        Help(
+            "OTLP collector of traces: gRPC as `host:4317` or `grpc(s)://host:port`, HTTP as "
+            "`http(s)://host:4318`."
+        ),
+    ] = "localhost:4317"
     trace_ratio: Annotated[
         Ratio, Help("Share of requests traced, of those that bring no trace of their own.")
     ] = 1.0

@@ -115,15 +115,6 @@ def _parser(flag: str, text: str, absent: frozenset[str]) -> Written:
     return Written(text)
 
 
-def _trace(_: str) -> Written:
-    """SGLang's switch has a default collector; ours is the OTLP/HTTP port of the same host."""
-    return Written(None, {"telemetry.otlp_endpoint": "http://localhost:4318"})
-
-
-def _http(text: str) -> Written:
-    return Written(text if "://" in text else f"http://{text}")
-
-
 def _whitespace(text: str) -> Written:
     """White space that a pattern allows: all of JSON's up to a bound, or JSON on one line.
 
@@ -156,7 +147,6 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "chunk": _chunk,
     "deterministic": _deterministic,
     "dtype": _dtype,
-    "http": _http,
     "impl": _impl,
     "lower": _lower,
     "off": _off,
@@ -165,7 +155,6 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "reasoning_parser": _reasoning_parser,
     "tool_parser": _tool_parser,
     "torchao": _torchao,
-    "trace": _trace,
     "whitespace": _whitespace,
 }
 """How an SGLang value is written here, by the word after the path."""

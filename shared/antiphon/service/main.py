@@ -180,7 +180,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 @contextmanager
 def _traces(role: str, arguments: ProcessArguments) -> Generator[None]:
     telemetry = arguments.settings.telemetry
-    if not telemetry.otlp_endpoint:
+    if not telemetry.traces:
         yield
         return
     from antiphon.telemetry import export  # noqa: PLC0415  # 0.1 s that most save

@@ -30,7 +30,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_s
 PORTS = ("gateway.port", "health.port", "encoder.port", "kv_storage.port")
 NARROW: dict[str, SearchStrategy[Value]] = {
     "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
-    "telemetry.otlp_endpoint": st.sampled_from(["", "http://collector:4318"]),
+    "telemetry.otlp_endpoint": st.sampled_from(["[::1]:4317", "http://collector:4318"]),
     "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
     "access.allowed_origins": st.sampled_from(["", "*", "https://a.example,http://[::1]:80"]),
     "model.completion_template": st.sampled_from(["", "qwen_coder", "gaps.json"]),

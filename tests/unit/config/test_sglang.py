@@ -184,10 +184,11 @@ def test_chunks_can_be_switched_off() -> None:
     assert serve("--chunked-prefill-size -1").settings.batching.chunk_tokens == -1
 
 
-def test_tracing_has_a_collector_as_soon_as_it_is_switched_on() -> None:
-    assert serve("--enable-trace").settings.telemetry.otlp_endpoint == "http://localhost:4318"
-    line = "--otlp-traces-endpoint far:4318 --enable-trace"
-    assert serve(line).settings.telemetry.otlp_endpoint == "http://far:4318"
+def test_tracing_is_switched_on_by_its_own_flag_only() -> None:
+    told = serve("--otlp-traces-endpoint far:4318").settings.telemetry
+    assert (told.traces, told.otlp_endpoint) == (False, "far:4318")
+    told = serve("--enable-trace").settings.telemetry
+    assert (told.traces, told.otlp_endpoint) == (True, "localhost:4317")
 
 
 def test_deterministic_inference_gives_a_seed_to_requests_that_name_none() -> None:

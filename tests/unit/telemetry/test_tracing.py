@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
 
+import grpc
 import pytest
 from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from antiphon.telemetry import export, tracing
+from antiphon.telemetry.export import Target
 from antiphon.telemetry.tracing import span
 
 if TYPE_CHECKING:
@@ -139,6 +150,65 @@ async def test_a_collector_gets_the_spans_over_http() -> None:
     assert [path for path, _ in got] == ["/v1/traces"]
     assert b"gateway.chat" in got[0][1]
     assert bytes.fromhex(TRACE) in got[0][1]
+
+
+class GrpcCollector(TraceServiceServicer):
+    """Takes spans over OTLP/gRPC on a free port."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._server = grpc.server(ThreadPoolExecutor(max_workers=1))
+        add_TraceServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+
+    def Export(  # noqa: N802
+        self, request: ExportTraceServiceRequest, context: object
+    ) -> ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.names += [span.name for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(grace=1.0).wait()
+
+
+@pytest.mark.parametrize("scheme", ["", "grpc://"])
+async def test_a_collector_gets_the_spans_over_grpc(scheme: str) -> None:
+    with GrpcCollector() as collector:
+        provider = export.start(
+            endpoint=f"{scheme}127.0.0.1:{collector.port}",
+            service="gateway",
+            instance="gateway-0",
+            ratio=1.0,
+        )
+        with span("gateway.chat"):
+            pass
+        await asyncio.to_thread(export.stop, provider)
+    assert collector.names == ["gateway.chat"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target"),
+    [
+        ("localhost:4317", Target(grpc=True, address="localhost:4317", insecure=True)),
+        ("collector", Target(grpc=True, address="collector:4317", insecure=True)),
+        ("[::1]:5000", Target(grpc=True, address="[::1]:5000", insecure=True)),
+        ("grpcs://a:443", Target(grpc=True, address="a:443", insecure=False)),
+        ("http://a:4317", Target(grpc=True, address="a:4317", insecure=True)),
+        ("https://a:4317/", Target(grpc=True, address="a:4317", insecure=False)),
+        ("a:4318", Target(grpc=False, address="http://a:4318/v1/traces")),
+        ("http://a:4318", Target(grpc=False, address="http://a:4318/v1/traces")),
+        ("http://a:4317/v1/traces", Target(grpc=False, address="http://a:4317/v1/traces")),
+        ("https://a/otlp/", Target(grpc=False, address="https://a/otlp/v1/traces")),
+    ],
+)
+def test_the_form_of_an_endpoint_names_its_transport(endpoint: str, target: Target) -> None:
+    assert Target.of(endpoint) == target
 
 
 def test_a_collector_that_is_away_does_not_hold_up_the_end() -> None:
