@@ -11,7 +11,7 @@ import msgspec
 from antiphon.gateway.ask import check
 from antiphon.gateway.details import DetailRoom
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
-from antiphon.gateway.sampling import answer_tokens, sampling_params
+from antiphon.gateway.sampling import Seeds, answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
 from antiphon.telemetry.context import working_on
@@ -61,6 +61,7 @@ class Entrance:
         self._tokenizers = tokenizers
         self._metrics = metrics
         self._access = access
+        self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._entering = 0
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
@@ -160,7 +161,10 @@ class Entrance:
     async def _held(self, ask: Ask, room: DetailRoom) -> Stream:
         """Hold a part of the tenant's limits: until the request's end, or until it fails here."""
         hold = self._access.begin(ask, self._model)
-        ask = msgspec.structs.replace(ask, priority=hold.tenant.priority(ask.priority))
+        # The seed is drawn before the first wait: in the order in which requests come.
+        sampling = ask.sampling if ask.pool is not None else self._seeds.fill(ask.sampling)
+        priority = hold.tenant.priority(ask.priority)
+        ask = msgspec.structs.replace(ask, priority=priority, sampling=sampling)
         try:
             return await self._enter(ask, new_request_id(), hold, room)
         except BaseException:
@@ -243,7 +247,6 @@ class Entrance:
             encoded.defaults,
             tokens_max=tokens_max,
             vocabulary_size=encoded.vocabulary_size,
-            seed=self._runtime.settings.model.random_seed,
         )
 
     def _contexts(self, encoded: EncodeReply) -> set[int]:

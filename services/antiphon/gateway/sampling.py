@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
-from typing import TYPE_CHECKING, TypeVar
+import random
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import msgspec
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
@@ -15,13 +17,49 @@ from antiphon.wire.tokenize import SamplingDefaults
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from antiphon.config.settings import Settings
     from antiphon.gateway.ask import Ask, Sampling
+    from antiphon.wire.ids import InstanceId
     from antiphon.wire.sampling import DetailParams
 
 T = TypeVar("T")
 
+SEED_BITS = 63
+
 _TOP_K_ALL = 2**30
 """SGLang's way to say: the whole vocabulary."""
+
+
+class Seeds:
+    """Seeds of the requests that name none.
+
+    With `model.random_seed` they are the sequence of one generator: requests that come in the same
+    order get the same seeds in every run, and no two requests share one. Deterministic inference
+    gives that very number to each, as SGLang does: there a result must not depend on what came
+    before.
+    """
+
+    def __init__(self, generator: random.Random, fixed: int | None = None) -> None:
+        self._generator = generator
+        self._fixed = fixed
+
+    @classmethod
+    def of(cls, settings: Settings, instance: InstanceId) -> Self:
+        """Read the settings. Two gateways with one `random_seed` draw two sequences."""
+        seed = settings.model.random_seed
+        if seed < 0:
+            return cls(random.SystemRandom())
+        generator = random.Random(f"{seed} {instance}")  # noqa: S311  # to be repeated
+        return cls(generator, seed if settings.model.deterministic else None)
+
+    def fill(self, sampling: Sampling) -> Sampling:
+        """Give a seed to a request that names none; greedy sampling needs none."""
+        if sampling.seed is not None or sampling.temperature == 0:
+            return sampling
+        seed = self._fixed
+        if seed is None:
+            seed = self._generator.getrandbits(SEED_BITS)
+        return msgspec.structs.replace(sampling, seed=seed)
 
 
 def answer_tokens(ask: Ask, *, prompt_tokens: int, contexts: Collection[int]) -> int:
@@ -67,9 +105,8 @@ def sampling_params(
     *,
     tokens_max: int,
     vocabulary_size: int,
-    seed: int,
 ) -> SamplingParams:
-    """Fill in what the client left open. `seed` below zero draws one.
+    """Fill in what the client left open, but for the seed: see `Seeds`.
 
     Raises:
         InvalidRequest: A token is not in the vocabulary, or a number is out of its range.
@@ -100,7 +137,7 @@ def sampling_params(
         logit_bias=_bias(said.logit_bias),
         processors=said.processors,
         grammar=said.grammar,
-        seed=_first(said.seed, seed if seed >= 0 else None, secrets.randbits(63)),
+        seed=said.seed or 0,
         stop_token_ids=said.stop_token_ids,
         ignore_eos=said.ignore_eos,
         details=_details(said.details),

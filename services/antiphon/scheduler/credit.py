@@ -93,6 +93,17 @@ class Account:
         """Count the answers that may still be bound to it."""
         return max(0, load.running_max + look_ahead - self.occupied)
 
+    def queued(self, load: WorkerLoad) -> int:
+        """Count the requests bound to it for which no slot is free: they wait at the worker.
+
+        Slots are counted in the order of binding, so this holds before the worker has reported.
+        """
+        slots, queued = load.running_max - len(self.strays), 0
+        for charge in self._live():
+            queued += slots <= 0
+            slots -= charge.choices
+        return queued
+
     def pages_available(self, load: WorkerLoad) -> int:
         """Pages that one more request may count on, by the time that it is there.
 

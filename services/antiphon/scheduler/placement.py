@@ -131,6 +131,14 @@ class Placement:
             if one.worker not in kept
         )
 
+    def queued(self, ledger: Ledger) -> int:
+        """Count the requests that are bound and wait at their workers for a slot."""
+        return sum(
+            ledger.account(peer.process).queued(peer.beat.worker)
+            for peer in self._peers.of(Role.WORKER)
+            if peer.beat.model == self._model and peer.beat.worker is not None
+        )
+
     def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> Place | None:
         """Choose among workers of which each takes the request."""
         if not candidates:

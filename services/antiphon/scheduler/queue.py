@@ -34,14 +34,13 @@ class Waiting:
 
 
 class Queue:
-    """By rank, of equals first come, first served; at most `places` may wait.
+    """By rank, of equals first come, first served.
 
     Whoever was overtaken for too long takes turns with those who outrank it: so low priorities get
     half of what a cluster can do at least, and high ones never wait for more than one of them.
     """
 
-    def __init__(self, places: int, overtake_s_max: float) -> None:
-        self._places = places
+    def __init__(self, overtake_s_max: float) -> None:
         self._waiting: dict[RequestId, Waiting] = {}
         self._order: list[Waiting] = []  # by place
         self._overtaken = Overtaken[Waiting](overtake_s_max, self._waits)
@@ -59,13 +58,8 @@ class Queue:
         """Who waits, for whoever asks of many: a call for each costs as much as the answer."""
         return self._waiting.keys()
 
-    @property
-    def full(self) -> bool:
-        """Whether one more must be refused."""
-        return len(self._waiting) >= self._places
-
     def put(self, request_id: RequestId, place: Place) -> None:
-        """Add at its place, even over the bound: it may have waited before, and was accepted."""
+        """Add at its place. The leader checks the bound before: a request may come back here."""
         waiting = self._waiting[request_id] = Waiting(request_id, place)
         insort(self._order, waiting, key=_place)
         self._overtaken.enter(_came(waiting), waiting)

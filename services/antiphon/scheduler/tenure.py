@@ -60,7 +60,7 @@ class Tenure:
         caches: Caches,
     ) -> None:
         self.term = term
-        self.queue = Queue(rules.queue_max, rules.precedence.max_overtake_s)
+        self.queue = Queue(rules.precedence.max_overtake_s)
         self.ledger = Ledger()
         self.tombstones = Tombstones()
         self.lost: dict[RequestId, Lost] = {}
@@ -71,8 +71,8 @@ class Tenure:
         self._peers = peers
         self._holdings = holdings
         self._caches = caches
-        placement = Placement(model, peers, rules, caches)
-        self._matching = Matching(self.queue, self.ledger, placement, clock)
+        self._placement = Placement(model, peers, rules, caches)
+        self._matching = Matching(self.queue, self.ledger, self._placement, clock)
         self._rate = DrainRate()
         self._outbox = Outbox(term, clock, rules)
         self._numbers = itertools.count(1)
@@ -280,11 +280,19 @@ class Tenure:
         size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
         if size_bytes > bytes_max:
             raise RequestTooLarge.of(size_bytes=size_bytes, bytes_max=bytes_max)
-        if self.queue.full:
+        waiting = self._waiting()
+        if waiting >= self._rules.queue_max:
             raise Overloaded(
-                f"the queue is full ({len(self.queue)} requests wait)",
-                retry_after_s=self._rate.retry_after_s(len(self.queue), self._clock.now()),
+                f"the queue is full: {waiting} requests wait, at most "
+                f"{self._rules.queue_max} may (scheduler.queue_max)",
+                retry_after_s=self._rate.retry_after_s(waiting, self._clock.now()),
             )
+
+    def _waiting(self) -> int:
+        """Count the requests that no worker runs: in the queue, and bound ahead of a free slot."""
+        if len(self.ledger) < self._rules.queue_max:
+            return len(self.queue)  # not even all requests together would fill it
+        return len(self.queue) + self._placement.queued(self.ledger)
 
     def _bind(self, entry: Entry, submit: SubmitRequest, place: Place) -> None:
         now = self._clock.now()

@@ -126,7 +126,13 @@ class ModelConfig(Config):
         Annotated[str, Meta(min_length=1, max_length=256)],
         Help("What the weights are called; an update of them comes with another name."),
     ] = "default"
-    random_seed: Annotated[Seed, Help("Seed of requests that name none; -1 draws one each.")] = -1
+    random_seed: Annotated[
+        Seed,
+        Help(
+            "Seed of the generator that draws the seeds of requests that name none; with "
+            "deterministic inference it is the seed of each of them. -1 draws from the system."
+        ),
+    ] = -1
 
     def __post_init__(self) -> None:
         check_name(self.completion_template)

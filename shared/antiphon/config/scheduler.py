@@ -15,7 +15,13 @@ Weight = Annotated[float, Meta(ge=0)]
 class SchedulerConfig(Config):
     """How many requests wait, and when a worker counts as gone."""
 
-    queue_max: Annotated[Requests, Help("Most waiting requests; one more is a 503.")] = 1024
+    queue_max: Annotated[
+        Requests,
+        Help(
+            "Maximum number of waiting requests, those bound ahead to a worker included; one more "
+            "is a 503."
+        ),
+    ] = 1024
     look_ahead: Annotated[
         Requests, Help("Requests bound to a worker beyond what it runs, so that it never idles.")
     ] = 2

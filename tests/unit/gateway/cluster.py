@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
+    from antiphon.config.model import ModelConfig
     from antiphon.config.responses import ResponsesConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
@@ -381,6 +382,7 @@ def settings(
     access: AccessConfig | None = None,
     responses: ResponsesConfig | None = None,
     sessions: SessionsConfig | None = None,
+    model: ModelConfig | None = None,
     **gateway: object,
 ) -> Settings:
     """`QUICK` for the toy model, on any port."""
@@ -390,6 +392,7 @@ def settings(
         cluster=ClusterConfig(name="test", model=MODEL),
         access=access or AccessConfig(),
         responses=responses or QUICK.responses,
+        model=model or QUICK.model,
         # A memory bus keeps nothing.
         sessions=sessions or SessionsConfig(store=False),
         gateway=msgspec.structs.replace(
@@ -413,6 +416,7 @@ async def house(
     access: AccessConfig | None = None,
     responses: ResponsesConfig | None = None,
     sessions: SessionsConfig | None = None,
+    model: ModelConfig | None = None,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
@@ -423,6 +427,7 @@ async def house(
         access=access,
         responses=responses,
         sessions=sessions,
+        model=model,
         **gateway,
     )
     service = GatewayService(chosen)

@@ -16,6 +16,7 @@ from antiphon.wire.errors import (
     WorkerLost,
 )
 from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
 
@@ -84,12 +85,47 @@ def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
 def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     stage = Stage(Rules(queue_max=2, look_ahead=1))
     stage.usual()
-    for number in range(5):
+    for number in range(4):
         stage.submit(f"r{number}")
-    with pytest.raises(Overloaded) as refused:
-        stage.leader.submit(stage.request("r5"))
+    with pytest.raises(Overloaded, match="2 requests wait, at most 2 may") as refused:
+        stage.leader.submit(stage.request("r4"))
     assert refused.value.retry_after_s is not None
     assert refused.value.retry_after_s >= 1.0
+
+
+@pytest.mark.parametrize("look_ahead", [1, 2, 5])
+@pytest.mark.parametrize("queue_max", [1, 2, 4])
+def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queue_max: int) -> None:
+    stage = Stage(Rules(queue_max=queue_max, look_ahead=look_ahead))
+    gateway, worker, _ = stage.usual()
+    worker.load = msgspec.structs.replace(worker.load, running_max=1)
+    worker.beat()
+    accepted = accepted_of(stage, 10)
+    assert accepted == 1 + queue_max
+    # A slot that gets free is one more place at once, without a report of the worker.
+    gateway.closes(stage.admits()[0].request_id)
+    assert accepted_of(stage, 10, "later") == 1
+
+
+def test_queue_bound_counts_no_request_that_has_a_slot() -> None:
+    stage = Stage(Rules(queue_max=1))
+    stage.usual()
+    other = stage.enter(Role.WORKER, "worker-1")
+    assert other.load.running_max == 2
+    stage.pass_s(0.6)
+    assert accepted_of(stage, 10) == 2 + 2 + 1
+
+
+def accepted_of(stage: Stage, count: int, name: str = "r") -> int:
+    accepted = 0
+    for number in range(count):
+        try:
+            stage.submit(f"{name}-{number}")
+            accepted += 1
+        except Overloaded:
+            gateway = next(actor for actor in stage.actors if actor.role is Role.GATEWAY)
+            del gateway.open[RequestId(f"{name}-{number}")]
+    return accepted
 
 
 def test_the_same_request_again_is_a_retry_and_anything_else_of_its_id_a_clash() -> None:

@@ -9,7 +9,7 @@ HIGH, LOW = -5, 0
 
 def queue_of(*waiting: tuple[RequestId, int], overtake_s_max: float = 10.0) -> Queue:
     """These have come one second after the other, with these ranks."""
-    queue = Queue(3, overtake_s_max)
+    queue = Queue(overtake_s_max)
     for second, (request_id, rank) in enumerate(waiting):
         queue.put(request_id, (rank, float(second), second))
     return queue
@@ -30,9 +30,8 @@ def test_who_outranks_others_goes_before_them() -> None:
     assert [queue.position(request_id) for request_id in (A, B, C)] == [1, 2, 0]
 
 
-def test_one_over_the_bound_is_full_but_what_was_accepted_goes_back_to_its_place() -> None:
+def test_request_that_comes_back_takes_its_old_place() -> None:
     queue = queue_of((A, LOW), (B, LOW), (C, LOW))
-    assert queue.full
     queue.start(A, 3.0)
     queue.put(D, (LOW, 3.0, 3))
     queue.put(A, (LOW, 0.0, 0))
