@@ -62,8 +62,12 @@ def _whole(settings: Settings, card: ModelCard) -> Decided[bool]:
 
 def _step(settings: Settings, context_tokens: int, *, whole: bool) -> Decided[int]:
     batching = settings.batching
-    if whole and context_tokens > batching.tokens_max:
-        return Decided(context_tokens, "the longest prompt, for none is cut")
+    # A prompt that is never cut takes a pass whatever it is bounded by; where the operator allows
+    # more prompt tokens than that, several may share the pass.
+    prompts = max(context_tokens, batching.fill_tokens or 0)
+    if whole and prompts > batching.tokens_max:
+        longest = "the longest prompt, for none is cut"
+        return Decided(prompts, longest if prompts == context_tokens else "batching.fill_tokens")
     return Decided(batching.tokens_max, "batching.tokens_max")
 
 

@@ -55,7 +55,10 @@ class BatchingConfig(Config):
     ] = None
     fill_tokens: Annotated[
         Tokens | None,
-        Help("Prompt tokens after which no further prompt joins a pass; unset: by device."),
+        Help(
+            "Maximum number of new prompt tokens in one pass, decodes not counted; a chunk of the "
+            "first prompt may be longer. Unset: by device."
+        ),
     ] = None
     prefill_max: Annotated[
         Requests | None, Help("Most prompts in one pass; unset: as many as fit.")

@@ -151,6 +151,12 @@ def test_prompts_that_are_never_cut_have_steps_for_the_longest() -> None:
     assert plan.activation_bytes.reason == "512 tokens in a step"
 
 
+def test_prompt_tokens_of_a_pass_make_room_for_several_uncut_prompts() -> None:
+    plan = decide(batching__chunk_tokens="-1", batching__fill_tokens="4000")
+    assert (plan.step_tokens.value, plan.step_tokens.reason) == (4000, "batching.fill_tokens")
+    assert plan.chunk_tokens.value == 512
+
+
 def test_everybody_who_runs_fits_in_a_step() -> None:
     plan = decide(batching__running_max="100", batching__tokens_max="10")
     assert plan.running_max.value == plan.chunk_tokens.value == plan.fill_tokens.value == 10

@@ -147,9 +147,14 @@ def test_a_command_line_of_sglang_is_taken_as_it_is() -> None:
 def test_a_large_chunk_raises_the_step_unless_somebody_set_the_step() -> None:
     assert serve("--chunked-prefill-size 8192").settings.batching.tokens_max == 8192
     both = serve("--chunked-prefill-size 4096 --max-prefill-tokens 16384").settings.batching
-    assert (both.chunk_tokens, both.tokens_max) == (4096, 16384)
+    assert (both.chunk_tokens, both.tokens_max, both.fill_tokens) == (4096, 4096, 16384)
     with pytest.raises(ConfigError, match="chunk_tokens exceeds tokens_max"):
         serve("--chunked-prefill-size 4096 --batching-tokens-max 1024")
+
+
+def test_max_prefill_tokens_may_be_less_than_a_chunk() -> None:
+    batching = serve("--chunked-prefill-size 512 --max-prefill-tokens 64").settings.batching
+    assert (batching.chunk_tokens, batching.fill_tokens) == (512, 64)
 
 
 def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:

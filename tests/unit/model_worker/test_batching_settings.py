@@ -69,6 +69,36 @@ def test_flags_say_what_a_step_takes() -> None:
     assert (limits.running_max, limits.queue_timeout_s, limits.running_timeout_s) == (7, 5.0, 60.0)
 
 
+def test_max_prefill_tokens_leaves_the_number_of_running_requests_alone() -> None:
+    limits = opened("--max-prefill-tokens 16 --max-running-requests 32").limits
+    assert (limits.fill_tokens, limits.running_max) == (16, 32)
+
+
+def test_max_prefill_tokens_counts_new_prompt_tokens_and_no_decodes() -> None:
+    given = opened("--max-prefill-tokens 8 --chunked-prefill-size 12").limits
+    steps = Steps(
+        pages=2000,
+        running_max=40,
+        fill_tokens=given.fill_tokens,
+        chunk_tokens=given.chunk_tokens,
+        step_tokens_max=given.step_tokens_max,
+        context_tokens=64,
+    )
+    for key in range(20):
+        steps.add(key, 4, max_new_tokens=50, ignore_eos=True)
+    assert [steps.go()[2 * turn :] for turn in range(10)] == [
+        [(2 * turn, 4), (2 * turn + 1, 4)] for turn in range(10)
+    ]
+    # Twenty decodes take nothing from the prompts, and the first chunk may be longer than that.
+    steps.add(30, 20)
+    steps.add(31, 4)
+    steps.add(32, 4)
+    steps.add(33, 4)
+    assert steps.go()[20:] == [(30, 12)]
+    assert steps.go()[20:] == [(30, 8)]
+    assert steps.go()[21:] == [(31, 4), (32, 4)]
+
+
 def test_in_a_full_queue_who_outranks_the_last_takes_its_place() -> None:
     steps = Steps(running_max=1, queue_max=1, rules=Rules(priority=True))
     steps.add(1, priority=1)
