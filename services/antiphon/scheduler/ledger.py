@@ -52,6 +52,7 @@ class Entry:
         number: In the order in which they were added.
         losses: Attempts of it that have failed.
         returned_by: Workers that gave it back.
+        standing: By the schedule policy, once it has waited.
     """
 
     request_id: RequestId
@@ -68,6 +69,7 @@ class Entry:
     number: int = 0
     losses: int = 0
     returned_by: set[Process] = field(default_factory=set["Process"])
+    standing: float | None = None
 
     @classmethod
     def of(cls, submit: SubmitRequest, now: float) -> Entry:

@@ -7,14 +7,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from antiphon.scheduler.policy import CACHE_WAITING_MAX
 from antiphon.service.precedence import Overtaken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, KeysView
 
+    from antiphon.scheduler.policy import QueuePolicy
     from antiphon.wire.ids import RequestId
 
-Place = tuple[int, float, int]
+Place = tuple[int, float, float, int]
 
 WINDOW = 64
 RETRY_AFTER_MIN_S = 1.0
@@ -26,21 +28,25 @@ class Waiting:
     """One who waits.
 
     Attributes:
-        place: Rank by priority, when it came, and its number among those who came then.
+        place: Rank by priority, standing by the policy, when it came, and its number among those
+            that came then.
+        digests: Of its prompt's blocks.
     """
 
     request_id: RequestId
     place: Place
+    digests: bytes = b""
 
 
 class Queue:
-    """By rank, of equals first come, first served.
+    """By rank, of equals by the policy, and then first come, first served.
 
     Whoever was overtaken for too long takes turns with those who outrank it: so low priorities get
     half of what a cluster can do at least, and high ones never wait for more than one of them.
     """
 
-    def __init__(self, overtake_s_max: float) -> None:
+    def __init__(self, overtake_s_max: float, policy: QueuePolicy | None = None) -> None:
+        self._policy = policy
         self._waiting: dict[RequestId, Waiting] = {}
         self._order: list[Waiting] = []  # by place
         self._overtaken = Overtaken[Waiting](overtake_s_max, self._waits)
@@ -58,9 +64,9 @@ class Queue:
         """Who waits, for whoever asks of many: a call for each costs as much as the answer."""
         return self._waiting.keys()
 
-    def put(self, request_id: RequestId, place: Place) -> None:
+    def put(self, request_id: RequestId, place: Place, digests: bytes = b"") -> None:
         """Add at its place. The leader checks the bound before: a request may come back here."""
-        waiting = self._waiting[request_id] = Waiting(request_id, place)
+        waiting = self._waiting[request_id] = Waiting(request_id, place, digests)
         insort(self._order, waiting, key=_place)
         self._overtaken.enter(_came(waiting), waiting)
 
@@ -70,7 +76,7 @@ class Queue:
         first = next(iter(self._overdue), None) if self._overdue_next else None
         if first is not None:
             yield first
-        yield from (one.request_id for one in self._order if one.request_id != first)
+        yield from (one.request_id for one in self._ordered(now) if one.request_id != first)
 
     def highest(self) -> RequestId | None:
         """Who is first by its place, whoever has the turn."""
@@ -95,6 +101,18 @@ class Queue:
         waiting = self._waiting.get(request_id)
         return 0 if waiting is None else bisect_left(self._order, waiting.place, key=_place)
 
+    def _ordered(self, now: float) -> list[Waiting]:
+        """The requests by their places; within a rank by the cache, if the policy says so."""
+        policy = self._policy
+        if policy is None or not policy.by_cache or len(self._order) > CACHE_WAITING_MAX:
+            return self._order
+        numbers = policy.order(((one.request_id, one.digests) for one in self._order), now)
+        # Those that came since the caches were looked at go last, in order of arrival.
+        last = len(numbers)
+        return sorted(
+            self._order, key=lambda one: (one.place[0], numbers.get(one.request_id, last))
+        )
+
     def _waits(self, waiting: Waiting) -> bool:
         return self._waiting.get(waiting.request_id) is waiting
 
@@ -104,7 +122,7 @@ def _place(waiting: Waiting) -> Place:
 
 
 def _came(waiting: Waiting) -> float:
-    return waiting.place[1]
+    return waiting.place[2]
 
 
 class DrainRate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from antiphon.config.worker import Policy
 from antiphon.service.precedence import Precedence
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Rules:
     queue_max: int = 1024
     queue_timeout_s: float | None = None
     precedence: Precedence = field(default_factory=Precedence)
+    policy: Policy = Policy.FCFS
     look_ahead: int = 2
     waiting_max: int = 256
     tombstone_s: float = 10.0
@@ -51,6 +53,7 @@ class Rules:
             queue_max=settings.scheduler.queue_max,
             queue_timeout_s=settings.queue.timeout_s,
             precedence=Precedence.of(settings.queue),
+            policy=settings.queue.policy,
             look_ahead=settings.scheduler.look_ahead,
             waiting_max=settings.queue.waiting_max,
             tombstone_s=settings.scheduler.tombstone_s,

@@ -15,6 +15,7 @@ from antiphon.scheduler.ledger import Binding, Entry, Ledger
 from antiphon.scheduler.matching import Matching
 from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes, admit_of
 from antiphon.scheduler.placement import Place, Placement
+from antiphon.scheduler.policy import QueuePolicy
 from antiphon.scheduler.queue import DrainRate, Queue
 from antiphon.scheduler.rules import GRACE_BEATS, LOSSES_MAX, Rules
 from antiphon.scheduler.tombstones import Tombstones
@@ -60,7 +61,8 @@ class Tenure:
         caches: Caches,
     ) -> None:
         self.term = term
-        self.queue = Queue(rules.precedence.max_overtake_s)
+        self._policy = QueuePolicy(rules.policy, caches.overlaps)
+        self.queue = Queue(rules.precedence.max_overtake_s, self._policy)
         self.ledger = Ledger()
         self.tombstones = Tombstones()
         self.lost: dict[RequestId, Lost] = {}
@@ -273,7 +275,10 @@ class Tenure:
     def _queue(self, entry: Entry) -> None:
         assert entry.submit is not None
         rank = self._rules.precedence.rank(entry.submit.priority)
-        self.queue.put(entry.request_id, (rank, entry.came_at, entry.number))
+        if entry.standing is None:
+            entry.standing = self._policy.standing(entry.submit)
+        place = (rank, entry.standing, entry.came_at, entry.number)
+        self.queue.put(entry.request_id, place, entry.submit.block_digests)
 
     def _refuse_excess(self, request: SubmitRequest) -> None:
         bytes_max = self._rules.payload_bytes_max

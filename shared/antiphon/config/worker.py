@@ -30,7 +30,7 @@ class Policy(StrEnum):
     LOF = "lof"
     """The longest answer asked for first."""
     RANDOM = "random"
-    """Drawn by lot, when a request arrives."""
+    """In random order, drawn when a request arrives."""
     PRIORITY = "priority"
     """By priority, then first come, first served; as `priority` does for the others."""
 
@@ -103,9 +103,9 @@ class QueueConfig(Config):
     policy: Annotated[
         Policy,
         Help(
-            "Order in which a worker admits those of one rank. All but `fcfs` and `priority` act "
-            "only there, on the few that are bound and not begun: the scheduler's queue goes by "
-            "priority, then arrival."
+            "Order of waiting requests of one priority, in the scheduler's queue and at a worker. "
+            "The scheduler's `lpm` and `dfs-weight` go by the blocks of 64 tokens that it knows "
+            "the workers to hold; with over 128 waiting requests these two are `fcfs`."
         ),
     ] = Policy.FCFS
     waiting_max: Annotated[
@@ -123,7 +123,7 @@ class QueueConfig(Config):
         Seconds,
         Help(
             "How long later requests may go first, all its waits together; then it is next at "
-            "its worker, and in the scheduler's queue takes turns with those who outrank it."
+            "its worker, and in the scheduler's queue takes turns with those that are ahead of it."
         ),
     ] = 10.0
     priority: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from tests.unit.gateway.cluster import house
 from tests.unit.gateway.test_http import post
@@ -10,6 +12,9 @@ from antiphon.config.model import ModelConfig
 from antiphon.gateway.ask import Ask
 from antiphon.gateway.sampling import answer_tokens
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CONTEXTS = {100, 400}
 
@@ -41,17 +46,17 @@ def test_a_prompt_that_the_largest_worker_does_not_hold_is_too_long() -> None:
     assert answer_tokens(ask(0), prompt_tokens=400, contexts=CONTEXTS) == 0
 
 
-async def seeds(model: ModelConfig, *bodies: dict[str, object]) -> list[int]:
+async def seeds(model: ModelConfig, *bodies: Mapping[str, object]) -> list[int]:
     """Start a gateway, and send it these requests one after the other."""
     async with house(model=model) as at:
         for body in bodies:
-            status, answer, _ = await post(at, "/v1/completions", {"prompt": "once"} | body)
+            status, answer, _ = await post(at, "/v1/completions", {"prompt": "once", **body})
             assert status == 200, answer
         return [submit.sampling.seed for submit in at.cluster.submits]
 
 
 async def test_random_seed_seeds_the_generator_and_not_every_request() -> None:
-    hot: list[dict[str, object]] = [{"temperature": 1.5}] * 4
+    hot = [{"temperature": 1.5}] * 4
     first = await seeds(ModelConfig(random_seed=7), *hot)
     assert len(set(first)) == 4
     assert await seeds(ModelConfig(random_seed=7), *hot) == first
@@ -67,6 +72,6 @@ async def test_random_seed_draws_nothing_for_a_seeded_or_greedy_request() -> Non
 
 
 async def test_deterministic_inference_gives_one_seed_to_all() -> None:
-    hot: list[dict[str, object]] = [{"temperature": 1.5}] * 3
+    hot = [{"temperature": 1.5}] * 3
     model = ModelConfig(random_seed=42, deterministic=True)
     assert await seeds(model, *hot) == [42, 42, 42]

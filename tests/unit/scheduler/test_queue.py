@@ -11,7 +11,7 @@ def queue_of(*waiting: tuple[RequestId, int], overtake_s_max: float = 10.0) -> Q
     """These have come one second after the other, with these ranks."""
     queue = Queue(overtake_s_max)
     for second, (request_id, rank) in enumerate(waiting):
-        queue.put(request_id, (rank, float(second), second))
+        queue.put(request_id, (rank, 0.0, float(second), second))
     return queue
 
 
@@ -33,8 +33,8 @@ def test_who_outranks_others_goes_before_them() -> None:
 def test_request_that_comes_back_takes_its_old_place() -> None:
     queue = queue_of((A, LOW), (B, LOW), (C, LOW))
     queue.start(A, 3.0)
-    queue.put(D, (LOW, 3.0, 3))
-    queue.put(A, (LOW, 0.0, 0))
+    queue.put(D, (LOW, 0.0, 3.0, 3))
+    queue.put(A, (LOW, 0.0, 0.0, 0))
     assert list(queue.line(4.0)) == [A, B, C, D]
 
 
@@ -54,7 +54,7 @@ def test_who_left_and_came_again_was_not_overtaken_meanwhile() -> None:
     queue = queue_of((A, LOW), (B, HIGH), (C, HIGH), overtake_s_max=5.0)
     queue.start(B, 10.0)
     queue.remove(A)
-    queue.put(A, (LOW, 0.0, 0))
+    queue.put(A, (LOW, 0.0, 0.0, 0))
     assert next(queue.line(16.0)) == C
     queue.start(C, 16.0)
     assert list(queue.line(22.0)) == [A]
