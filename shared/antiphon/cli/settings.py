@@ -1,15 +1,18 @@
-"""`antiphon config`: the settings in force, and the source of each."""
+"""`antiphon config`: the settings in force, and the source of each; SGLang's arguments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from antiphon.cli.arguments import load_arguments
 from antiphon.config.fields import Field, fields, value_at
+from antiphon.config.flags import Parser
+from antiphon.config.sglang import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,18 +24,46 @@ PIPE_COLUMNS = 200
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a line a setting."""
-    summary = "Print the settings that `antiphon serve` would run with, given the same arguments."
+    """Print a line a setting, or a line an argument of SGLang's."""
+    if argv and argv[0] == "arguments":
+        return _arguments(argv[1:])
+    summary = (
+        "Print the settings that `antiphon serve` would run with, given the same arguments. "
+        "`antiphon config arguments` lists SGLang's arguments instead."
+    )
     loaded = load_arguments("antiphon config", summary, argv)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("setting", "value", "source"):
-        table.add_column(name, overflow="fold")
+    table = _table("setting", "value", "source")
     for field in fields().values():
         style = "" if field.path in loaded.given else "dim"
         table.add_row(field.path, Text(_shown(loaded, field)), _source(loaded, field), style=style)
+    _print(table)
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> int:
+    """Print SGLang's arguments with their status, as a table or as JSON."""
+    parser = Parser("antiphon config arguments", "List SGLang's arguments with their status.")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    if parser.parse(argv).plain.get("json"):
+        print(msgspec.json.format(msgspec.json.encode(arguments())).decode())
+        return 0
+    table = _table("argument", "status", "reason")
+    for argument in arguments():
+        table.add_row(argument.flags[0], argument.status, Text(argument.reason))
+    _print(table)
+    return 0
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
     console = Console()
     console.print(table, width=None if console.is_terminal else PIPE_COLUMNS)
-    return 0
 
 
 def _shown(loaded: Loaded, field: Field) -> str:

@@ -10,7 +10,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.flags import IMPLIED, Parser, Text, add_settings
 from antiphon.config.sglang import Row, rows
-from antiphon.config.spellings import SPELLINGS
+from antiphon.config.spellings import SPELLINGS, Written
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +39,7 @@ def serve_parser(prog: str, description: str) -> Parser:
         _add(parser, row, row.flags)
     for row in rows():
         # `--model-path` is ours as well, and the same.
+        parser.refused.update(dict.fromkeys(row.flags, row.refused_values))
         flags = [flag for flag in row.flags if flag not in parser.flags()]
         if flags:
             _add(parser, row, flags)
@@ -59,21 +60,35 @@ class _Translate(argparse.Action):
     ) -> None:
         flag = option_string or self.row.flags[0]
         text = values if isinstance(values, str) else " ".join(values or ())
-        if self.row.path is None:
-            self._judge(flag, text)
-            return
-        written = SPELLINGS[self.row.detail](text)
-        for path, value in written.implied.items():
+        given = translate(self.row, flag, text)
+        for path, value in given.implied.items():
             setattr(namespace, f"{IMPLIED}{path}", Text(value, flag))
-        if written.text is not None:
-            setattr(namespace, self.row.path, Text(written.text, flag))
+        if self.row.path is not None and given.text is not None:
+            setattr(namespace, self.row.path, Text(given.text, flag))
 
-    def _judge(self, flag: str, text: str) -> None:
-        accepted = any(_same(text, neutral) for neutral in self.row.neutral)
-        if self.row.verdict == "refused" and not accepted:
-            # The value is of interest only where another would pass; some, like keys, are secret.
-            typed = f"{flag} {text}" if self.row.neutral else flag
-            raise ConfigError(f"{typed}: refused: {self.row.reason}")
+
+def translate(row: Row, flag: str, text: str) -> Written:
+    """Write the value of an SGLang argument as ours.
+
+    Args:
+        row: The argument.
+        flag: How it was spelled, for messages.
+        text: Its value; empty for a switch.
+
+    Raises:
+        ConfigError: The argument or this value of it is refused; says why.
+    """
+    if row.path is not None:
+        reason = row.refused_values.get(text)
+        if reason is not None:
+            raise ConfigError(f"{flag} {text}: refused: {reason}")
+        return SPELLINGS[row.detail](text)
+    accepted = any(_same(text, neutral) for neutral in row.neutral)
+    if row.verdict == "refused" and not accepted:
+        # The value is of interest only where another would pass; some, like keys, are secret.
+        typed = f"{flag} {text}" if row.neutral else flag
+        raise ConfigError(f"{typed}: refused: {row.reason}")
+    return Written(None)
 
 
 def _add(parser: Parser, row: Row, flags: Sequence[str]) -> None:

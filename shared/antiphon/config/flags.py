@@ -62,6 +62,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog, "%(prog)s [ARGUMENT ...]", description, argument_default=argparse.SUPPRESS
         )
+        self.refused: dict[str, Mapping[str, str]] = {}
+        """By flag of ours: values of SGLang's that are refused, each with its reason."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`, so that each mistake is told in one line, in one place."""
@@ -98,6 +100,9 @@ class Store(argparse.Action):
         if self.nargs == 0:
             values = "false" if flag.startswith("--no-") else "true"
         assert isinstance(values, str)
+        assert isinstance(parser, Parser)
+        if (reason := parser.refused.get(flag, {}).get(values)) is not None:
+            raise ConfigError(f"{flag} {values}: refused: {reason}")
         setattr(namespace, self.dest, Text(values, flag))
 
 

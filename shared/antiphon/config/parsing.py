@@ -83,16 +83,3 @@ class ReasoningParser(StrEnum):
     QWEN3_THINKING = "qwen3-thinking"
     STEP3 = "step3"
     STEP3P5 = "step3p5"
-
-
-ABSENT_TOOL_PARSERS = frozenset(
-    {
-        "beam", "gemma4", "gigachat3", "gigachat35", "inkling", "k2_horizon",
-        "minimax-m3", "muse", "response_template",
-    }
-)  # fmt: skip
-"""Those of SGLang's that are not built."""
-
-ABSENT_REASONING_PARSERS = frozenset(
-    {"beam", "gemma4", "inkling", "k2_horizon", "muse", "response_template"}
-)

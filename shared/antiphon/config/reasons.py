@@ -1,4 +1,8 @@
-"""Why an SGLang flag is refused, or why it holds already: one sentence a concern."""
+"""Why an SGLang argument is refused, or why it holds already: sentences, one entry a concern.
+
+The entry of a refused argument follows a sentence that says what the argument would do (the last
+column of `sglang_flags.tsv`), so the two together are about that argument alone.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +11,148 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-REASONS: Mapping[str, str] = {
-    # Settled: true whether it is typed or not.
-    "absent": "nothing to turn off: what it disables is not built",
-    "config_file": "a YAML file of our groups, written as on this page",
-    "idle": "an idle worker always sleeps",
-    "metrics": "every process always serves /metrics",
-    "nan": "a request whose numbers are not finite always ends with an error",
-    "no_effect": "it has no effect in SGLang either",
-    "no_warmup": "no request is sent for warming up",
-    "remote_code": "code in a model folder is never run; what would need it is refused by name",
-    "tokenizer_batches": "the tokenizer always encodes what waits in one batch",
-    # Refused.
-    "backends": "the worker takes the best kernel that the processor runs, and prints which at its "
-    "start",
-    "decode_steps": "the worker decides after each step what the next one runs",
-    "delete": "a model folder is never changed",
-    "diffusion": "diffusion language models are not built yet",
-    "disaggregation": "prefill and decode run in one worker; their split is not built yet",
-    "dumps": "dumps of tensors are not built yet",
-    "dynamic_chunks": "the length of a chunk is set by --batching-chunk-tokens, not predicted",
-    "encode_disaggregation": "start python -m antiphon.encoder by itself instead",
-    "encryption": "encrypted checkpoints are not supported",
-    "files": "the files API is not built yet",
-    "fp32_head": "a separate number format for the output head is not built yet",
-    "gpu": "the worker runs on the CPU; GPU execution is not built yet",
-    "grpc": "the doors are HTTP and NATS; there is no gRPC",
-    "hicache": "the worker's use of KV storage is not built yet",
-    "hooks": "code is never loaded by a setting",
-    "http_log": "there is one log level for everything, --log-level",
-    "kv_events": "what the cache holds is told on NATS, events.kv.<model>.<worker>, not over ZMQ",
-    "loader_options": "tensors are always read by several threads; there is nothing more to set",
-    "loaders": "weights are read from files, by no other program",
-    "lora": "LoRA adapters are not built yet",
-    "metric_buckets": "histogram buckets are fixed",
-    "metric_labels": "metric labels are fixed",
-    "metrics_file": "metrics are served over HTTP, not written to files",
-    "moe": "the experts of a model are computed by one worker; spreading or offloading them is not "
-    "built",
-    "multimodal": "multimodal models are not built yet",
-    "nodes": "ranks on several machines are not built yet",
-    "numa": "binding to NUMA nodes is not built yet; use numactl",
-    "offload": "offloading of weights is not built yet",
-    "on_policy": "nothing imitates the arithmetic of a trainer",
-    "parallel": "a model on several devices is not built yet",
-    "pipeline": "pipeline parallelism is not built yet",
-    "prefill_policy": "no prompt is held back: it starts as soon as it fits",
-    "quantization": "weights are quantized by other tools, or at loading by --quantization fp8, "
-    "--torchao-config and --model-linear int8",
-    "recv_interval": "commands reach the worker before every step",
-    "remote_sampling": "code that comes with a request is never run",
-    "replicas": "serve starts one process of each service; start more with python -m",
-    "request_log": "one line a request is always logged; what it says never is",
-    "root_path": "the API is served at /; use a proxy for a prefix",
-    "sampling_defaults": "defaults come from the model's generation_config.json",
-    "scoring": "each item is scored by itself: /v1/score takes a list of them",
-    "slow_tokenizer": "a tokenizer is a tokenizer.json",
-    "sparse": "sparse attention is not built yet",
-    "speculative": "speculative decoding is not built yet",
-    "state_dtype": "recurrent states are kept in float32",
-    "states": "there is one way here to keep and to compute recurrent states",
-    "step_log": "steps are counted by metrics, not logged",
-    "template_name": "a tokenizer has one template here; give another by --chat-template",
-    "tensor": "tensor parallelism is not built yet",
-    "time_log": "times are metrics and spans, not log lines",
-    "token_ids": "serving without a tokenizer is not built yet",
-    "tokenizer_wait": "the tokenizer never waits for a batch to fill",
-    "tools": "tools run where the client is; the server calls none",
-    "truncate": "a prompt that is too long is refused, never cut",
-    "warmup": "no request is sent for warming up",
-    "weight_updates": "weights cannot be changed while serving",
-    "window": "layers with a window give back what is behind it; there is no share of the cache to "
-    "set",
+HOLDS: Mapping[str, str] = {
+    "absent": "Holds with the flag and without it: what it turns off does not exist here.",
+    "config_file": "Reads a YAML file: SGLang's flat keys, or the groups of this page.",
+    "idle": "Holds with the flag and without it: an idle worker sleeps until a command arrives.",
+    "metrics": "Holds with the flag and without it: every process serves /metrics.",
+    "nan": "Holds with the flag and without it: a request whose numbers are not finite ends with "
+    "an error.",
+    "no_effect": "It has no effect in SGLang either.",
+    "no_overlap": "Holds with the flag and without it: on a CPU the next step is planned after the "
+    "last one has ended.",
+    "no_warmup": "Holds with the flag and without it: the server is ready without a warm-up "
+    "request; --warmups asks for some.",
+    "remote_code": "Python code in a model folder is never run; a model that needs it is refused "
+    "by name at start.",
+    "response_store": "Holds with the flag and without it: responses are stored unless the request "
+    "says store: false or the server --no-responses-store.",
+    "strict_thinking": "Holds with the flag and without it: max_thinking_tokens of a request is "
+    "enforced.",
+    "tokenizer_batches": "Holds with the flag and without it: the tokenizer encodes the requests "
+    "that wait as one batch.",
 }
+"""Arguments that are accepted and describe what is true anyway."""
+
+REFUSED: Mapping[str, str] = {
+    "backends": "The worker takes the fastest kernel that the processor supports and prints the "
+    "choice at start; remove the flag.",
+    "balance": "The scheduler places requests by load and by cached prefix; weigh the two with "
+    "--scheduler-prefill-weight and --scheduler-request-blocks.",
+    "cache_layout": "The pool of KV pages has one layout and one prefix tree; its size is "
+    "--max-total-tokens and its eviction --radix-eviction-policy.",
+    "collectives": "A worker is one process on one CPU, so no ranks exchange tensors; remove the "
+    "flag.",
+    "context_parallel": "A prompt is computed by one worker; long prompts are cut into chunks by "
+    "--chunked-prefill-size instead.",
+    "cuda_graphs": "CUDA graphs exist on GPUs only and the worker runs on the CPU; remove the "
+    "flag.",
+    "decode_steps": "The worker schedules after each step, which takes well under a millisecond; "
+    "remove the flag.",
+    "default_kwargs": "Defaults of the chat template are not built; send chat_template_kwargs with "
+    "each request.",
+    "delete": "A model folder is never changed; delete it yourself after the server is ready.",
+    "device_ports": "Services talk over NATS, whose address is --nats-url, so no other port is "
+    "opened for ranks.",
+    "diffusion": "Diffusion language models are not built; serve an autoregressive model.",
+    "disaggregation": "Prefill and decode run in one worker; start more workers to scale both.",
+    "dp_attention": "A replica is a whole worker, attention included; start several by --dp-size.",
+    "dumps": "Dumps of tensors are not built; `antiphon replay` runs the recorded steps of a "
+    "worker again, see --batching-dump-folder.",
+    "dynamic_chunks": "Chunks have one length, set by --chunked-prefill-size.",
+    "echo_ids": "The option is one of each request: return_prompt_token_ids and return_token_ids.",
+    "encode_disaggregation": "Start an encoder as a service of its own: python -m "
+    "antiphon.encoder.",
+    "encryption": "Encrypted checkpoints are not supported; decrypt the folder before the start.",
+    "files": "The files API is not built; send the content in the request.",
+    "fp32_head": "The head is multiplied in the model's dtype and its logits are float32; "
+    "--dtype float32 computes all of the model in float32.",
+    "gpu": "The worker runs on the CPU and has no GPU kernels; remove the flag.",
+    "grpc": "The interfaces are HTTP (--port) and NATS (--nats-url), see docs/nats-client.md.",
+    "hicache": "KV pages live in the worker's memory alone, sized by --mem-fraction-static or "
+    "--max-total-tokens.",
+    "hidden_outputs": "Hidden states of the last layer are returned with "
+    "--enable-return-hidden-states; those of inner layers and sampling masks are not.",
+    "hooks": "Settings never load code; change the source, or read the metrics and traces.",
+    "http_log": "There is one log level for all, --log-level, and no access log.",
+    "http_server": "The gateway speaks HTTP/1.1 in one process; put a proxy before it for HTTP/2.",
+    "kv_canary": "Pages that come from another process are checked by checksum; pages of the own "
+    "process are covered by the test suite, not at run time.",
+    "kv_events": "Events of the KV cache are published on NATS, events.kv.<model>.<worker>, see "
+    "docs/reference/bus.md.",
+    "load_snapshots": "Load is published in heartbeats (--service-heartbeat-s) and served at "
+    "/v1/loads.",
+    "loader_options": "Checkpoint files are read by several threads at once, without further "
+    "options; see --load-format and --weight-loader-disable-mmap.",
+    "loaders": "Weights are read from files; copy the checkpoint to a folder and name it by "
+    "--model-path.",
+    "lora": "LoRA adapters are not built; merge the adapter into the model and serve the result.",
+    "metric_buckets": "Histogram buckets are fixed; see docs/metrics.md.",
+    "metric_labels": "Metric labels are fixed; add labels where the page is scraped.",
+    "metrics_file": "Metrics are served at /metrics, not written to files; scrape the page.",
+    "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
+    "moe": "One worker computes all experts of a model with the CPU's kernels; --dp-size starts "
+    "more workers.",
+    "multimodal": "Requests with images, audio or video are not built; the text part of such a "
+    "model is served.",
+    "nodes": "A worker runs on one machine; start workers on other machines by python -m "
+    "antiphon.model_worker --bus-url.",
+    "notify": "Tokens are written to each response as they arrive; --stream-interval groups them.",
+    "numa": "Processes are not bound to NUMA nodes; start the server by numactl.",
+    "offload": "The worker's weights are in host memory already, since it runs on the CPU; choose "
+    "a smaller dtype or --quantization.",
+    "on_policy": "No trainer's arithmetic is imitated; --enable-deterministic-inference gives "
+    "results that do not depend on the batch.",
+    "pipeline": "Pipeline parallelism is not built; a model must fit on one machine.",
+    "preemption": "Preemption retracts the request of the lowest priority, then the newest; "
+    "priorities come with the requests.",
+    "prefill_policy": "A prompt is never held back; mixed batches keep decodes running beside it.",
+    "quantization": "Weights are quantized by other tools, or at loading by --quantization fp8, "
+    "--torchao-config or --model-linear int8.",
+    "recv_interval": "Commands are read before every step; remove the flag.",
+    "remote_sampling": "Code from a request is never run; the named processors of docs/http.md "
+    "and logit_bias are there instead.",
+    "replicas": "`serve` starts one process of each service; start more by python -m "
+    "antiphon.<service> --bus-url.",
+    "request_log": "Request logging is not built; each request is one log line without content.",
+    "request_template": "A template in a request would run code of the client; give it by "
+    "--chat-template.",
+    "root_path": "The API is served at /; let the proxy strip the prefix.",
+    "sampling_defaults": "Defaults come from the model's generation_config.json; send parameters "
+    "with each request.",
+    "scoring": "/v1/score takes a list of items and scores each by itself.",
+    "slow_tokenizer": "Tokenizers are read from tokenizer.json by the tokenizers library; convert "
+    "others to that file.",
+    "sparse": "Sparse attention is not built; attention reads every cached token.",
+    "speculative": "Speculative decoding is not built; decoding computes one token a step.",
+    "ssl_refresh": "The certificate is read at start; restart the gateway after a change.",
+    "state_dtype": "Recurrent states are kept in float32; --max-mamba-cache-size sets how many.",
+    "states": "Recurrent states have one buffer and one kernel; see --mamba-track-interval and "
+    "--max-mamba-cache-size.",
+    "step_log": "Steps are counted at /metrics, not logged.",
+    "streaming_session": "A prompt must come whole; sessions by /open_session are there.",
+    "strip_thinking": "Thinking is cached as it was generated; a prompt without it matches up to "
+    "where it began.",
+    "template_name": "The default template of a tokenizer is used; give another by "
+    "--chat-template.",
+    "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
+    "starts replicas.",
+    "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "
+    "--enable-trace.",
+    "tls": "TLS is not built; put a proxy before the gateway.",
+    "token_ids": "Serving without a tokenizer is not built; /generate takes input_ids and returns "
+    "output_ids beside the text.",
+    "tokenizer_wait": "The tokenizer never waits for a batch to fill; remove the flag.",
+    "tools": "Tools run where the client is; the server returns their calls and runs none.",
+    "trace_modules": "Requests are traced through all services; --telemetry-trace-ratio sets how "
+    "many.",
+    "truncate": "A prompt that is too long is refused with both numbers; cut it in the client.",
+    "usage": "Send stream_options with include_usage in the request.",
+    "warmup": "No request is sent for warming up; send one after the ready line.",
+    "watermark": "Watermarks are not built; remove the flag.",
+    "weight_updates": "Weights cannot be changed while serving; restart the worker with the new "
+    "checkpoint.",
+    "window": "Sliding-window layers free the pages behind their window, so one pool serves all "
+    "layers; its size is --max-total-tokens.",
+}
+"""Why an argument is refused, and what to do instead."""

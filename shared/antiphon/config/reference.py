@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from antiphon.config.fields import Field, Group, groups
@@ -32,9 +33,10 @@ telemetry:
 
 SGLANG_HEAD = """## SGLang's flags
 
-`antiphon serve` takes SGLang's command lines: each flag sets something here, holds already, or is
-refused with a reason. A refused flag is accepted with the values in its second column, which change
-nothing.
+`antiphon serve` takes SGLang's command lines, and its flat YAML files by `--config`: each argument
+works, works in part, or is refused with a reason. A refused one is accepted with the values in its
+third column, which change nothing. `antiphon config arguments --json` lists the same with the test
+of each.
 """
 
 
@@ -70,17 +72,22 @@ def _default(field: Field) -> str:
 
 
 def _sglang() -> str:
-    return "\n".join(table(("flag", "accepted", "here"), map(_alias, rows()))) + "\n"
+    sections: list[str] = []
+    for concern, members in groupby(rows(), key=lambda row: row.group):
+        lines = table(("flag", "status", "accepted", "here"), map(_alias, members))
+        sections.append("\n".join([f"### {concern}", "", *lines]) + "\n")
+    return "\n".join(sections)
 
 
 def _alias(row: Row) -> tuple[str, ...]:
     flags = " ".join(f"`{flag}`" for flag in row.flags)
     if row.path is not None:
-        return flags, "any", f"sets `{row.path}`"
+        accepted = "other values" if row.refused_values else "any"
+        return flags, row.status, accepted, f"Sets `{row.path}`. {row.reason}".strip()
     if row.verdict == "settled":
-        return flags, "any", row.reason
+        return flags, row.status, "any", row.reason
     neutral = " ".join(f"`{value}`" for value in row.neutral)
-    return flags, neutral, f"refused: {row.reason}"
+    return flags, row.status, neutral, row.reason
 
 
 def main() -> None:

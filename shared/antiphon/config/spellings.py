@@ -10,8 +10,6 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import WHITESPACE_MAX
-from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
-from antiphon.config.quantization import TORCHAO, Quantize
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -23,11 +21,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def _cache_dtype(text: str) -> Written:
-    """Four bits are not built; the model's own format has two names."""
-    if text == "fp4_e2m1":
-        raise ConfigError(
-            f"--kv-cache-dtype {text}: refused: it is not built yet, only fp8_e4m3 and fp8_e5m2 are"
-        )
+    """The model's own format has two names."""
     return Written({"bf16": "bfloat16"}.get(text, text))
 
 
@@ -77,42 +71,19 @@ def _plain(text: str) -> Written:
     return Written(text)
 
 
-def _quantization(text: str) -> Written:
-    """SGLang's methods, of which some are not built."""
-    if text not in {method.value for method in Quantize}:
-        raise ConfigError(
-            f"--quantization {text}: refused: it is not built yet: there are {', '.join(Quantize)}"
-        )
-    return Written(text)
-
-
 def _torchao(text: str) -> Written:
-    """SGLang's shorthands for configurations of torchao."""
-    known = {method.removeprefix("torchao-"): method for method in TORCHAO}
-    if text == "int4wo-256":
-        raise ConfigError(
-            f"--torchao-config {text}: refused: torchao's int4 on a CPU has groups of 32, 64 or 128"
-        )
-    if text and text not in known:
-        raise ConfigError(
-            f"--torchao-config {text}: refused: it is not built yet: there are {', '.join(known)}"
-        )
-    return Written(known.get(text))
+    """SGLang's shorthands for configurations of torchao; empty: none."""
+    return Written(f"torchao-{text}" if text else None)
 
 
-def _reasoning_parser(text: str) -> Written:
-    return _parser("--reasoning-parser", text, ABSENT_REASONING_PARSERS)
+def _hidden_mode(text: str) -> Written:
+    """Hidden states are there or not."""
+    return Written({"full": "true"}.get(text, text))
 
 
-def _tool_parser(text: str) -> Written:
-    return _parser("--tool-call-parser", text, ABSENT_TOOL_PARSERS)
-
-
-def _parser(flag: str, text: str, absent: frozenset[str]) -> Written:
-    """A name of SGLang's: refused as such if its format is not built."""
-    if text in absent:
-        raise ConfigError(f"{flag} {text}: refused: this format is not built")
-    return Written(text)
+def _never(_: str) -> Written:
+    """No priority exceeds another by more: they are of 64 bits."""
+    return Written(str(2**64 - 1))
 
 
 def _whitespace(text: str) -> Written:
@@ -147,13 +118,12 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "chunk": _chunk,
     "deterministic": _deterministic,
     "dtype": _dtype,
+    "hidden_mode": _hidden_mode,
     "impl": _impl,
     "lower": _lower,
+    "never": _never,
     "off": _off,
     "on": _on,
-    "quantization": _quantization,
-    "reasoning_parser": _reasoning_parser,
-    "tool_parser": _tool_parser,
     "torchao": _torchao,
     "whitespace": _whitespace,
 }

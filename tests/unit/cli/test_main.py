@@ -32,7 +32,11 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
     ("line", "message"),
     [
         ("srve", "antiphon: srve: no such command; did you mean serve?"),
-        ("serve --tp 2", "antiphon: --tp-size 2: refused: tensor parallelism is not built yet"),
+        (
+            "serve --device cuda",
+            "antiphon: --device cuda: refused: The worker runs on the CPU and has no kernels for "
+            "another device; use cpu.",
+        ),
         ("serve --prot 1", "antiphon: --prot: no such argument; did you mean --port?"),
         ("config --config /none.yaml", "antiphon: /none.yaml: No such file or directory"),
         ("version now", "antiphon: now: version takes no arguments"),

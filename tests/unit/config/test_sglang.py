@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +12,10 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import GrammarConfig
 from antiphon.config.load import Loaded, child_environment, load
-from antiphon.config.reasons import REASONS
+from antiphon.config.reasons import HOLDS
+from antiphon.config.reasons import REFUSED as WHY_REFUSED
 from antiphon.config.settings import Settings
-from antiphon.config.sglang import Row, rows
+from antiphon.config.sglang import Row, rows, values
 from antiphon.config.spellings import SPELLINGS
 from antiphon.config.yaml_file import write_yaml
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PARSER = serve_parser("antiphon serve", "")
-SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}'}
+SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": "true"}
 SETTABLE = {
     "grammar.backend": "none",
     "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
@@ -31,6 +33,8 @@ SETTABLE = {
     "model.dtype": "half",
     "model.quantization": "fp8",
     "--torchao-config": "int8wo",
+    "--return-hidden-states-mode": "full",
+    "--constrained-json-max-whitespace-cnt": "3",
     "model.device": "cpu",
     "model.completion_template": "qwen_coder",
     "gateway.reasoning_parser": "qwen3",
@@ -60,11 +64,16 @@ def typed_values(row: Row) -> list[str]:
     if row.takes == "switch":
         return []
     sample = SAMPLES[row.takes.rstrip("+*?")]
+    if sample in row.neutral:
+        sample = "false"
     return [sample, sample] if row.takes[-1] in "+*" else [sample]
 
 
 def test_the_map_is_total() -> None:
-    assert len(rows()) == 344
+    assert (
+        len([row for row in rows() if row.group not in ("Older names", "Configuration file")])
+        == 543
+    )
     assert len(TARGETS) + len(SETTLED) + len(REFUSED) == len(rows())
     for row in TARGETS:
         assert row.detail in SPELLINGS
@@ -76,7 +85,31 @@ def test_the_map_is_total() -> None:
 
 
 def test_no_reason_is_left_over() -> None:
-    assert {row.detail for row in (*SETTLED, *REFUSED)} == set(REASONS)
+    assert {row.detail for row in SETTLED} == set(HOLDS)
+    assert {row.detail for row in REFUSED} == set(WHY_REFUSED)
+    assert set(values()) <= {row.flags[0] for row in TARGETS}
+
+
+def test_every_refused_argument_has_a_reason_of_its_own() -> None:
+    reasons = [row.reason for row in REFUSED]
+    assert len(set(reasons)) == len(reasons)
+    for reason in reasons:
+        assert re.fullmatch(r"It would [^ ].*[^.]\. [A-Z`/].*\.", reason), reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        (flag, value, reason)
+        for flag, refused in values().items()
+        for value, reason in refused.items()
+        if not value.startswith("<")
+    ],
+)
+def test_a_value_of_sglang_is_refused_with_its_reason(flag: str, value: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve([flag, value])
+    assert str(caught.value) == f"{flag} {value}: refused: {reason}"
 
 
 def test_a_flag_that_is_also_ours_means_the_same() -> None:
@@ -102,7 +135,7 @@ def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: Row) -> None:
         with pytest.raises(ConfigError) as caught:
             serve([flag, *typed_values(row)])
         assert str(caught.value).startswith(flag)
-        assert str(caught.value).endswith(f"refused: {row.reason}")
+        assert str(caught.value).endswith(f": refused: {row.reason}")
     for neutral in row.neutral:
         assert serve([row.flags[0], neutral]).settings == Settings()
 
@@ -175,9 +208,9 @@ def test_white_space_of_json_is_bounded_or_the_pattern_is_refused() -> None:
 
 def test_a_parser_that_is_not_built_is_refused_by_name() -> None:
     assert serve("--tool-call-parser hermes").settings.gateway.tool_call_parser == "hermes"
-    with pytest.raises(ConfigError, match="--tool-call-parser gemma4: refused: this format"):
+    with pytest.raises(ConfigError, match="--tool-call-parser gemma4: refused: This format"):
         serve("--tool-call-parser gemma4")
-    with pytest.raises(ConfigError, match="--reasoning-parser muse: refused: this format"):
+    with pytest.raises(ConfigError, match="--reasoning-parser muse: refused: This format"):
         serve("--reasoning-parser muse")
     with pytest.raises(
         ConfigError, match=r"gateway\.tool_call_parser = 'x': must be one of auto, none"
@@ -224,9 +257,12 @@ def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ("--port", "expected one argument"),
         ("--pp 1", "ambiguous option: --pp could match"),
         ("stray", "stray: no such argument"),
-        ("--tp 2", "--tp-size 2: refused: tensor parallelism is not built yet"),
+        ("--tp 2", "--tp-size 2: refused: It would split every layer over several devices. Tensor"),
         ("--api-key schlüssel", "--api-key: access.api_key = ***: must be text like"),
-        ("--lora-paths a=b c=d", "--lora-paths: refused: LoRA"),
+        (
+            "--lora-paths a=b c=d",
+            "--lora-paths: refused: It would list adapters that are loaded at start. LoRA",
+        ),
     ],
 )
 def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> None:

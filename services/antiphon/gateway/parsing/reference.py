@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from antiphon.config.markdown import table
-from antiphon.config.parsing import ABSENT_REASONING_PARSERS, ABSENT_TOOL_PARSERS
+from antiphon.config.sglang import values
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
 
@@ -81,11 +81,11 @@ def page() -> str:
             _HEAD,
             "## Formats of tool calls\n",
             *tools,
-            f"\nNot built, and refused by name: {_names(ABSENT_TOOL_PARSERS)}.\n",
+            f"\nNot built, and refused by name: {_names(values()['--tool-call-parser'])}.\n",
             "## Formats of thinking\n",
             "Where the prompt ends with one of the marks, that decides how an answer begins.\n",
             *thinking,
-            f"\nNot built, and refused by name: {_names(ABSENT_REASONING_PARSERS)}.\n",
+            f"\nNot built, and refused by name: {_names(values()['--reasoning-parser'])}.\n",
         ]
     )
 

@@ -10,12 +10,8 @@ from typing import NoReturn
 import pytest
 
 from antiphon.config.gateway import GatewayConfig
-from antiphon.config.parsing import (
-    ABSENT_REASONING_PARSERS,
-    ABSENT_TOOL_PARSERS,
-    ReasoningParser,
-    ToolParser,
-)
+from antiphon.config.parsing import ReasoningParser, ToolParser
+from antiphon.config.sglang import values
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.reference import page
@@ -52,8 +48,8 @@ def test_every_format_can_be_set_and_every_setting_is_a_format():
     reasoning = [name for format_ in REASONING_FORMATS for name in format_.names]
     assert sorted(tools) == sorted({*ToolParser} - CHOICES)
     assert sorted(reasoning) == sorted({*ReasoningParser} - CHOICES)
-    assert not ABSENT_TOOL_PARSERS & {*tools}
-    assert not ABSENT_REASONING_PARSERS & {*reasoning}
+    assert not values()["--tool-call-parser"].keys() & {*tools}
+    assert not values()["--reasoning-parser"].keys() & {*reasoning}
 
 
 def test_the_page_of_formats_is_current():

@@ -1,0 +1,62 @@
+"""How a test shows an SGLang argument: a start with it beside one without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+
+from antiphon.config.aliases import serve_parser
+from antiphon.config.load import load
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from antiphon.config.settings import Settings
+
+T = TypeVar("T")
+
+
+def shows(flag: str, *values: object):
+    """Return a parameter of a test that shows `flag`, which is its first value."""
+    return pytest.param(flag, *values, marks=pytest.mark.argument(flag), id=flag)
+
+
+def settings_of(*arguments: str) -> Settings:
+    """Read settings as `antiphon serve` does, from arguments alone."""
+    typed = serve_parser("antiphon serve", "").parse(arguments)
+    return load(
+        typed.config_file(), typed.layer(), implied=typed.implied_layer(), environ={}
+    ).settings
+
+
+def compare(
+    *arguments: str, observe: Callable[[Settings], T], base: Sequence[str] = ()
+) -> tuple[T, T]:
+    """Observe a start with the arguments and one without; they must differ.
+
+    Args:
+        arguments: What is shown.
+        observe: What the settings do to production code.
+        base: Arguments of both starts.
+    """
+    given, without = observe(settings_of(*base, *arguments)), observe(settings_of(*base))
+    assert given != without, f"{' '.join(arguments)} changes nothing: {given}"
+    return given, without
+
+
+async def compare_async(
+    *arguments: str, observe: Callable[[Settings], Awaitable[T]], base: Sequence[str] = ()
+) -> tuple[T, T]:
+    """Do what `compare` does with a coroutine."""
+    given = await observe(settings_of(*base, *arguments))
+    without = await observe(settings_of(*base))
+    assert given != without, f"{' '.join(arguments)} changes nothing: {given}"
+    return given, without
+
+
+def compare_equal(*arguments: str, observe: Callable[[Settings], T]) -> T:
+    """Observe what holds with the arguments and without them."""
+    given, without = observe(settings_of(*arguments)), observe(settings_of())
+    assert given == without, f"{' '.join(arguments)} changes {without} to {given}"
+    return given

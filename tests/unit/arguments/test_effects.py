@@ -1,0 +1,467 @@
+"""What each SGLang argument changes in the code that runs, beside a start without it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import msgspec
+import pytest
+from tests.arguments import compare, compare_async, compare_equal, settings_of, shows
+from tests.unit.config.test_resolve import CARD, DEVICE, GIB
+from tests.unit.gateway.cluster import house
+from tests.unit.gateway.test_openai import CHAT, post
+from tests.unit.model_worker.steps import pools
+
+from antiphon import embedded
+from antiphon.config.card import read_card
+from antiphon.config.errors import ConfigError
+from antiphon.config.pooling import read_pooling
+from antiphon.config.resolve import Plan, resolve
+from antiphon.config.states import States
+from antiphon.config.tenants import Tenants
+from antiphon.gateway.access.access import Access
+from antiphon.gateway.ask import Sampling
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.gateway.sampling import Seeds
+from antiphon.model_worker import checksums
+from antiphon.model_worker.batching.open import open_batching
+from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.grammar.matcher import Compiler
+from antiphon.model_worker.grammar.source import Source
+from antiphon.scheduler.rules import Rules
+from antiphon.service.model import model_files, served_name, tokenizer_place
+from antiphon.service.vocabulary import read_vocabulary
+from antiphon.telemetry import log as logs
+from antiphon.tokenizer import vocabulary
+from antiphon.wire.errors import Forbidden, Unauthorized
+from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.tokenize import ChatMessage, EncodeReply
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from antiphon.config.settings import Settings
+    from antiphon.model_worker.batching.batching import Batching
+
+STATES = States(layers=2, attending=2, convolved=10, matrices=1000, channels=10, parameters=10)
+RECURRENT = msgspec.structs.replace(CARD, states=STATES)
+
+
+def plan(settings: Settings) -> Plan:
+    return resolve(settings, CARD, DEVICE)
+
+
+def batching(settings: Settings) -> Batching:
+    return open_batching(settings, plan(settings), pools(999), vocab_size=100, weights_digest="w")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "entry", "expected"),
+    [
+        shows("--dtype", "float", "dtype", "float32"),
+        shows("--kv-cache-dtype", "fp8_e4m3", "cache_dtype", "fp8_e4m3"),
+        shows("--max-total-tokens", "4096", "cache_pages", 256),
+        shows("--chunked-prefill-size", "128", "chunk_tokens", 128),
+        shows("--max-prefill-tokens", "1024", "fill_tokens", 1024),
+        shows("--max-running-requests", "3", "running_max", 3),
+        shows("--page-size", "32", "page_tokens", 32),
+        shows("--context-length", "128", "context_tokens", 128),
+        shows("--model-impl", "transformers", "implementation", "transformers"),
+        shows("--enable-deterministic-inference", None, "deterministic", True),
+        shows("--disable-radix-cache", None, "prefix", False),
+        shows("--grammar-backend", "none", "grammar", "none"),
+        shows("--quantization", "fp8", "quantization", "fp8"),
+    ],
+)
+def test_argument_decides_the_plan(
+    flag: str, value: str | None, entry: str, expected: object
+) -> None:
+    typed = (flag,) if value is None else (flag, value)
+    given, without = compare(*typed, observe=lambda settings: getattr(plan(settings), entry).value)
+    assert given == expected != without
+
+
+@pytest.mark.argument("--device")
+def test_device_is_the_given_one() -> None:
+    given, without = compare("--device", "cpu", observe=lambda settings: plan(settings).device)
+    assert (given.value, given.reason) == ("cpu", "model.device")
+    assert (without.value, without.reason) == ("cpu", "what this machine has")
+
+
+@pytest.mark.argument("--quantization-param-path")
+def test_quantization_param_path_gives_the_scales_of_an_fp8_cache() -> None:
+    given, without = compare(
+        "--quantization-param-path",
+        "/scales.json",
+        observe=lambda settings: plan(settings).cache_scales.value,
+        base=("--kv-cache-dtype", "fp8_e4m3"),
+    )
+    assert (given, without) == ("/scales.json", "")
+
+
+@pytest.mark.argument("--enable-mixed-chunk")
+def test_enable_mixed_chunk_puts_prefills_beside_decodes() -> None:
+    given, without = compare(
+        "--enable-mixed-chunk",
+        observe=lambda settings: batching(settings).limits.mixed,
+        base=("--no-batching-mixed",),
+    )
+    assert (given, without) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [shows("--max-mamba-cache-size", "700"), shows("--mamba-full-memory-ratio", "2.5")],
+)
+def test_argument_sizes_the_pool_of_states(flag: str, value: str) -> None:
+    given, _ = compare(
+        flag,
+        value,
+        observe=lambda settings: resolve(settings, RECURRENT, DEVICE).cache_states.value,
+    )
+    assert given >= 700
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "limit", "expected"),
+    [
+        shows("--prefill-max-requests", "2", "prefill_max", 2),
+        shows("--stream-interval", "4", "stream_interval", 4),
+        shows("--schedule-conservativeness", "0.3", "conservativeness", 0.3),
+        shows("--mamba-track-interval", "64", "checkpoint_tokens", 64),
+        shows("--enable-return-hidden-states", None, "hidden_states", True),
+        shows("--return-hidden-states-mode", "full", "hidden_states", True),
+        shows("--weight-version", "v7", "weight_version", "v7"),
+    ],
+)
+def test_argument_limits_a_worker(
+    flag: str, value: str | None, limit: str, expected: object
+) -> None:
+    typed = (flag,) if value is None else (flag, value)
+    given, without = compare(
+        *typed, observe=lambda settings: getattr(batching(settings).limits, limit)
+    )
+    assert given == expected != without
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "rule", "expected"),
+    [
+        shows("--schedule-policy", "lpm", "policy", "lpm"),
+        shows("--enable-priority-scheduling", None, "priority", True),
+        shows("--schedule-low-priority-values-first", None, "low_first", True),
+        shows("--priority-scheduling-preemption-threshold", "3", "preempt_threshold", 3),
+        shows("--abort-on-priority-when-disabled", None, "refuse_priority", True),
+    ],
+)
+def test_argument_orders_a_worker(
+    flag: str, value: str | None, rule: str, expected: object
+) -> None:
+    typed = (flag,) if value is None else (flag, value)
+    given, without = compare(
+        *typed, observe=lambda settings: getattr(batching(settings).rules, rule)
+    )
+    assert given == expected != without
+
+
+@pytest.mark.argument("--disable-priority-preemption")
+def test_disable_priority_preemption_keeps_running_requests() -> None:
+    lowest, highest = -(2**63), 2**63 - 1
+
+    def preempts(settings: Settings) -> bool:
+        precedence = Rules.of(settings).precedence
+        return precedence.preempts(precedence.rank(highest), precedence.rank(lowest))
+
+    given, without = compare(
+        "--disable-priority-preemption", observe=preempts, base=("--enable-priority-scheduling",)
+    )
+    assert (given, without) == (False, True)
+
+
+@pytest.mark.argument("--radix-eviction-policy")
+def test_radix_eviction_policy_chooses_the_strategy() -> None:
+    given, without = compare(
+        "--radix-eviction-policy",
+        "lfu",
+        observe=lambda settings: STRATEGIES[settings.cache.eviction],
+    )
+    assert (given, without) == (STRATEGIES["lfu"], STRATEGIES["lru"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "rule", "expected"),
+    [
+        shows("--max-queued-requests", "5", "queue_max", 5),
+        shows("--soft-watchdog-timeout", "3", "stall_s", 3.0),
+    ],
+)
+def test_argument_limits_the_scheduler(flag: str, value: str, rule: str, expected: object) -> None:
+    given, without = compare(
+        flag, value, observe=lambda settings: getattr(Rules.of(settings), rule)
+    )
+    assert given == expected != without
+
+
+@pytest.mark.parametrize("flag", [shows("--api-key"), shows("--admin-api-key")])
+def test_key_is_asked_for(flag: str) -> None:
+    def refused(settings: Settings) -> bool:
+        access = Access(settings.access, Tenants(), lambda: 0.0)
+        try:
+            access.caller(None, admin=True)
+        except (Unauthorized, Forbidden):
+            return True
+        return False
+
+    assert compare(flag, "swordfish", observe=refused) == (True, False)
+
+
+@pytest.mark.argument("--served-model-name")
+def test_served_model_name_is_what_clients_ask_for() -> None:
+    assert compare("--served-model-name", "gpt-x", observe=served_name) == (
+        "gpt-x",
+        embedded.SERVED_NAME,
+    )
+
+
+@pytest.mark.argument("--model-path")
+def test_model_path_is_where_the_files_are(tmp_path: Path) -> None:
+    for file in embedded.path().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    given, without = compare(
+        "--model-path", str(tmp_path), observe=lambda settings: model_files(settings).folder
+    )
+    assert (given, without) == (tmp_path, embedded.path())
+
+
+@pytest.mark.argument("--tokenizer-path")
+def test_tokenizer_path_is_where_the_tokenizer_is(tmp_path: Path) -> None:
+    assert compare("--tokenizer-path", str(tmp_path), observe=tokenizer_place) == (
+        tmp_path,
+        embedded.path(),
+    )
+
+
+@pytest.mark.argument("--load-format")
+def test_load_format_dummy_reads_no_weights() -> None:
+    given, without = compare(
+        "--load-format", "dummy", observe=lambda settings: len(model_files(settings).weights)
+    )
+    assert given == 0 < without
+
+
+@pytest.mark.argument("--weight-loader-disable-mmap")
+def test_weight_loader_disable_mmap_copies_files() -> None:
+    given, without = compare(
+        "--weight-loader-disable-mmap", observe=lambda settings: model_files(settings).mapped
+    )
+    assert (given, without) == (False, True)
+
+
+@pytest.mark.argument("--json-model-override-args")
+def test_json_model_override_args_replace_fields_of_the_config() -> None:
+    given, without = compare(
+        "--json-model-override-args",
+        '{"max_position_embeddings": 777}',
+        observe=lambda settings: read_card(model_files(settings)).context_tokens,
+    )
+    assert given == 777 != without
+
+
+@pytest.mark.argument("--is-embedding")
+def test_is_embedding_makes_vectors() -> None:
+    def pooled(settings: Settings) -> bool:
+        files = model_files(settings)
+        card = read_card(files)
+        return read_pooling(files, card, embedding=settings.model.embedding) is not None
+
+    assert compare("--is-embedding", observe=pooled) == (True, False)
+
+
+@pytest.mark.argument("--model-checksum")
+def test_model_checksum_refuses_other_files(tmp_path: Path) -> None:
+    sums = tmp_path / "sums.json"
+    sums.write_text('{"checksums": {"config.json": "00"}}')
+
+    def complaint(settings: Settings) -> str:
+        try:
+            checksums.verify(model_files(settings), settings.load, settings.model.path)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    given, without = compare("--model-checksum", str(sums), observe=complaint)
+    assert "config.json" in given
+    assert without == ""
+
+
+@pytest.mark.argument("--chat-template")
+def test_chat_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+
+    def rendered(settings: Settings) -> str:
+        read = vocabulary.read(tokenizer_place(settings), settings.model.chat_template)
+        assert read.template is not None
+        turn = ChatMessage(role="user", content="hi")
+        return read.template.render((turn,), continue_final=False)
+
+    given, without = compare("--chat-template", str(file), observe=rendered)
+    assert given == "[hi]" != without
+
+
+@pytest.mark.argument("--random-seed")
+def test_random_seed_repeats_the_seeds_that_are_drawn() -> None:
+    def drawn_alike(settings: Settings) -> bool:
+        """Whether two starts draw the same seeds, and requests of one start different ones."""
+        first, second = (Seeds.of(settings, InstanceId("gateway-0")) for _ in range(2))
+        one, two = ([seeds.fill(Sampling()).seed for _ in range(3)] for seeds in (first, second))
+        assert len(set(one)) == 3
+        return one == two
+
+    assert compare("--random-seed", "7", observe=drawn_alike) == (True, False)
+
+
+@pytest.mark.argument("--log-level")
+def test_log_level_hides_what_is_below() -> None:
+    def level(settings: Settings) -> int:
+        before = logging.getLogger().level
+        try:
+            logs.set_up(level=settings.telemetry.log_level, form="text", instance="test")
+            return logging.getLogger().level
+        finally:
+            logging.getLogger().setLevel(before)
+
+    assert compare("--log-level", "ERROR", observe=level) == (logging.ERROR, logging.INFO)
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        shows("--mem-fraction-static", ("0.4",)),
+        shows("--torchao-config", ("int8wo",)),
+    ],
+)
+def test_argument_changes_the_memory_of_the_plan(flag: str, values: tuple[str, ...]) -> None:
+    def sizes(settings: Settings) -> tuple[int, int]:
+        resolved = plan(settings)
+        return resolved.weight_bytes.value, resolved.cache_pages.value
+
+    base = ("--model-path", str(embedded.path()), "--max-running-requests", "9999")
+    given, without = compare(flag, *values, observe=sizes, base=base)
+    if flag == "--mem-fraction-static":
+        # 0.4 of 5 GiB is for weights and pool together.
+        page_bytes = 16 * CARD.kv_bytes(CARD.dtype)
+        assert given[1] == (int(5 * GIB * 0.4) - given[0]) // page_bytes
+    else:
+        assert given[0] < without[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "most"),
+    [
+        shows("--constrained-json-whitespace-pattern", r"[ \n\r\t]{0,2}", 2),
+        shows("--constrained-json-max-whitespace-cnt", "3", 3),
+        shows("--constrained-json-disable-any-whitespace", None, 1),
+    ],
+)
+def test_argument_bounds_white_space_of_json(flag: str, value: str | None, most: int) -> None:
+    card = read_card(embedded.path())
+    words = read_vocabulary(embedded.path(), card.vocabulary_size)
+    schema = Source(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["n"]}')
+
+    def accepted(settings: Settings) -> int:
+        """The most spaces that an object may begin with."""
+        state = Compiler(words, frozenset(card.eos_ids), settings.grammar).compile(schema).begin(())
+        space = words.tokens.index(b" ")
+        begin = next(id_ for id_, token in enumerate(words.tokens) if token == b"{")
+        assert state.accept(begin)
+        return next(count for count in range(99) if not state.accept(space))
+
+    typed = (flag,) if value is None else (flag, value)
+    given, without = compare(*typed, observe=accepted)
+    assert given <= most < without
+
+
+@pytest.mark.argument("--completion-template")
+def test_completion_template_needs_its_marks() -> None:
+    def read(settings: Settings) -> str:
+        folder = tokenizer_place(settings)
+        try:
+            return str(vocabulary.read(folder, "", settings.model.completion_template).completion)
+        except ConfigError as error:
+            return str(error)
+
+    given, without = compare("--completion-template", "star_coder", observe=read)
+    assert "the tokenizer has no token" in given
+    assert without == "None"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [shows("--tool-call-parser", "pythonic"), shows("--reasoning-parser", "kimi")],
+)
+async def test_parser_is_the_named_one(flag: str, value: str) -> None:
+    async def card(_: float) -> EncodeReply:
+        return EncodeReply(
+            request_id=RequestId("r"), token_ids=b"", vocabulary_size=8, context_tokens=8
+        )
+
+    async def writes(_: str) -> bool:
+        return True
+
+    async def names(settings: Settings) -> list[str]:
+        found = await formats_of(settings.gateway, card, writes)
+        return [name for format_ in found if format_ is not None for name in format_.names]
+
+    given, without = await compare_async(flag, value, observe=names)
+    assert value in given
+    assert without == []
+
+
+@pytest.mark.argument("--enable-cache-report")
+async def test_enable_cache_report_counts_cached_tokens() -> None:
+    async def details(settings: Settings) -> object:
+        async with house(cache_report=settings.gateway.cache_report) as at:
+            _, reply, _ = await post(at, CHAT, {"messages": [{"role": "user", "content": "hi"}]})
+        return cast("dict[str, object]", reply["usage"]).get("prompt_tokens_details")
+
+    given, without = await compare_async("--enable-cache-report", observe=details)
+    assert (given, without) == ({"cached_tokens": 1}, None)
+
+
+@pytest.mark.argument("--incremental-streaming-output")
+async def test_incremental_streaming_output_sends_deltas() -> None:
+    async def texts(settings: Settings) -> list[str]:
+        read: list[str] = []
+        async with (
+            house(stream_output=settings.gateway.stream_output) as at,
+            aiohttp.ClientSession() as session,
+        ):
+            at.cluster.hold_at = 2
+            body = {"text": "ab", "stream": True}
+            async with session.post(f"{at.url}/generate", json=body) as reply:
+                async for line in reply.content:
+                    if line.startswith(b"data: {"):
+                        read.append(json.loads(line[6:])["text"])
+                        at.cluster.go.set()
+        return read
+
+    given, without = await compare_async("--incremental-streaming-output", observe=texts)
+    assert len(given) > 1
+    assert "".join(given) == without[-1]
+
+
+def test_settings_of_reads_no_environment() -> None:
+    assert settings_of("--port", "1").gateway.port == 1
+
+
+@pytest.mark.argument("--disable-overlap-schedule")
+def test_disable_overlap_schedule_holds_on_a_cpu() -> None:
+    overlap = compare_equal(
+        "--disable-overlap-schedule", observe=lambda settings: plan(settings).overlap.value
+    )
+    assert overlap is False
