@@ -197,6 +197,7 @@ CHAT = (
         reasoning_content="hm",
         tool_calls=(MessageToolCall(id="call_1", name="look", arguments='{"at": "Rome"}'),),
         tool_call_id="call_1",
+        without_content=True,
     ),
 )
 

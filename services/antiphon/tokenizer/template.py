@@ -1,8 +1,8 @@
 """Chat templates: jinja as model folders bring it, in a sandbox.
 
 The dialect is what Hugging Face tokenizers document: blocks are trimmed, `raise_exception`,
-`strftime_now`, a `tojson` that leaves text as it is, loop controls, and `{% generation %}` blocks,
-which only mark the assistant's words.
+`strftime_now`, a `tojson` that leaves text as it is and takes the options of json, loop controls,
+and `{% generation %}` blocks, which only mark the assistant's words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import TemplateParams
@@ -42,6 +43,11 @@ _TEMPLATE_ERRORS = (
 """What the expressions of a template may raise on messages that it does not expect."""
 
 
+_CONTINUED = "\N{OBJECT REPLACEMENT CHARACTER}to be continued "
+"""Written behind the beginning of an answer, to find it in the text. Templates that trim what the
+assistant says take its last character."""
+
+
 class Generation(Extension):
     """Renders what stands inside `{% generation %}`: the mark matters to training only."""
 
@@ -65,11 +71,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
-        )
-        environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
-        self._template = environment.from_string(source)
+        self._template = _environment().from_string(source)
         self._knows_developer = _DEVELOPER in source
         self._special_tokens = special_tokens
 
@@ -89,13 +91,13 @@ class ChatTemplate:
             InvalidRequest: The template refuses these messages, does not show the last one, or is
                 given what is nested deeper than it can write.
         """
-        variables = _options(params.options) | {
-            "messages": [_plain(message) for message in self._with_known_roles(messages)],
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **_options(params.options),
+            "messages": _turns(self._with_known_roles(messages), continue_final=continue_final),
             "tools": _tools(params.tools),
             "add_generation_prompt": params.generation_prompt and not continue_final,
-            "raise_exception": _raise,
-            "strftime_now": _strftime_now,
-            **self._special_tokens,
         }
         try:
             text = self._template.render(variables)
@@ -123,9 +125,37 @@ class ChatTemplate:
         return [*before, *rest]
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What a template may use, beside the messages."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
+    )
+    environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
+    environment.tests.update(none=_is_none, string=_is_string)  # pyright: ignore[reportUnknownMemberType]
+    environment.globals.update(  # pyright: ignore[reportUnknownMemberType]
+        raise_exception=_raise,
+        strftime_now=_strftime_now,
+        dict=_new_dict,
+        namespace=_new_namespace,
+    )
+    return environment
+
+
+def _turns(messages: Sequence[ChatMessage], *, continue_final: bool) -> list[dict[str, object]]:
+    turns = [_plain(message) for message in messages]
+    if continue_final and messages[-1].content:
+        turns[-1]["content"] = messages[-1].content + _CONTINUED
+    return turns
+
+
 def _plain(message: ChatMessage) -> dict[str, object]:
     """A turn as templates read it: calls have the form of the OpenAI API, arguments as values."""
     plain = cast("dict[str, object]", msgspec.to_builtins(message))
+    if plain.pop("without_content", False) and not message.content:
+        plain["content"] = NoContent()
+    if message.reasoning_content is not None:
+        # As the template of gpt-oss calls it.
+        plain = {"thinking": message.reasoning_content, **plain}
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -136,6 +166,23 @@ def _plain(message: ChatMessage) -> dict[str, object]:
             for call in message.tool_calls
         ]
     return plain
+
+
+class NoContent(str):
+    """The content of a turn that has none: `none` to templates that ask, and no text to others.
+
+    Templates whose authors knew only text would write "None", or fail.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or other == ""
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 class Arguments(dict[str, object]):
@@ -211,18 +258,65 @@ def _nesting(text: str) -> int:
 
 
 def _cut_after(text: str, content: str) -> str:
-    content = content.strip()
-    at = text.rfind(content)
-    if not content or at < 0:
+    """Cut a text behind the beginning of the answer."""
+    at = text.rfind(_CONTINUED.strip())
+    if not content.strip() or at < 0:
         raise InvalidRequest(
             "the chat template does not show the final message as it is, so it cannot be continued",
             param="continue_final_message",
         )
-    return text[: at + len(content)]
+    return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # the order of transformers' own filter
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        _for_json(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _for_json(value: object) -> object:
+    """The same value with null for content that is not there."""
+    match value:
+        case NoContent():
+            return None
+        case dict():
+            items = cast("dict[object, object]", value).items()
+            return {key: _for_json(each) for key, each in items}
+        case list() | tuple():
+            return [_for_json(each) for each in cast("Sequence[object]", value)]
+        case _:
+            return value
+
+
+def _is_none(value: object) -> bool:
+    return value is None or isinstance(value, NoContent)
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str) and not isinstance(value, NoContent)
+
+
+def _new_dict(*args: Mapping[str, object], **fields: object) -> dict[str, object]:
+    """A function in the place of the class, of which a template would have more than it needs."""
+    return dict(*args, **fields)
+
+
+def _new_namespace(*args: Mapping[str, object], **fields: object) -> Namespace:
+    """A namespace for assignments within loops, without names that Python itself looks at."""
+    fields = dict(*args, **fields)
+    if any(name.startswith("_") for name in fields):
+        raise jinja2.TemplateError("a namespace takes no names that begin with an underscore")
+    return Namespace(fields)
 
 
 def _raise(message: str) -> NoReturn:

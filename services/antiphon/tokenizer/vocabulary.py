@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import jinja2
 import msgspec
@@ -16,6 +16,11 @@ from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.tokenizer.completion import template_of
 from antiphon.tokenizer.habits import Habits, habits_of
 from antiphon.tokenizer.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -31,14 +36,22 @@ class NamedTemplate(msgspec.Struct, frozen=True):
     template: str
 
 
-class TokenizerCard(msgspec.Struct, frozen=True):
-    """The fields of tokenizer_config.json that matter here."""
+class SpecialTokens(msgspec.Struct, frozen=True):
+    """What special_tokens_map.json says, and tokenizer_config.json beside it."""
 
-    chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
     bos_token: str | AddedToken | None = None
     eos_token: str | AddedToken | None = None
     unk_token: str | AddedToken | None = None
+    sep_token: str | AddedToken | None = None
     pad_token: str | AddedToken | None = None
+    cls_token: str | AddedToken | None = None
+    mask_token: str | AddedToken | None = None
+
+
+class TokenizerCard(SpecialTokens, frozen=True):
+    """The fields of tokenizer_config.json that matter here."""
+
+    chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -67,17 +80,11 @@ def read(folder: Path, template_file: str = "", completion_template: str = "") -
     Raises:
         ConfigError: A file is missing or malformed, or a mark is no token; the text names it.
     """
-    card = _card(folder / "tokenizer_config.json")
+    card = _read(folder / "tokenizer_config.json", TokenizerCard)
     tokenizer = open_tokenizer(folder)
-    named = {name: getattr(card, name) for name in ("bos_token", "eos_token", "unk_token")}
-    special = {
-        name: token.content if isinstance(token, AddedToken) else token
-        for name, token in named.items()
-        if token is not None
-    }
     source = _source(folder, card, template_file)
     try:
-        template = ChatTemplate(source, special) if source else None
+        template = ChatTemplate(source, _special(folder, card)) if source else None
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -85,11 +92,25 @@ def read(folder: Path, template_file: str = "", completion_template: str = "") -
     return Vocabulary(tokenizer, template, size, habits_of(source or ""), completion)
 
 
-def _card(file: Path) -> TokenizerCard:
+def _special(folder: Path, card: TokenizerCard) -> Mapping[str, str]:
+    """The special tokens by the names that templates have for them.
+
+    Older folders keep them in a file of their own, which the newer one completes.
+    """
+    older = _read(folder / "special_tokens_map.json", SpecialTokens)
+    special: dict[str, str] = {}
+    for name in SpecialTokens.__struct_fields__:
+        token: str | AddedToken | None = getattr(card, name) or getattr(older, name)
+        if token is not None:
+            special[name] = token.content if isinstance(token, AddedToken) else token
+    return special
+
+
+def _read(file: Path, kind: type[T]) -> T:
     if not file.exists():
-        return TokenizerCard()
+        return kind()
     try:
-        return msgspec.json.decode(file.read_bytes(), type=TokenizerCard)
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from error
 

@@ -27,6 +27,7 @@ class ChatMessage(Value):
         reasoning_content: What the assistant thought, for templates that show it.
         tool_calls: What it called.
         tool_call_id: Which call a turn of the role `tool` answers.
+        without_content: Whether the content is null and not empty: templates tell them apart.
     """
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -35,6 +36,7 @@ class ChatMessage(Value):
     reasoning_content: str | None = None
     tool_calls: tuple[MessageToolCall, ...] = ()
     tool_call_id: str | None = None
+    without_content: bool = False
 
 
 class TemplateParams(Value):

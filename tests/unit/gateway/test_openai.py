@@ -247,6 +247,7 @@ async def test_templates_get_tools_thoughts_and_variables(at: House) -> None:
     _, called, answered = asked.messages
     assert called.tool_calls == (MessageToolCall(id="c1", name="look", arguments='{"at": "Rome"}'),)
     assert (called.content, called.reasoning_content) == ("", "hm")
+    assert (called.without_content, answered.without_content) == (True, False)
     assert (answered.role, answered.tool_call_id) == ("tool", "c1")
     assert json.loads(asked.template.options or "") == {
         "reasoning_effort": "none",

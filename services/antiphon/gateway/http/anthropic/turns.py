@@ -115,6 +115,7 @@ def _said(blocks: Sequence[Block], at: str) -> ChatMessage:
         content=_BETWEEN.join(texts),
         reasoning_content=_BETWEEN.join(thoughts) or None,
         tool_calls=tuple(calls),
+        without_content=not texts,
     )
 
 
@@ -182,4 +183,5 @@ def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
         content=both(first.content, second.content),
         reasoning_content=both(first.reasoning_content, second.reasoning_content) or None,
         tool_calls=first.tool_calls + second.tool_calls,
+        without_content=first.without_content and second.without_content,
     )

@@ -53,6 +53,7 @@ def _message(turn: Turn, at: str) -> ChatMessage:
             for call in turn.tool_calls or ()
         ),
         tool_call_id=turn.tool_call_id,
+        without_content=turn.content is None,
     )
 
 
