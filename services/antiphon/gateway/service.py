@@ -10,6 +10,7 @@ from antiphon.gateway.access.access import Access
 from antiphon.gateway.driver import Driver
 from antiphon.gateway.encode import TokenizerCalls
 from antiphon.gateway.entrance import Entrance
+from antiphon.gateway.http.body_reader import BodyReader
 from antiphon.gateway.http.detached import Detached
 from antiphon.gateway.http.doors import operations
 from antiphon.gateway.http.guard import guard
@@ -81,8 +82,9 @@ class GatewayService:
         self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
         self._embeds = Embeds(self._model, entrance, driver, tokenizers, metrics, access)
         self._detached = detached = Detached(runtime.group)
+        bodies = BodyReader()
         served = operations(
-            runtime, self._model, entrance, driver, tokenizers, metrics, access, detached
+            runtime, self._model, entrance, driver, tokenizers, metrics, access, detached, bodies
         )
         metrics.watch_open(lambda: driver.open_count)
         paths = (*routes(served), *probe_routes(runtime.health, runtime.metrics))
@@ -96,6 +98,7 @@ class GatewayService:
             finally:
                 await driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
                 await self._generations.close()
+                await bodies.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""

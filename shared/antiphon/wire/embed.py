@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from antiphon.wire.base import Message, Usage
 from antiphon.wire.digests import CacheSaltText
+from antiphon.wire.generate import IDS_MAX
 from antiphon.wire.ids import ModelName
 from antiphon.wire.processors import TokenId
 from antiphon.wire.sampling import Dimensions, Priority
@@ -21,7 +22,7 @@ TEXTS_MAX = 256
 """Most texts of one request. Their vectors have to fit into one message, too."""
 Texts = Annotated[tuple[str, ...], Meta(min_length=1, max_length=TEXTS_MAX)]
 Rows = Annotated[
-    tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1)], ...],
+    tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=IDS_MAX)], ...],
     Meta(min_length=1, max_length=TEXTS_MAX),
 ]
 

@@ -34,10 +34,13 @@ from antiphon.wire.sampling import (
     TokenIds,
     TopP,
 )
-from antiphon.wire.tokenize import ChatMessage
+from antiphon.wire.tokenize import Messages
 
+IDS_MAX = 2**19
+"""Most token ids of a prompt: the gateway decodes them in 10 ms beside its streams."""
 CHOICES_MAX = 128
 """Most answers to one request, as in the OpenAI API."""
+PromptIds = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=IDS_MAX)]
 LogitBiases = Annotated[dict[TokenId, float], Meta(max_length=BIASES_MAX)]
 
 
@@ -66,9 +69,9 @@ class GenerateRequest(Message):
 
     key: ClientKey
     model: ModelName
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Messages | None = None
     prompt: str | None = None
-    prompt_ids: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
+    prompt_ids: PromptIds | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -11,6 +11,11 @@ from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
+MESSAGES_MAX = 4096
+"""Most turns of one conversation: a turn takes several tokens, its marks included."""
+CALLS_MAX = 1024
+"""Most calls in one turn."""
+
 
 class MessageToolCall(Value):
     """A call that the assistant made in a turn. `arguments` is the JSON text of an object."""
@@ -34,9 +39,12 @@ class ChatMessage(Value):
     content: str
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: tuple[MessageToolCall, ...] = ()
+    tool_calls: Annotated[tuple[MessageToolCall, ...], Meta(max_length=CALLS_MAX)] = ()
     tool_call_id: str | None = None
     without_content: bool = False
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Meta(max_length=MESSAGES_MAX)]
 
 
 class TemplateParams(Value):
@@ -65,7 +73,7 @@ class EncodeRequest(Message):
 
     request_id: RequestId
     model: ModelName
-    messages: tuple[ChatMessage, ...] | None = None
+    messages: Messages | None = None
     prompt: str | None = None
     pair: str | None = None
     suffix: str | None = None

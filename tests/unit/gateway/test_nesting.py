@@ -50,7 +50,7 @@ def test_tools_to_take_an_answer_apart_are_read_or_refused() -> None:
         deep = tools.replace("DEEP", "[" * depth + "]" * depth)
         body = '{"text": "x", "tool_call_parser": "hermes", ' + deep + "}"
         try:
-            parsing._called(fields.read(body.encode(), parsing.ParseBody, {})[0])
+            parsing.parsed_calls(fields.read(body.encode(), parsing.ParseBody, {})[0])
             read += 1
         except InvalidRequest:
             refused += 1

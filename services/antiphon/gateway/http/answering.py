@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 
 from antiphon.gateway.chorus import Answer, Chorus
-from antiphon.gateway.http import fields
 from antiphon.gateway.http.guard import tenant_of
+from antiphon.gateway.http.limits import LOOP_ANSWER_BYTES
 from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
 from antiphon.gateway.http.sse import CONTENT_TYPE
 from antiphon.gateway.owner.actions import Said
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.chorus import Heard
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.body_reader import BodyReader
     from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.fields import Refused
     from antiphon.gateway.http.keepalive import Keepalive, Silence
@@ -72,6 +73,7 @@ class Answering:
         metrics: GatewayMetrics,
         detached: Detached,
         keepalive: Keepalive,
+        bodies: BodyReader,
         body_bytes_max: int,
     ) -> None:
         self._entrance = entrance
@@ -79,6 +81,7 @@ class Answering:
         self._metrics = metrics
         self._detached = detached
         self._keepalive = keepalive
+        self._bodies = bodies
         self._body_bytes_max = body_bytes_max
 
     async def read(
@@ -87,17 +90,51 @@ class Answering:
         kind: type[B],
         make: Callable[[B], T],
         refused: Mapping[str, Refused] = _NONE,
+        *,
+        bytes_max: int | None = None,
     ) -> T:
-        """Read a body and make of it what is needed; count the fields that nobody documents.
+        """Read a body and make of it what is needed; count the fields that are not known.
+
+        Args:
+            request: The client's.
+            kind: The type of the body.
+            make: Makes of it what is needed; for large bodies in a thread.
+            refused: Fields that are refused.
+            bytes_max: The limit of the route, where it is less than that of all.
 
         Raises:
             InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
         """
         with self._metrics.refusals():
-            body = await read_json(request, self._body_bytes_max)
-            read, unknown = fields.read(body, kind, refused)
+            body = await read_json(request, self._limit(bytes_max))
+            made, unknown = await self._bodies.read(body, kind, make, refused)
             self._metrics.unknown_fields.inc(unknown)
-            return make(read)
+            return made
+
+    async def compute(
+        self,
+        request: web.Request,
+        kind: type[B],
+        work: Callable[[B], msgspec.Struct],
+        refused: Mapping[str, Refused] = _NONE,
+        *,
+        inline_bytes_max: int,
+    ) -> web.Response:
+        """Answer with what a function of a module makes of a body; larger ones in a child process.
+
+        Raises:
+            InvalidRequest: The body cannot be read, or `work` refuses it.
+        """
+        with self._metrics.refusals():
+            body = await read_json(request, self._body_bytes_max)
+            json, unknown = await self._bodies.compute(
+                body, kind, work, refused, inline_bytes_max=inline_bytes_max
+            )
+            self._metrics.unknown_fields.inc(unknown)
+            return web.Response(body=json, content_type="application/json")
+
+    def _limit(self, bytes_max: int | None) -> int:
+        return self._body_bytes_max if bytes_max is None else min(bytes_max, self._body_bytes_max)
 
     async def answer(
         self, request: web.Request, asks: Sequence[Ask], voice_of: VoiceOf, *, streamed: bool
@@ -111,7 +148,8 @@ class Answering:
             voice = await voice_of(chorus.streams)
             if streamed:
                 return await self._tell(request, chorus, voice)
-            body = voice.whole(await self._whole(chorus))
+            answers = await self._whole(chorus)
+            body = await self._written(_size(answers), lambda: voice.whole(answers))
             await voice.keep()
             headers = _named(chorus)
             return web.Response(body=body, content_type="application/json", headers=headers)
@@ -246,7 +284,7 @@ class Answering:
                 said = False
                 while not chorus.ended and chorus.error is None:
                     taken = await chorus.take()
-                    told = await _written(chorus, taken, voice)
+                    told = await self._told(chorus, taken, voice)
                     self._count_all(chorus, taken)
                     await write(told)
                     if not (said or chorus.ended):
@@ -279,13 +317,13 @@ class Answering:
             async with asyncio.timeout(None) as patience:
                 with _limit(chorus, patience):
                     await response.prepare(request)
-                    await response.write(voice.begin() + await _written(chorus, taken, voice))
+                    await response.write(voice.begin() + await self._told(chorus, taken, voice))
                     silence.sent()
                     while not chorus.ended and chorus.error is None:
                         self._count_all(chorus, taken)
                         taken = await chorus.take()
                         if taken or silence.over or chorus.ended or chorus.error is not None:
-                            await response.write(await _written(chorus, taken, voice))
+                            await response.write(await self._told(chorus, taken, voice))
                             silence.sent()
                     await response.write_eof()
         except TimeoutError:
@@ -294,6 +332,26 @@ class Answering:
         except ConnectionError:
             pass  # the client left; cancelling is up to the caller, as for every way to leave
         return response
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Return what Python work that goes by the length of a request comes to, in a thread."""
+        return await self._bodies.apart(work)
+
+    async def _told(self, chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
+        """Put all that waits into one piece: one write, however many steps have passed."""
+        size = sum(
+            event.size_bytes for _, events in taken for event in events if isinstance(event, Said)
+        )
+        told = await self._written(
+            size, lambda: b"".join([voice.chunks(prompt, events) for prompt, events in taken])
+        )
+        if chorus.error is None and not chorus.ended:
+            return told if taken else voice.ping()
+        return told + await _last_words(chorus, voice)
+
+    async def _written(self, size_bytes: int, write: Callable[[], bytes]) -> bytes:
+        """Parse and write an answer: here if it is short, else where it does not hold the loop."""
+        return write() if size_bytes <= LOOP_ANSWER_BYTES else await self.apart(write)
 
     def _count_all(self, chorus: Chorus, taken: Taken) -> None:
         for prompt, events in taken:
@@ -342,12 +400,10 @@ async def _first(chorus: Chorus, silence: Silence) -> Taken:
             return taken
 
 
-async def _written(chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
-    """Put all that waits into one piece: one write, however many steps have passed."""
-    told = b"".join([voice.chunks(prompt, events) for prompt, events in taken])
-    if chorus.error is None and not chorus.ended:
-        return told if taken else voice.ping()
-    return told + await _last_words(chorus, voice)
+def _size(answers: Sequence[Answer]) -> int:
+    return sum(
+        said.size_bytes for answer in answers for choice in answer.choices for said in choice.said
+    )
 
 
 async def _keep_if_possible(voice: Voice) -> None:

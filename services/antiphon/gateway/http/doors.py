@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.entrance import Entrance
+    from antiphon.gateway.http.body_reader import BodyReader
     from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.operation import Operation
     from antiphon.gateway.metrics import GatewayMetrics
@@ -56,12 +57,15 @@ def operations(
     metrics: GatewayMetrics,
     access: Access,
     detached: Detached,
+    bodies: BodyReader,
 ) -> Sequence[Operation]:
     """All that can be asked."""
     gateway = runtime.settings.gateway
     keepalive = Keepalive(runtime.clock)
     runtime.group.create_task(keepalive.run())
-    answering = Answering(entrance, driver, metrics, detached, keepalive, gateway.body_bytes_max)
+    answering = Answering(
+        entrance, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
+    )
     workers = Workers(runtime, model)
     control = Control(answering, entrance, workers)
     vectors = Vectors(answering, tokenizers)

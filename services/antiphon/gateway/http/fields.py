@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.gateway.http import limits
+from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_TOO_LONG = re.compile(r"Expected `array` of length <= (\d+)")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
 
 
@@ -56,18 +59,19 @@ def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B,
     """Decode a body; count the fields that nobody documents.
 
     Raises:
-        InvalidRequest: Not JSON, or a field has a wrong type or value; `param` names it.
+        InvalidRequest: Not JSON, a field has a wrong type or value, or there are too many of them;
+            `param` names it.
+        RequestTooLarge: A field of free form is too long.
         Unsupported: A field asks for what is not built.
     """
     fields = decode(body, dict[str, msgspec.Raw])
+    known = kind.__struct_encode_fields__
+    unknown = len(fields.keys() - refused.keys() - NO_EFFECT - set(known))
+    _check_amounts(fields, unknown)
     for name, why in refused.items():
         if name in fields:
             _check_refused(name, fields[name], why)
     _check_text(body)
-    known = kind.__struct_encode_fields__
-    unknown = sum(
-        name not in known and name not in refused and name not in NO_EFFECT for name in fields
-    )
     return decode(body, kind), unknown
 
 
@@ -80,7 +84,8 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
     try:
         return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), field) from error
+        text = str(error)
+        raise _too_long(json, text, field) or _invalid(text, field) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # Bytes that are not UTF-8 and numbers of thousands of digits are a ValueError.
         text = f"{field or 'the body'} is not valid JSON: {error}"
@@ -109,6 +114,53 @@ def _invalid(text: str, field: str) -> InvalidRequest:
         path = f"{path}.{within[1]}" if path else within[1]
     what = _AT.sub("", text)
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
+    if unknown > limits.UNKNOWN_MAX:
+        text = f"the body has {unknown} fields that are not known; {limits.UNKNOWN_MAX} are allowed"
+        raise InvalidRequest(text)
+    found = limits.oversized(fields)
+    if found is not None:
+        name, size = found
+        raise RequestTooLarge(
+            f"{name}: its JSON has {size} bytes; the limit is {limits.JSON_BYTES_MAX} bytes",
+            param=name,
+            details={"size_bytes": str(size), "bytes_max": str(limits.JSON_BYTES_MAX)},
+        )
+
+
+def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidRequest | None:
+    """Count the list that has too many entries: msgspec names the limit alone."""
+    found = _TOO_LONG.search(text)
+    if found is None:
+        return None
+    most = int(found[1])
+    place = text.partition("`$")[2].rpartition("`")[0]
+    found = _at(msgspec.json.decode(json), place)
+    count = max(len(cast("list[object]", each)) for each in found if isinstance(each, list))
+    name = field or place.removesuffix("[...]").lstrip(".")
+    where = f"{name}: {count}" if name else str(count)
+    return InvalidRequest(f"{where} entries; the limit is {most}", param=name or None)
+
+
+def _at(value: object, place: str) -> list[object]:
+    """What stands at a place as msgspec writes it; `[...]` is any value of an object."""
+    values = [value]
+    for step in _STEP.finditer(place):
+        values = [inner for each in values for inner in _inner(each, step[1], step[2])]
+    return values
+
+
+def _inner(value: object, name: str | None, index: str | None) -> Iterator[object]:
+    if isinstance(value, dict):
+        members = cast("dict[str, object]", value)
+        if name is None:
+            yield from members.values()
+        elif name in members:
+            yield members[name]
+    elif isinstance(value, list) and index:
+        yield cast("list[object]", value)[int(index)]
 
 
 def _check_refused(name: str, raw: msgspec.Raw, refused: Refused) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import Messages, Parts, Tools
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
 Json = dict[str, msgspec.Raw]
@@ -82,7 +83,7 @@ class ToolResultBlock(
     """What came of a call; that of an error begins with the word `Error`."""
 
     tool_use_id: CallId
-    content: str | list[TextBlock | Unread] | None = None
+    content: str | Parts[TextBlock | Unread] | None = None
     is_error: bool | None = None
 
 
@@ -93,7 +94,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation. Neighbours of one role are one turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Parts[Block]
 
 
 class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,10 +105,11 @@ class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
     description: str | None = None
     input_schema: Annotated[Json | None, _is("The JSON schema of its input, an object's.")] = None
     input_examples: Annotated[
-        list[Json] | None, _is("For the chat template, which may show them or not.")
+        Parts[Json] | None,
+        _is("For the chat template, which may show them or not."),
     ] = None
     strict: Annotated[bool | None, _is("The input keeps to the schema.")] = None
-    allowed_callers: Annotated[list[str] | None, _is("Only `direct` is served.")] = None
+    allowed_callers: Annotated[Parts[str] | None, _is("Only `direct` is served.")] = None
     defer_loading: Annotated[bool | None, _is("Refused: there is no search for tools.")] = None
     eager_input_streaming: Annotated[
         bool | None, _is("Changes nothing: input is told as the model writes it.")
@@ -164,14 +166,14 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[str | None, _is("The served model; null takes it.")] = None
     messages: Annotated[
-        list[Message],
+        Messages[Message],
         Meta(
             min_length=1,
             description="The conversation. An assistant's message at its end begins the answer.",
         ),
     ]
-    system: Annotated[str | list[TextBlock] | None, _is("What comes before it.")] = None
-    tools: Annotated[list[ToolBody] | None, _is("What the model may call.")] = None
+    system: Annotated[str | Parts[TextBlock] | None, _is("What comes before it.")] = None
+    tools: Annotated[Tools[ToolBody] | None, _is("What the model may call.")] = None
     tool_choice: Annotated[
         ToolChoiceBody | None, _is("Whether it calls; as it likes unless said.")
     ] = None

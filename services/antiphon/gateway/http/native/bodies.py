@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
+from antiphon.gateway.http.limits import Ids
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
 from antiphon.wire.processors import TokenId
@@ -34,11 +35,13 @@ TokensMax = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
 StopPatterns = StopPattern | Annotated[list[StopPattern], Meta(max_length=STOPS_MAX)]
-TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+TokenIds = Annotated[Ids[TokenId], Meta(min_length=1)]
 LogprobStart = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 NamedIds = Annotated[list[TokenId], Meta(max_length=NAMED_MAX)]
 Hidden = bool | Literal["last"]
 Batch = Meta(min_length=1, max_length=BATCH_MAX)
+T = TypeVar("T")
+PerPrompt = Annotated[list[T], Meta(max_length=BATCH_MAX)]
 
 
 def _is(meaning: str) -> Meta:
@@ -132,30 +135,30 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         str | Annotated[list[str], Batch] | None, _is("The prompt, or a batch of prompts.")
     ] = None
     input_ids: Annotated[
-        Annotated[list[TokenId | TokenIds], Meta(min_length=1)] | None,
+        Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
         _is("The prompt as token ids, or a batch of them; in place of text."),
     ] = None
     sampling_params: Annotated[
-        SamplingBody | list[SamplingBody] | None, _is("How tokens are drawn.")
+        SamplingBody | PerPrompt[SamplingBody] | None, _is("How tokens are drawn.")
     ] = None
     rid: Annotated[
-        Rid | list[Rid] | None,
+        Rid | PerPrompt[Rid] | None,
         _is("The client's name for the request; of a batch, how the names begin."),
     ] = None
     stream: Annotated[bool | None, _is("Tells the answer as it is made.")] = None
     custom_logit_processor: Annotated[
-        str | list[str | None] | None,
+        str | PerPrompt[str | None] | None,
         _is("The name of a processor that is registered; code is refused."),
     ] = None
     return_logprob: Annotated[
-        bool | list[bool] | None, _is("Tells the log-probability of each token.")
+        bool | PerPrompt[bool] | None, _is("Tells the log-probability of each token.")
     ] = None
     logprob_start_len: Annotated[
-        LogprobStart | list[LogprobStart] | None,
+        LogprobStart | PerPrompt[LogprobStart] | None,
         _is("From which token of the prompt on; -1: only of the answer."),
     ] = None
     top_logprobs_num: Annotated[
-        TopLogprobs | list[TopLogprobs] | None, _is("And of so many of the likeliest.")
+        TopLogprobs | PerPrompt[TopLogprobs] | None, _is("And of so many of the likeliest.")
     ] = None
     token_ids_logprob: Annotated[
         Annotated[list[TokenId | NamedIds], Meta(max_length=BATCH_MAX)] | None,
@@ -163,7 +166,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     return_text_in_logprobs: Annotated[bool | None, _is("Names the text of each token.")] = None
     return_hidden_states: Annotated[
-        Hidden | list[Hidden] | None,
+        Hidden | PerPrompt[Hidden] | None,
         _is("Tells the states that tokens followed from, those of the prompt first; or the last."),
     ] = None
     return_prompt_token_ids: Annotated[bool | None, _is("Tells the ids of the prompt.")] = None
@@ -178,9 +181,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         Priority | None, _is("The higher goes first, where the operator goes by priorities.")
     ] = None
     cache_salt: Annotated[
-        CacheSaltText | list[CacheSaltText] | None,
+        CacheSaltText | PerPrompt[CacheSaltText] | None,
         _is("Cached prefixes are shared with those who say the same."),
     ] = None
     extra_key: Annotated[
-        CacheSaltText | list[CacheSaltText] | None, _is("Likewise; both must be the same.")
+        CacheSaltText | PerPrompt[CacheSaltText] | None, _is("Likewise; both must be the same.")
     ] = None

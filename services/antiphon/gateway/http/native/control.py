@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.wire.command import (
@@ -128,24 +129,32 @@ class Control:
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(request, AbortBody, _checked)
+        body = await self._answering.read(
+            request, AbortBody, _checked, bytes_max=SMALL_BODY_BYTES_MAX
+        )
         self._entrance.abort(body.rid)
         await self._workers.abort_elsewhere(body.rid)
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(request, PauseBody, lambda body: body)
+        body = await self._answering.read(
+            request, PauseBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
         done = await self._workers.order(PauseWorker(mode=body.mode))
         met = sum(each.requests for each in done)
         return json_reply(Done(message=f"Generation paused; {met} answers were under way."))
 
     async def _go_on(self, request: web.Request) -> web.Response:
-        await self._answering.read(request, ContinueBody, lambda body: body)
+        await self._answering.read(
+            request, ContinueBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
         await self._workers.order(ContinueWorker())
         return json_reply(Done(message="Generation goes on."))
 
     async def _name_weights(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(request, VersionBody, lambda body: body)
+        body = await self._answering.read(
+            request, VersionBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
         await self._workers.order(
             SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import Ids
 from antiphon.gateway.http.native.bodies import Rid, TokenIds
 from antiphon.gateway.http.native.refused import ENCODE
 from antiphon.gateway.http.native.replies import FinishBody
@@ -42,7 +43,7 @@ class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="A text, or several."),
     ] = None
     input_ids: Annotated[
-        Annotated[list[TokenId | TokenIds], Meta(min_length=1)] | None,
+        Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
         Meta(description="Token ids, or lists of them; in place of text."),
     ] = None
     dimensions: Annotated[

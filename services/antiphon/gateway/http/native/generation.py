@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from antiphon.gateway.http.budgets import budgeted
 from antiphon.gateway.http.guard import tenant_of
+from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.native import reading, refused
 from antiphon.gateway.http.native.bodies import GenerateBody
 from antiphon.gateway.http.native.replies import GenerateReply
@@ -186,7 +187,9 @@ class Generation:
         return web.json_response(name)
 
     async def _close(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(request, CloseSession, lambda body: body)
+        body = await self._answering.read(
+            request, CloseSession, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
         await self._sessions.close(tenant_of(request), body.session_id)
         return web.Response()
 

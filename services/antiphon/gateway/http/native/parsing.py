@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from antiphon.gateway.http.chats import plain
 from antiphon.gateway.http.fields import Refused
+from antiphon.gateway.http.limits import Tools
 from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.offer import Offer
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.parsing.events import Parsed
     from antiphon.wire.schemas import Json
 
 Object = dict[str, msgspec.Raw]
 
+_INLINE_BYTES_MAX = 8 * 1024
+"""Larger texts are parsed in a child process: a parser takes up to 1 us a character."""
 _SEPARATE = {"return_blocks": Refused("blocks are told as one text", (False,))}
 
 
@@ -33,7 +34,7 @@ class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /parse_function_call."""
 
     text: Annotated[str, Meta(description="What the model said.")]
-    tools: Annotated[list[Object], Meta(description="The functions that it may have called.")]
+    tools: Annotated[Tools[Object], Meta(description="The functions that it may have called.")]
     tool_call_parser: Annotated[str, Meta(description="How it writes calls, as hermes.")]
 
 
@@ -103,26 +104,40 @@ class Parsing:
         ]
 
     async def _calls(self, request: web.Request) -> web.Response:
-        parsed = await self._answering.read(request, ParseBody, _called)
-        calls = [
-            ParsedCall(tool_index=call.index, name=call.name, parameters=call.arguments)
-            for call in parsed.calls
-        ]
-        return json_reply(ParseReply(normal_text=parsed.content, calls=calls))
+        return await self._answering.compute(
+            request, ParseBody, parsed_calls, inline_bytes_max=_INLINE_BYTES_MAX
+        )
 
     async def _separate(self, request: web.Request) -> web.Response:
-        parsed = await self._answering.read(request, SeparateBody, _thought, _SEPARATE)
-        return json_reply(SeparateReply(reasoning_text=parsed.reasoning, text=parsed.content))
+        return await self._answering.compute(
+            request, SeparateBody, separated, _SEPARATE, inline_bytes_max=_INLINE_BYTES_MAX
+        )
 
 
-def _called(body: ParseBody) -> Parsed:
+def parsed_calls(body: ParseBody) -> ParseReply:
+    """Parse a text with calls in it.
+
+    Raises:
+        InvalidRequest: There is no such parser, or a tool is malformed.
+    """
     tools = read_tools(cast("list[Json]", plain(body.tools, "tools")))
     offer = Offer(schemas={tool.name: tool.parameters for tool in tools})
     parser = AnswerParser(tools=tool_format(body.tool_call_parser), offer=offer)
-    return parse(parser, [body.text])
+    parsed = parse(parser, [body.text])
+    calls = [
+        ParsedCall(tool_index=call.index, name=call.name, parameters=call.arguments)
+        for call in parsed.calls
+    ]
+    return ParseReply(normal_text=parsed.content, calls=calls)
 
 
-def _thought(body: SeparateBody) -> Parsed:
+def separated(body: SeparateBody) -> SeparateReply:
+    """Parse a text with thinking in it.
+
+    Raises:
+        InvalidRequest: There is no such parser.
+    """
     format_ = reasoning_format(body.reasoning_parser)
     inside = format_.begins_inside(None)
-    return parse(AnswerParser(reasoning=format_, inside=inside), [body.text])
+    parsed = parse(AnswerParser(reasoning=format_, inside=inside), [body.text])
+    return SeparateReply(reasoning_text=parsed.reasoning, text=parsed.content)

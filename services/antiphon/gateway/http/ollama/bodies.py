@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import Messages, Parts, Tools
 from antiphon.gateway.http.openai.bodies import Json, Stops, TopLogprobs
 from antiphon.wire.sampling import (
     AdditivePenalty,
@@ -83,8 +84,8 @@ class OllamaTurn(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None
-    tool_calls: list[OllamaCall] | None = None
+    images: Parts[str] | None = None
+    tool_calls: Parts[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -115,10 +116,10 @@ class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
     """POST /api/chat."""
 
     messages: Annotated[
-        list[OllamaTurn] | None,
+        Messages[OllamaTurn] | None,
         _is("The conversation; a last one of the assistant is continued. None: the model is ready"),
     ] = None
-    tools: Annotated[list[Json] | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from antiphon.gateway.http.guard import tenant_of
+from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
 from antiphon.gateway.http.ollama.reading import model_of, tagged
 from antiphon.gateway.http.ollama.replies import written
 from antiphon.gateway.http.operation import Operation
@@ -195,7 +196,7 @@ class Library:
         return json_reply(OllamaProcesses(tuple(running)))
 
     async def _show(self, request: web.Request) -> web.Response:
-        name = await self._answering.read(request, ShowBody, _asked)
+        name = await self._answering.read(request, ShowBody, _asked, bytes_max=SMALL_BODY_BYTES_MAX)
         other = model_of(name, self._model)
         if other is not None or not self._shown(request):
             raise UnknownModel.of(other or self._model)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
+from antiphon.gateway.http.limits import Ids, Messages, Parts, Tools
 from antiphon.gateway.http.native.bodies import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
@@ -73,8 +74,8 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     format: Json | None = None
-    structures: list[Json] | None = None
-    triggers: list[str] | None = None
+    structures: Tools[Json] | None = None
+    triggers: Tools[str] | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,10 +196,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation; the answer goes on from a last one with `prefix`."""
 
     role: Speaker
-    content: str | list[ContentPart] | None = None
+    content: str | Parts[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Parts[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Json | None = None
     prefix: bool | None = None
@@ -210,9 +211,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "
 class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Turn], Meta(min_length=1, description="The conversation.")]
+    messages: Annotated[Messages[Turn], Meta(min_length=1, description="The conversation.")]
     input_ids: Annotated[
-        Annotated[list[TokenId], Meta(min_length=1)] | None,
+        Annotated[Ids[TokenId], Meta(min_length=1)] | None,
         _is("The prompt as token ids, in place of what the template makes of the messages."),
     ] = None
     max_completion_tokens: Annotated[
@@ -236,7 +237,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     return_prompt_token_ids: Annotated[
         bool | None, _is("Tells the ids of the prompt in each choice.")
     ] = None
-    tools: Annotated[list[Json] | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[Tools[Json] | None, _is("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | Json | None, _is("auto, none, required, or one function by its name.")
     ] = None
@@ -257,7 +258,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: Annotated[
         str
         | Annotated[
-            list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
+            Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)]],
             Meta(min_length=1),
         ],
         _is("Text or token ids, or a list of either."),

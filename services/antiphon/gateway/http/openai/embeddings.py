@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import Ids
 from antiphon.gateway.http.openai.bodies import Rid, TokenId
 from antiphon.gateway.http.openai.refused import EMBEDDING
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
@@ -42,7 +43,7 @@ class InputPart(msgspec.Struct, frozen=True, kw_only=True):
 Input = (
     str
     | Annotated[
-        list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)] | InputPart],
+        Ids[str | TokenId | Annotated[Ids[TokenId], Meta(min_length=1)] | InputPart],
         Meta(min_length=1),
     ]
 )

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.ask import Ask, DetailFields, Sampling
+from antiphon.gateway.http.limits import Ids
 from antiphon.gateway.http.openai import refused
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, TokenId
 from antiphon.gateway.http.openai.reading import model_of
@@ -36,9 +37,9 @@ class ScoreBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/score. Query and items are texts, or token ids."""
 
     model: str | None = None
-    query: Annotated[str | list[TokenId], Meta(description="What stands before each item.")]
+    query: Annotated[str | Ids[TokenId], Meta(description="What stands before each item.")]
     items: Annotated[
-        str | Annotated[list[str | list[TokenId]], _Items],
+        str | Annotated[list[str | Ids[TokenId]], _Items],
         Meta(description="What is scored, one at a time."),
     ]
     label_token_ids: Annotated[

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.ask import Ask
+from antiphon.gateway.http.limits import Messages, Tools
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, Json, TokenId, Turn
 from antiphon.gateway.http.openai.reading import model_of
 from antiphon.gateway.http.openai.turns import begins_answer, conversation
@@ -40,10 +41,10 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
         str | Annotated[list[str], _Rows] | None, Meta(description="A text, or several.")
     ] = None
     messages: Annotated[
-        Annotated[list[Turn], Meta(min_length=1)] | None,
+        Annotated[Messages[Turn], Meta(min_length=1)] | None,
         Meta(description="A conversation, in place of a text."),
     ] = None
-    tools: Annotated[list[Json] | None, Meta(description="For the chat template.")] = None
+    tools: Annotated[Tools[Json] | None, Meta(description="For the chat template.")] = None
     chat_template_kwargs: Annotated[
         Json | None, Meta(description="More variables for the chat template.")
     ] = None

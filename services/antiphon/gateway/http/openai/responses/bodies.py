@@ -7,9 +7,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon.gateway.http.limits import Messages, Tools
 from antiphon.gateway.http.openai.bodies import Effort, Json, Sampled, TokensMax, TopLogprobs
 
 METADATA_MAX = 16
+InputItems = Messages[Json]
+FunctionTools = Tools[Json]
 
 Label = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[
@@ -55,7 +58,10 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ResponsesBody(Sampled, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
-    input: Annotated[str | list[Json], _is("What the user says, or the items of a conversation.")]
+    input: Annotated[
+        str | InputItems,
+        _is("What the user says, or the items of a conversation."),
+    ]
     instructions: Annotated[
         str | None, _is("The system's message; those of earlier responses do not go on.")
     ] = None
@@ -69,7 +75,7 @@ class ResponsesBody(Sampled, frozen=True, kw_only=True):
     max_output_tokens: Annotated[
         TokensMax | None, _is("Longest answer; what the context leaves unless said.")
     ] = None
-    tools: Annotated[list[Json] | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[FunctionTools | None, _is("Functions that the model may call.")] = None
     tool_choice: Annotated[
         str | Json | None, _is("auto, none, required, or one function by its name.")
     ] = None
@@ -79,7 +85,8 @@ class ResponsesBody(Sampled, frozen=True, kw_only=True):
     text: Annotated[TextOptions | None, _is("The form of the text.")] = None
     reasoning: Annotated[ReasoningOptions | None, _is("How much the model thinks.")] = None
     include: Annotated[
-        list[str] | None, _is("What is told besides: `message.output_text.logprobs`.")
+        Annotated[list[str], Meta(max_length=64)] | None,
+        _is("What is told besides: `message.output_text.logprobs`."),
     ] = None
     top_logprobs: Annotated[
         TopLogprobs | None, _is("Tells log-probabilities, and of so many of the likeliest.")

@@ -8,6 +8,7 @@ from uuid import uuid4
 import msgspec
 
 from antiphon.gateway.http.fields import decode
+from antiphon.gateway.http.limits import Parts
 from antiphon.gateway.http.openai.logprobs import TokenLogprob
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
@@ -61,7 +62,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     id: str | None = None
     status: Status | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | Parts[Part]
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
@@ -69,8 +70,8 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
     id: str | None = None
     status: Status | None = None
-    summary: list[SummaryText] = msgspec.field(default_factory=list[SummaryText])
-    content: list[ReasoningText] | None = None
+    summary: Parts[SummaryText] = msgspec.field(default_factory=list[SummaryText])
+    content: Parts[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
@@ -92,7 +93,7 @@ class CallOutputItem(
     id: str | None = None
     status: Status | None = None
     call_id: str
-    output: str | list[InputText]
+    output: str | Parts[InputText]
 
 
 Item = MessageItem | ReasoningItem | CallItem | CallOutputItem

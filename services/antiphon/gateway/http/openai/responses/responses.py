@@ -122,7 +122,8 @@ class Responses:
         items = [*await self._before(tenant, heard), *heard.items]
         if kept:
             self._records.check_size(items)
-        asking = asked(heard, items, formats)
+        # The conversation may be long, whatever the length of this body.
+        asking = await self._answering.apart(lambda: asked(heard, items, formats))
         ask = await marked(asking.ask, self._tokenizers)
 
         async def voice(streams: Sequence[Stream]) -> ResponseVoice:

@@ -1,0 +1,207 @@
+"""Bodies of requests, checked and read without holding the event loop.
+
+Small bodies are read at once. A large one goes to a child process, which decodes it into its type,
+checks all limits, and writes it again without what has no meaning here: fields that are not known,
+white space, escapes. That is decoded here in a few milliseconds, since its counts are bounded. What
+is then made of it in Python goes to a thread, where the interpreter changes to the loop each 5 ms.
+
+    python -m antiphon.gateway.http.body_reader PARENT_PID MEMORY_BYTES_MAX
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import logging
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+
+from antiphon.gateway.http import fields, limits
+from antiphon.gateway.http.fields import Refused
+from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.wire.errors import (
+    EngineError,
+    ErrorReply,
+    Internal,
+    RequestTooLarge,
+    decode_error,
+    encode_error,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+_CHILD_S = 30.0
+"""How long a body may wait for the child and be read there; the largest takes about a second."""
+_MODULE = "antiphon.gateway.http.body_reader"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body for the child.
+
+    Attributes:
+        kind: Its type, as `module:name`.
+        refused: Fields that are refused.
+        work: A function of it, as `module:name`, whose result is wanted; empty: the body itself.
+        body: What was sent.
+    """
+
+    kind: str
+    refused: dict[str, Refused]
+    work: str
+    body: bytes
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What came of a job: JSON, or an error."""
+
+    json: bytes = b""
+    unknown: int = 0
+    error: ErrorReply | None = None
+
+
+class BodyReader:
+    """Reads every body of the gateway's HTTP routes."""
+
+    def __init__(self) -> None:
+        self.pool = ProcessPool(("-m", _MODULE))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-body")
+
+    async def read(
+        self,
+        body: bytes,
+        kind: type[B],
+        make: Callable[[B], T],
+        refused: Mapping[str, Refused],
+    ) -> tuple[T, int]:
+        """Decode a body and make of it what is needed; count its fields that are not known.
+
+        Raises:
+            InvalidRequest: As `fields.read` does, or `make`.
+            Overloaded: Too many large bodies wait.
+        """
+        if limits.is_small(body):
+            read, unknown = fields.read(body, kind, refused)
+            return make(read), unknown
+        done = await self._done(body, kind, refused, "")
+        read = fields.decode(done.json, kind)
+        return await self.apart(lambda: make(read)), done.unknown
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """Return what bounded Python work comes to, done in the thread."""
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: context.run(work))
+
+    async def compute(
+        self,
+        body: bytes,
+        kind: type[B],
+        work: Callable[[B], msgspec.Struct],
+        refused: Mapping[str, Refused],
+        *,
+        inline_bytes_max: int,
+    ) -> tuple[bytes, int]:
+        """Return the JSON of what a function makes of a body.
+
+        Args:
+            body: What was sent.
+            kind: Its type.
+            work: A function of a module, by whose name the child finds it.
+            refused: Fields that are refused.
+            inline_bytes_max: Larger bodies go to the child.
+
+        Raises:
+            InvalidRequest: As `fields.read` does, or `work`.
+            Overloaded: Too many large bodies wait.
+        """
+        if len(body) <= inline_bytes_max and limits.is_small(body):
+            read, unknown = fields.read(body, kind, refused)
+            return msgspec.json.encode(work(read)), unknown
+        done = await self._done(body, kind, refused, _name(work))
+        return done.json, done.unknown
+
+    async def close(self) -> None:
+        """End the child and the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.pool.close()
+
+    async def _done(
+        self, body: bytes, kind: type[msgspec.Struct], refused: Mapping[str, Refused], work: str
+    ) -> Done:
+        job = msgspec.msgpack.encode(Job(_name(kind), dict(refused), work, body))
+        result = await self.pool.run(job, timeout_s=_CHILD_S)
+        done = msgspec.msgpack.decode(result, type=Done)
+        if done.error is not None:
+            raise decode_error(done.error)
+        return done
+
+
+def _name(thing: type | Callable[..., object]) -> str:
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+@cache
+def _thing(name: str) -> object:
+    module, _, qualname = name.partition(":")
+    thing: object = import_module(module)
+    for part in qualname.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def done_with(data: bytes) -> bytes:
+    """Do a job. Called in the child."""
+    job = msgspec.msgpack.decode(data, type=Job)
+    try:
+        return msgspec.msgpack.encode(_done_with(job))
+    except EngineError as error:
+        return msgspec.msgpack.encode(Done(error=encode_error(error)))
+    except Exception:
+        log.exception("reading a body failed")
+        return msgspec.msgpack.encode(Done(error=encode_error(Internal("internal error"))))
+
+
+def _done_with(job: Job) -> Done:
+    kind = cast("type[msgspec.Struct]", _thing(job.kind))
+    read, unknown = fields.read(job.body, kind, job.refused)
+    if job.work:
+        work = cast("Callable[[msgspec.Struct], msgspec.Struct]", _thing(job.work))
+        return Done(msgspec.json.encode(work(read)), unknown)
+    written = msgspec.json.encode(read)
+    _check_values(written)
+    return Done(written, unknown)
+
+
+def _check_values(body: bytes) -> None:
+    """Count all values together, texts left out: each of its lists may be within its own limit."""
+    bare = _STRING.sub(b"", body)
+    objects = bare.count(b"{")
+    values = bare.count(b",") + bare.count(b"[") + objects
+    for count, most, what in (
+        (objects, limits.OBJECTS_MAX, "objects"),
+        (values, limits.VALUES_MAX, "values"),
+    ):
+        if count > most:
+            raise RequestTooLarge(
+                f"the body has {count} {what}; the limit is {most}",
+                details={"count": str(count), "max": str(most)},
+            )
+
+
+if __name__ == "__main__":
+    gc.disable()  # a body holds no cycles, and looking for some takes most of the time
+    serve(done_with, *sys.argv[-2:])
