@@ -15,6 +15,9 @@ from antiphon.wire.processors import LogitProcessor
 from antiphon.wire.sampling import DetailParams, PoolParams, StopStrings
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
+PROBE_DOOR = "health"
+"""The door of the one request that shows whether the model answers."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """What the client said of sampling; unset fields take defaults. `top_k` -1 is off."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.ask import check
+from antiphon.gateway.ask import PROBE_DOOR, check
 from antiphon.gateway.details import DetailRoom
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.sampling import Seeds, answer_tokens, sampling_params
@@ -63,6 +63,7 @@ class Entrance:
         self._access = access
         self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._entering = 0
+        self._probes = 0
         self._names: set[tuple[TenantId, ClientKey]] = set()
 
     def detail_room(self) -> DetailRoom:
@@ -91,7 +92,7 @@ class Entrance:
             if ask.model is not None and ask.model != self._model:
                 raise UnknownModel.of(ask.model)
             check(ask)
-            self._check_room()
+            self._check_room(ask)
             with self._holding(ask):
                 return await self._held(ask, room)
 
@@ -129,33 +130,39 @@ class Entrance:
         """Free the request's name, and cancel it unless it has ended."""
         if stream.name is not None:
             self._names.discard(stream.name)
+        self._probes -= stream.door == PROBE_DOOR
         self._driver.leave(stream)
 
     @contextmanager
     def _holding(self, ask: Ask) -> Generator[None]:
         """Count a request that is not open yet, and take its name; keep it if all goes well."""
         name = _name(ask)
+        probes = ask.door == PROBE_DOOR
         if name is not None:
             if name in self._names:
                 text = f"a request with the rid '{ask.key}' is running"
                 raise DuplicateRequest(text, param="rid")
             self._names.add(name)
         self._entering += 1
+        self._probes += probes
         try:
             yield
         except BaseException:
+            self._probes -= probes
             if name is not None:
                 self._names.discard(name)
             raise
         finally:
             self._entering -= 1
 
-    def _check_room(self) -> None:
+    def _check_room(self, ask: Ask) -> None:
         if self._runtime.health.state is not State.READY:
             text = f"this gateway is {self._runtime.health.state}"
             raise Unavailable(text, retry_after_s=1.0)
         most = self._runtime.settings.gateway.requests_max
-        if self._driver.open_count + self._entering >= most:
+        if ask.door == PROBE_DOOR:
+            return  # it has a place of its own: tenants neither lose one to it, nor take it
+        if self._driver.open_count + self._entering - self._probes >= most:
             raise Overloaded(f"{most} requests are open, the limit", retry_after_s=1.0)
 
     async def _held(self, ask: Ask, room: DetailRoom) -> Stream:

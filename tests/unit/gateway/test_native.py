@@ -680,6 +680,44 @@ async def test_loads_tell_what_workers_have_done_lately(at: House) -> None:
     assert (load["speculative"], load["lora"], load["disaggregation"]) == (None, None, None)
 
 
+async def test_health_generate_shares_one_generation(at: House) -> None:
+    at.cluster.hold_at = 0
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(get(at, "/health_generate")) for _ in range(40)]
+        await until(lambda: len(at.cluster.submits) == 1)
+        at.cluster.go.set()
+    assert {call.result()[0] for call in calls} == {200}
+    assert (await get(at, "/health_generate"))[0] == 200  # within the second: the same one
+    assert len(at.cluster.submits) == 1
+
+
+async def test_health_generate_outlives_the_caller_that_began_it(at: House) -> None:
+    at.cluster.hold_at = 0
+    loop = asyncio.get_running_loop()
+    first = loop.create_task(get(at, "/health_generate"))
+    await until(lambda: len(at.cluster.submits) == 1)
+    second = loop.create_task(get(at, "/health_generate"))
+    first.cancel()
+    await asyncio.wait([first])
+    at.cluster.go.set()
+    assert (await second)[0] == 200
+    assert len(at.cluster.submits) == 1
+    assert at.cluster.cancelled == []
+
+
+async def test_health_generate_has_a_place_of_its_own() -> None:
+    async with house(requests_max=1) as at, asyncio.TaskGroup() as group:
+        at.cluster.hold_at = 0
+        probe = group.create_task(get(at, "/health_generate"))
+        await until(lambda: len(at.cluster.submits) == 1)
+        tenant = group.create_task(post(at, "/generate", {"text": "hi"}))
+        await until(lambda: len(at.cluster.submits) == 2)
+        assert (await post(at, "/generate", {"text": "hi"}))[0] == 503
+        at.cluster.go.set()
+        assert ((await probe)[0], (await tenant)[0]) == (200, 200)
+        assert (await post(at, "/generate", {"text": "hi"}))[0] == 200
+
+
 async def test_health_is_asked_in_every_way(at: House) -> None:
     for path in ("/health", "/ping", "/ready", "/health_generate", "/"):
         assert (await get(at, path))[0] == 200, path

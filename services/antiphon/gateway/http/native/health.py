@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.ask import PROBE_DOOR, Ask, Sampling
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.wire.base import Role, State
-from antiphon.wire.errors import Unavailable
+from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error
 from antiphon.wire.sampling import PoolParams
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName
 
 _GENERATE_S = 20.0
+_PAUSE_S = 1.0
+"""From the beginning of one generation to that of the next."""
 
 
 class Healthy(msgspec.Struct, frozen=True):
@@ -44,6 +46,8 @@ class Health:
         self._model = model
         self._answering = answering
         self._tokenizers = tokenizers
+        self._probe: asyncio.Task[EngineError | None] | None = None
+        self._probe_at = 0.0
 
     def operations(self) -> list[Operation]:
         """What a load balancer asks."""
@@ -65,7 +69,8 @@ class Health:
                 method="GET",
                 path="/health_generate",
                 answer=self._generate,
-                summary="200 once the model has said a token, or made a vector; 503 after 20 s.",
+                summary="200 once the model has made a token, or a vector; 503 after 20 s. "
+                "All callers share one a second.",
                 reply=Healthy,
             ),
         ]
@@ -85,12 +90,28 @@ class Health:
         return json_reply(Healthy())
 
     async def _generate(self, request: web.Request) -> web.Response:
+        """Wait for the generation that is under way, or was begun within the last second.
+
+        No key is needed here, so callers must not be able to make work by their number.
+        """
         self._check()
+        now = self._runtime.clock.now()
+        probe = self._probe
+        if probe is None or (probe.done() and now >= self._probe_at + _PAUSE_S):
+            # No caller's leaving ends what others wait for, so it is a task of the process.
+            self._probe = probe = self._runtime.group.create_task(self._generated(request))
+            self._probe_at = now
+        error = await asyncio.shield(probe)
+        if error is not None:
+            raise decode_error(encode_error(error))
+        return json_reply(Healthy())
+
+    async def _generated(self, request: web.Request) -> EngineError | None:
         try:
             async with asyncio.timeout(_GENERATE_S):
                 pools = (await self._tokenizers.card(_GENERATE_S)).pooling is not None
                 ask = Ask(
-                    door="health",
+                    door=PROBE_DOOR,
                     model=None,
                     prompt_ids=(0,),
                     tokens_max=0 if pools else 1,
@@ -100,8 +121,10 @@ class Health:
                 await self._answering.hear(request, [ask])
         except TimeoutError:
             text = f"the model said nothing in {_GENERATE_S:g} s"
-            raise Unavailable(text, retry_after_s=1.0) from None
-        return json_reply(Healthy())
+            return Unavailable(text, retry_after_s=1.0)
+        except EngineError as error:
+            return error
+        return None
 
     def _check(self) -> None:
         missing = self._missing()
