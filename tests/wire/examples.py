@@ -91,6 +91,7 @@ from antiphon.wire.submit import (
 from antiphon.wire.text import ChoicePlace, Origin, ResumeText, TextBatch, TextResumed, TextRow
 from antiphon.wire.thinking import ThinkingMarks
 from antiphon.wire.tokenize import (
+    CancelEncode,
     ChatMessage,
     DecodeReply,
     DecodeRequest,
@@ -279,6 +280,7 @@ EVERY: tuple[Message, ...] = (
         deadline_unix_ms=DEADLINE,
         traceparent=TRACE,
     ),
+    CancelEncode(request_id=REQUEST),
     DecodeRequest(
         request_id=REQUEST,
         model=MODEL,
@@ -319,6 +321,7 @@ EVERY: tuple[Message, ...] = (
             temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05
         ),
         architecture="LlamaForCausalLM",
+        token_characters=24,
         model_type="llama",
         tool_parser="hermes",
         reasoning_parser="qwen3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.losses import Losses
@@ -15,11 +16,12 @@ from antiphon.wire.errors import (
     EngineError,
     InvalidRequest,
     Overloaded,
+    PromptTooLong,
     Unavailable,
 )
 from antiphon.wire.ids import new_request_id
-from antiphon.wire.routes import DECODE, TOKENIZE
-from antiphon.wire.tokenize import DecodeRequest, EncodeReply, EncodeRequest
+from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
+from antiphon.wire.tokenize import CancelEncode, DecodeRequest, EncodeReply, EncodeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from antiphon.gateway.ask import Ask
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, RequestId
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long a request waits for any tokenizer to be there."""
@@ -59,6 +63,8 @@ class TokenizerCalls:
             InvalidRequest: The prompt cannot be encoded, or an id is not in the vocabulary.
             EngineError: No tokenizer answered in time.
         """
+        if self._card is not None:
+            _check_length(ask, self._card)
         if ask.prompt_ids is not None:
             return self._given(ask, ask.prompt_ids, request_id, await self.card(PATIENCE_S))
         request = EncodeRequest(
@@ -153,6 +159,10 @@ class TokenizerCalls:
     def _given(
         self, ask: Ask, prompt_ids: tuple[int, ...], request_id: RequestId, card: EncodeReply
     ) -> EncodeReply:
+        if len(prompt_ids) > card.context_tokens:
+            raise PromptTooLong.of(
+                prompt_tokens=len(prompt_ids), tokens_max=card.context_tokens, param="prompt"
+            )
         if max(prompt_ids, default=0) >= card.vocabulary_size:
             raise InvalidRequest(
                 f"prompt has the id {max(prompt_ids)}; the vocabulary ends at "
@@ -170,6 +180,7 @@ class TokenizerCalls:
             defaults=card.defaults,
             reranks=card.reranks,
             pooling=card.pooling,
+            token_characters=card.token_characters,
         )
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
@@ -212,6 +223,17 @@ class TokenizerCalls:
             finally:
                 for call in calls:
                     call.cancel()
+                if calls:
+                    self._cancel(request.request_id)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        """Have tokenizers stop work for a request whose caller left, or has a reply."""
+        try:
+            self._runtime.bus.publish(
+                CANCEL_ENCODE, CancelEncode(request_id=request_id), model=self._model
+            )
+        except Unavailable as error:  # the text is encoded in vain, which hurts no other
+            log.info("tokenizers not reached", extra={"code": error.code})
 
     async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
         left_s = min(remaining_s(request.deadline_unix_ms, self._runtime.clock), _WAIT_MAX_S)
@@ -221,6 +243,20 @@ class TokenizerCalls:
             )
         except EngineError as error:
             return error
+
+
+def _check_length(ask: Ask, card: EncodeReply) -> None:
+    """Refuse a text that no tokens of the vocabulary make short enough: no tokenizer is called."""
+    texts = (ask.prompt, ask.pair, ask.suffix)
+    length = sum(len(text) for text in texts if text is not None)
+    length += sum(len(message.content) for message in ask.messages or ())
+    if card.token_characters and length > card.context_tokens * card.token_characters:
+        raise PromptTooLong.of_characters(
+            characters=length,
+            context_tokens=card.context_tokens,
+            token_characters=card.token_characters,
+            param="prompt" if ask.messages is None else "messages",
+        )
 
 
 def _another_may_know(outcome: EncodeReply | EngineError) -> bool:

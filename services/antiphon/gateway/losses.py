@@ -34,7 +34,13 @@ class Losses:
         return len(self._peers.working(self._role))
 
     def may_have_met(self, asked_at: float) -> bool:
-        """Whether a call that was made then may have gone to one that is silent or gone."""
+        """Whether a call that was made then may have gone to one that is silent or gone.
+
+        While none is alive, those that are silent are as likely busy, and there is no other to
+        call; where none is left at all, the broker says so.
+        """
+        if not self.living:
+            return False
         silent = any(peer.verdict is not Verdict.ALIVE for peer in self._peers.of(self._role))
         return silent or asked_at <= self._until
 

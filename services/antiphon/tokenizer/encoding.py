@@ -12,19 +12,22 @@ from antiphon.wire.errors import (
     EngineError,
     Internal,
     InvalidRequest,
+    PromptTooLong,
     RequestTooLarge,
     Unsupported,
 )
-from antiphon.wire.tokenize import TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.tokenizer.vocabulary import Vocabulary
-    from antiphon.wire.tokenize import ChatMessage, DecodeRequest
+    from antiphon.wire.tokenize import DecodeRequest
 
 log = logging.getLogger(__name__)
 
+_LIGHT_CHARACTERS = 16 * 1024
+_LIGHT_MESSAGES = 64
 TEXT_END = 64
 """How much of a rendered text is told: every mark of thinking fits."""
 
@@ -45,6 +48,27 @@ class Text:
     cache_salt: bytes = b""
     suffix: str | None = None
 
+    @property
+    def characters(self) -> int:
+        """How long it is, the marks of a template left out."""
+        spoken = sum(len(message.content) for message in self.messages or ())
+        return spoken + sum(len(text or "") for text in (self.prompt, self.pair, self.suffix))
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether encoding it would hold the interpreter for more than about 10 ms."""
+        messages = self.messages or ()
+        beside = len(self.template.tools or "") + len(self.template.options or "")
+        thought = sum(
+            len(message.reasoning_content or "")
+            + sum(len(call.arguments) for call in message.tool_calls)
+            for message in messages
+        )
+        return (
+            len(messages) > _LIGHT_MESSAGES
+            or self.characters + beside + thought > _LIGHT_CHARACTERS
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -62,10 +86,17 @@ class Encoded:
 class TextEncoder:
     """Encodes batches of texts. Called in threads; holds nothing that changes."""
 
-    def __init__(self, vocabulary: Vocabulary, root: bytes, text_bytes_max: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        root: bytes,
+        text_bytes_max: int,
+        context_tokens: int | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
         self._root = root
         self._text_bytes_max = text_bytes_max
+        self._context_tokens = context_tokens
 
     def encode(self, texts: Sequence[Text]) -> list[Encoded | Exception]:
         """Encode each text; an error in one is its own result and hurts no other."""
@@ -87,6 +118,7 @@ class TextEncoder:
         size = len(written.encode()) + len((text.pair or "").encode())
         if size > self._text_bytes_max:
             raise RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
+        self.check_length(text, len(written) + len(text.pair or ""))
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
         encoding = self._vocabulary.tokenizer.encode(written, text.pair, add_special_tokens=plain)
@@ -97,6 +129,21 @@ class TextEncoder:
             second_from = encoding.type_ids.index(1)
         digests = block_digests(salted(self._root, text.cache_salt), token_ids)
         return Encoded(token_ids, digests, text_end, second_from)
+
+    def check_length(self, text: Text, characters: int) -> None:
+        """Refuse a text that cannot fit before it is encoded, which may take seconds.
+
+        Raises:
+            PromptTooLong: The context holds fewer characters, even in the longest tokens.
+        """
+        tokens, each = self._context_tokens, self._vocabulary.token_characters
+        if tokens is not None and characters > tokens * each:
+            raise PromptTooLong.of_characters(
+                characters=characters,
+                context_tokens=tokens,
+                token_characters=each,
+                param="prompt" if text.messages is None else "messages",
+            )
 
     def _written(self, text: Text) -> str:
         if text.messages is None:

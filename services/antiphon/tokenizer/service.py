@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.config.card import ModelCard, read_card
 from antiphon.config.pooling import Pooling, read_pooling
 from antiphon.config.tasks import Task
-from antiphon.service.deadline import check
-from antiphon.service.endpoint import Answer, Endpoint
+from antiphon.service.deadline import check, remaining_s
+from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import model_files, served_name, tokenizer_folder
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
 from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.batcher import Batcher
+from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder, decode
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace
-from antiphon.wire.errors import PromptTooLong
-from antiphon.wire.routes import DECODE, TOKENIZE
+from antiphon.wire.errors import EngineError, PromptTooLong
+from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
 from antiphon.wire.tokenize import (
+    CancelEncode,
     DecodeReply,
     DecodeRequest,
     EncodeReply,
@@ -36,7 +39,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.config.settings import Settings
-    from antiphon.wire.ids import ModelName
+    from antiphon.wire.ids import ModelName, RequestId
+
+
+_HEAVY_S = 60.0
+"""How long a heavy text may wait for a process and be encoded there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The call that encodes a request's text, and what calls after it wait for."""
+
+    task: asyncio.Task[object]
+    result: asyncio.Future[Encoded]
 
 
 class TokenizerService:
@@ -48,6 +63,7 @@ class TokenizerService:
         self._settings = settings
         self._model = served_name(settings)
         self._in_flight = 0
+        self._running: dict[RequestId, _Running] = {}
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
@@ -67,8 +83,21 @@ class TokenizerService:
             settings.model.completion_template,
         )
         root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
-        encoder = TextEncoder(words, root, settings.tokenizer.text_bytes_max)
+        context_tokens = settings.model.context_tokens or self._card.context_tokens
+        bytes_max = settings.tokenizer.text_bytes_max
+        self._encoder = encoder = TextEncoder(words, root, bytes_max, context_tokens)
         threads = settings.tokenizer.threads
+        self._processes = EncodeProcesses(
+            EncoderSettings(
+                folder=str(folder),
+                chat_template=settings.model.chat_template,
+                completion_template=settings.model.completion_template,
+                root=root,
+                text_bytes_max=bytes_max,
+                context_tokens=context_tokens,
+            ),
+            threads,
+        )
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
             self._batcher = Batcher[Text, Encoded](
                 encoder.encode, executor, settings.tokenizer.batch_max
@@ -76,7 +105,10 @@ class TokenizerService:
             self._executor = executor
             for _ in range(threads):
                 runtime.group.create_task(self._batcher.run())
-            yield
+            try:
+                yield
+            finally:
+                await self._processes.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Encoding and decoding, for whichever gateway asks."""
@@ -84,6 +116,7 @@ class TokenizerService:
         return (
             Answer(route=TOKENIZE, handler=self._encode, address=address),
             Answer(route=DECODE, handler=self._decode, address=address),
+            Follow(route=CANCEL_ENCODE, apply=self._cancel, address=address),
         )
 
     def model(self) -> ModelName | None:
@@ -112,7 +145,7 @@ class TokenizerService:
         self._in_flight += 1
         try:
             with span("tokenize", request.traceparent):
-                encoded = await self._batcher.submit(text)
+                encoded = await self._encoded_once(request, text)
         finally:
             self._in_flight -= 1
         card = self._card
@@ -141,7 +174,47 @@ class TokenizerService:
             reranks=self._vocabulary.habits.reranks,
             second_from=encoded.second_from,
             pooling=self._pooling,
+            token_characters=self._vocabulary.token_characters,
         )
+
+    async def _encoded_once(self, request: EncodeRequest, text: Text) -> Encoded:
+        """Encode a text, or wait for the call with the same request id that does it already.
+
+        A gateway calls again if this process seems to be gone, and it may only have been busy.
+        """
+        running = self._running.get(request.request_id)
+        if running is not None:
+            return await asyncio.shield(running.result)
+        task = asyncio.current_task()
+        assert task is not None, "a call has a task of its own"
+        running = _Running(task, asyncio.get_running_loop().create_future())
+        self._running[request.request_id] = running
+        try:
+            encoded = await self._encode_text(request, text)
+        except EngineError as error:
+            running.result.set_exception(error)
+            running.result.exception()  # there may be no other call that takes it
+            raise
+        except BaseException:
+            running.result.cancel()
+            raise
+        else:
+            running.result.set_result(encoded)
+            return encoded
+        finally:
+            del self._running[request.request_id]
+
+    async def _encode_text(self, request: EncodeRequest, text: Text) -> Encoded:
+        self._encoder.check_length(text, text.characters)
+        if not text.is_heavy:
+            return await self._batcher.submit(text)
+        left_s = remaining_s(request.deadline_unix_ms, self._runtime.clock)
+        return await self._processes.encode(text, timeout_s=min(left_s, _HEAVY_S))
+
+    def _cancel(self, message: CancelEncode) -> None:
+        running = self._running.get(message.request_id)
+        if running is not None:
+            running.task.cancel()
 
     async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:
         check(request.deadline_unix_ms, self._runtime.clock)

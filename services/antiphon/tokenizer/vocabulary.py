@@ -58,7 +58,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     """Everything that turns a conversation into ids.
 
     `habits` is what the template shows, `completion` how text with a gap to fill is written; None
-    if that is not known.
+    if that is not known. `token_characters` is the length of the longest token; tokens of bytes are
+    written a character a byte, so no token writes more.
     """
 
     tokenizer: Tokenizer
@@ -66,6 +67,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     size: int
     habits: Habits
     completion: CompletionTemplate | None = None
+    token_characters: int = 0
 
 
 def read(folder: Path, template_file: str = "", completion_template: str = "") -> Vocabulary:
@@ -89,7 +91,8 @@ def read(folder: Path, template_file: str = "", completion_template: str = "") -
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     completion = template_of(tokenizer, completion_template)
-    return Vocabulary(tokenizer, template, size, habits_of(source or ""), completion)
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    return Vocabulary(tokenizer, template, size, habits_of(source or ""), completion, longest)
 
 
 def _special(folder: Path, card: TokenizerCard) -> Mapping[str, str]:

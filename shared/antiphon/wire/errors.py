@@ -86,6 +86,24 @@ class PromptTooLong(InvalidRequest):
             details={"prompt_tokens": str(prompt_tokens), "tokens_max": str(tokens_max)},
         )
 
+    @classmethod
+    def of_characters(
+        cls,
+        *,
+        characters: int,
+        context_tokens: int,
+        token_characters: int,
+        param: str | None = None,
+    ) -> PromptTooLong:
+        """Refuse a text by its length alone: no tokens of this vocabulary would be few enough."""
+        most = context_tokens * token_characters
+        return cls(
+            f"The input ({characters} characters) is longer than the model's context length "
+            f"({context_tokens} tokens of at most {token_characters} characters: {most}).",
+            param=param,
+            details={"characters": str(characters), "characters_max": str(most)},
+        )
+
 
 class Unsupported(InvalidRequest):
     """The field or the call is known, but this build or this model does not have it."""

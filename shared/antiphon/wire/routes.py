@@ -61,7 +61,13 @@ from antiphon.wire.submit import (
     SubmitRequest,
 )
 from antiphon.wire.text import ResumeText, TextBatch, TextResumed
-from antiphon.wire.tokenize import DecodeReply, DecodeRequest, EncodeReply, EncodeRequest
+from antiphon.wire.tokenize import (
+    CancelEncode,
+    DecodeReply,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+)
 from antiphon.wire.tokens import TokenBatch, TokenStep
 
 if TYPE_CHECKING:
@@ -194,6 +200,14 @@ TOKENIZE = Call(
     senders=(Role.GATEWAY,),
     listeners=(Role.TOKENIZER,),
     spread=Spread.QUEUE,
+)
+CANCEL_ENCODE = Feed(
+    name="tokenizer.cancel",
+    subject="tokenizer.{model}.cancel",
+    carries=(CancelEncode,),
+    senders=(Role.GATEWAY,),
+    listeners=(Role.TOKENIZER,),
+    spread=Spread.ALL,
 )
 DECODE = Call(
     name="tokenizer.decode",
@@ -370,6 +384,7 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     CLIENT_TEXT,
     GATEWAY_CONTROL,
     TOKENIZE,
+    CANCEL_ENCODE,
     DECODE,
     ENCODE_IMAGE,
     SUBMIT,

@@ -133,6 +133,8 @@ class EncodeReply(Message):
         reranks: Whether its chat template asks if a document answers a query, yes or no.
         second_from: Where the second text of a pair begins, if the model tells the two apart.
         pooling: What the model makes of a text, if it does not generate.
+        token_characters: Of the longest token: longer texts than a context of these are refused
+            unread. 0: not known.
     """
 
     request_id: RequestId
@@ -150,6 +152,13 @@ class EncodeReply(Message):
     reranks: bool = False
     second_from: int | None = None
     pooling: PoolingCard | None = None
+    token_characters: int = 0
+
+
+class CancelEncode(Message):
+    """Gateway to tokenizers: the caller of `EncodeRequest` has left, or has another's answer."""
+
+    request_id: RequestId
 
 
 class DecodeRequest(Message):

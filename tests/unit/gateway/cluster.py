@@ -28,6 +28,7 @@ from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerFigures, WorkerL
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
 from antiphon.wire.routes import (
     CANCEL,
+    CANCEL_ENCODE,
     DECODE,
     DETOKENIZER_CONTROL,
     HEARTBEAT,
@@ -104,6 +105,8 @@ class Cluster:
         self.encoding.set()
         self.shown: tuple[str | None, str | None] = (None, None)
         self.encodes: list[EncodeRequest] = []
+        self.encodes_cancelled: list[RequestId] = []
+        self.token_characters = 0
         self.submits: list[SubmitRequest] = []
         self.cancelled: list[str] = []
         self.orders: list[Message] = []
@@ -120,6 +123,7 @@ class Cluster:
     async def start(self) -> None:
         """Listen, and let hearts beat."""
         await self._bus.listen(TOKENIZE, self._encode, model=MODEL)
+        await self._bus.listen(CANCEL_ENCODE, self._encode_cancelled, model=MODEL)
         await self._bus.listen(DECODE, self._decode, model=MODEL)
         await self._bus.listen(SUBMIT, self._submit, model=MODEL)
         await self._bus.listen(CANCEL, self._cancel, model=MODEL)
@@ -132,6 +136,9 @@ class Cluster:
         request = delivery.read(TOKENIZE)
         self.encodes.append(request)
         self._group.create_task(self._encoded(delivery, request))
+
+    def _encode_cancelled(self, delivery: Delivery) -> None:
+        self.encodes_cancelled.append(delivery.read(CANCEL_ENCODE).request_id)
 
     async def _encoded(self, delivery: Delivery, request: EncodeRequest) -> None:
         await self.encoding.wait()
@@ -154,6 +161,7 @@ class Cluster:
                 architecture="LlamaForCausalLM",
                 model_type="llama",
                 context_tokens=CONTEXT_TOKENS,
+                token_characters=self.token_characters,
                 hidden_size=HIDDEN_SIZE,
                 defaults=SamplingDefaults(temperature=0.25, top_k=7, repetition_penalty=1.25),
                 tool_parser=self.shown[0],

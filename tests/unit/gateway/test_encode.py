@@ -8,7 +8,9 @@ import pytest
 from tests.unit.gateway.cluster import House, house, tokenizer
 from tests.unit.gateway.test_http import COMPLETE, post
 
+from antiphon.service.peers import Verdict
 from antiphon.testing.wait import until
+from antiphon.wire.base import Role
 
 
 @pytest.mark.parametrize("tokenizers", [1, 2, 3])
@@ -48,6 +50,67 @@ async def test_calls_are_made_for_as_long_as_one_that_is_silent_may_take_them() 
         status, _, _ = await post(at, COMPLETE, {"prompt": "x"})
         assert status == 200
         assert len(at.cluster.encodes) == 4
+
+
+async def test_a_busy_tokenizer_is_called_once_however_long_it_is_silent() -> None:
+    async with house(encode_hedge_s=0.001) as at:
+        cluster = at.cluster
+        cluster.encoding.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(post(at, COMPLETE, {"prompt": "x"}))
+            await until(lambda: cluster.encodes != [])
+            (busy,) = cluster.tokenizers
+            cluster.tokenizers.clear()  # it beats no more, as if it held its interpreter
+            await until(lambda: _verdict(at) is not Verdict.ALIVE)
+            after = cluster.beats + 10
+            await until(lambda: cluster.beats > after)
+            assert len(cluster.encodes) == 1
+            cluster.encoding.set()
+            cluster.tokenizers.append(busy)
+        assert asked.result()[0] == 200
+
+
+def _verdict(at: House) -> Verdict | None:
+    return next((peer.verdict for peer in at.peers if peer.beat.role is Role.TOKENIZER), None)
+
+
+async def test_tokenizers_stop_work_for_a_caller_that_left() -> None:
+    async with house() as at:
+        at.cluster.encoding.clear()
+        asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "x"}))
+        await until(lambda: at.cluster.encodes != [])
+        asked.cancel()
+        await until(lambda: at.cluster.encodes_cancelled != [])
+        assert at.cluster.encodes_cancelled == [at.cluster.encodes[0].request_id]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETE, {"prompt": "a b " * 1000}),
+        ("/tokenize", {"prompt": "a b " * 1000}),
+        ("/generate", {"text": "a b " * 1000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 1000}]}),
+    ],
+)
+async def test_text_of_too_many_characters_is_refused_by_the_gateway(
+    path: str, body: dict[str, object]
+) -> None:
+    async with house() as at:
+        at.cluster.token_characters = 10
+        assert (await post(at, COMPLETE, {"prompt": "x"}))[0] == 200  # the card is known
+        status, reply, _ = await post(at, path, body)
+        assert status == 400
+        assert "4000 characters" in str(reply)
+        assert "640" in str(reply)
+        assert len(at.cluster.encodes) == 1
+
+
+async def test_more_ids_than_the_context_are_refused_before_they_are_read() -> None:
+    async with house() as at:
+        status, reply, _ = await post(at, "/generate", {"input_ids": [2**31 - 1] * 1000})
+        assert status == 400
+        assert "1000 tokens" in str(reply)
 
 
 async def _living(at: House, tokenizers: int) -> None:

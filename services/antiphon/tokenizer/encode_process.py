@@ -1,0 +1,89 @@
+"""Rendering and encoding of heavy texts in child processes, beside small texts and the event loop.
+
+python -m antiphon.tokenizer.encode_process SETTINGS PARENT_PID MEMORY_BYTES_MAX
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
+
+_MODULE = "antiphon.tokenizer.encode_process"
+_MEMORY_BYTES_MAX = 8 * 1024**3
+"""A vocabulary takes up to 1 GiB of address space, an encoding of 8 MiB of text another."""
+
+
+class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes the encoder of a child that of its parent."""
+
+    folder: str
+    chat_template: str
+    completion_template: str
+    root: bytes
+    text_bytes_max: int
+    context_tokens: int
+
+    def encoder(self) -> TextEncoder:
+        """Read the vocabulary, and make the encoder."""
+        words = vocabulary.read(Path(self.folder), self.chat_template, self.completion_template)
+        return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a text."""
+
+    encoded: Encoded | None = None
+    error: ErrorReply | None = None
+
+
+class EncodeProcesses:
+    """Encodes heavy texts, one a process."""
+
+    def __init__(self, settings: EncoderSettings, processes: int) -> None:
+        shown = msgspec.json.encode(settings).decode()
+        self.pool = ProcessPool(
+            ("-m", _MODULE, shown), processes=processes, memory_bytes_max=_MEMORY_BYTES_MAX
+        )
+
+    async def encode(self, text: Text, *, timeout_s: float) -> Encoded:
+        """Encode a text. If the caller is cancelled, the process that encodes it is ended.
+
+        Raises:
+            EngineError: The text is refused, or there are too many, or it took too long.
+        """
+        result = await self.pool.run(msgspec.msgpack.encode(text), timeout_s=timeout_s)
+        outcome = msgspec.msgpack.decode(result, type=Outcome)
+        if outcome.error is not None:
+            raise decode_error(outcome.error)
+        assert outcome.encoded is not None, "a text is encoded or refused"
+        return outcome.encoded
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self.pool.close()
+
+
+def main(arguments: list[str]) -> None:
+    """Encode until the parent ends."""
+    shown, parent_pid, memory_bytes_max = arguments
+    encoder = msgspec.json.decode(shown, type=EncoderSettings).encoder()
+
+    def work(job: bytes) -> bytes:
+        (result,) = encoder.encode([msgspec.msgpack.decode(job, type=Text)])
+        if isinstance(result, Encoded):
+            return msgspec.msgpack.encode(Outcome(encoded=result))
+        error = result if isinstance(result, EngineError) else Internal("internal error")
+        return msgspec.msgpack.encode(Outcome(error=encode_error(error)))
+
+    serve(work, parent_pid, memory_bytes_max)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

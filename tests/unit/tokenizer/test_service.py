@@ -1,0 +1,183 @@
+"""The tokenizer on a bus: heavy texts beside small ones, copies of calls, callers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from antiphon import embedded
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.cluster import ClusterConfig
+from antiphon.testing.services import QUICK, client_bus, running
+from antiphon.testing.wait import until
+from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer.service import TokenizerService
+from antiphon.wire.base import Role
+from antiphon.wire.codec import id_count
+from antiphon.wire.errors import PromptTooLong, Unavailable
+from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.routes import CANCEL_ENCODE, TOKENIZE
+from antiphon.wire.tokenize import CancelEncode, EncodeReply, EncodeRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from antiphon.bus.bus import Bus
+
+MODEL = ModelName("toy")
+FAR_UNIX_MS = 2**42
+HEAVY = "word " * 4000  # more than one step of the loop may take, less than the context may hold
+
+
+class World:
+    """A tokenizer of the embedded model, and a gateway's link to it."""
+
+    def __init__(self, bus: Bus, service: TokenizerService) -> None:
+        self.bus = bus
+        self.service = service
+
+    async def encode(self, text: str, number: int = 1) -> EncodeReply:
+        request = EncodeRequest(
+            request_id=RequestId(f"r-{number}"),
+            model=MODEL,
+            prompt=text,
+            deadline_unix_ms=FAR_UNIX_MS,
+        )
+        return await self.bus.call(TOKENIZE, request, timeout_s=25, model=MODEL)
+
+    def cancel(self, number: int = 1) -> None:
+        message = CancelEncode(request_id=RequestId(f"r-{number}"))
+        self.bus.publish(CANCEL_ENCODE, message, model=MODEL)
+
+    @property
+    def running(self) -> set[str]:
+        return set(self.service._running)
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    broker = MemoryBroker()
+    settings = msgspec.structs.replace(
+        QUICK,
+        cluster=ClusterConfig(name="test", model=MODEL),
+        model=msgspec.structs.replace(QUICK.model, path=str(embedded.path())),
+    )
+    service = TokenizerService(settings)
+    async with (
+        running(service, MemoryTransport(broker), settings=settings),
+        client_bus(MemoryTransport(broker), "gateway-0", party=Role.GATEWAY) as bus,
+    ):
+        yield World(bus, service)
+
+
+class HeldProcesses:
+    """In place of the child processes: holds texts until it is let go."""
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+        self.ended = 0
+        self.go = asyncio.Event()
+
+    async def encode(self, text: Text, *, timeout_s: float) -> Encoded:
+        assert timeout_s > 0
+        self.texts.append(text)
+        try:
+            await self.go.wait()
+        finally:
+            self.ended += 1
+        return Encoded(b"\x01\x00\x00\x00", b"")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def at() -> AsyncIterator[World]:
+    async with world() as made:
+        yield made
+
+
+def hold(at: World) -> HeldProcesses:
+    held = HeldProcesses()
+    at.service._processes = held  # pyright: ignore[reportAttributeAccessIssue]
+    return held
+
+
+async def test_text_of_too_many_characters_is_refused_unread(
+    at: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(at)
+
+    def encoded(*_: object) -> None:
+        raise AssertionError("the text is encoded")
+
+    monkeypatch.setattr(TextEncoder, "_encoded", encoded)
+    with pytest.raises(PromptTooLong, match=r"1000000 characters.*2048 tokens.*26624"):
+        await at.encode("a b " * 250_000)
+    assert held.texts == []
+
+
+async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
+    at: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here: list[int] = []
+    encoded = TextEncoder._encoded
+
+    def noted(self: TextEncoder, text: Text) -> Encoded:
+        here.append(text.characters)
+        return encoded(self, text)
+
+    monkeypatch.setattr(TextEncoder, "_encoded", noted)
+    few = await at.encode("word " * 40, 1)
+    with pytest.raises(PromptTooLong, match="8002 tokens"):
+        await at.encode(HEAVY, 2)
+    tokenizer = vocabulary.read(embedded.path()).tokenizer
+    longest = max((tokenizer.decode([each]) for each in range(1024)), key=len)
+    many = await at.encode(longest * (17_000 // len(longest)), 3)
+    assert id_count(few.token_ids) < id_count(many.token_ids) <= 2048
+    assert here == [200]
+
+
+async def test_small_text_passes_a_heavy_one(at: World) -> None:
+    held = hold(at)
+    heavy = asyncio.get_running_loop().create_task(at.encode(HEAVY, 1))
+    await until(lambda: len(held.texts) == 1)
+    assert id_count((await at.encode("small", 2)).token_ids) > 0
+    assert not heavy.done()
+    held.go.set()
+    assert id_count((await heavy).token_ids) == 1
+
+
+async def test_copies_of_a_call_are_encoded_once(at: World) -> None:
+    held = hold(at)
+    async with asyncio.TaskGroup() as group:
+        copies = [group.create_task(at.encode(HEAVY)) for _ in range(8)]
+        await until(lambda: at.service.report().load == 8)
+        held.go.set()
+    assert len(held.texts) == 1
+    assert len({copy.result().token_ids for copy in copies}) == 1
+    assert at.running == set()
+
+
+async def test_text_whose_caller_left_is_encoded_no_longer(at: World) -> None:
+    held = hold(at)
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(_refused(at, HEAVY)) for _ in range(2)]
+        await until(lambda: at.service.report().load == 2)
+        at.cancel()
+        await until(lambda: held.ended == 1)
+    assert all(call.done() for call in calls)
+    assert at.running == set()
+    at.cancel()  # of a request that is not known: nothing
+    held.go.set()
+    assert id_count((await at.encode(HEAVY, 2)).token_ids) == 1
+
+
+async def _refused(at: World, text: str) -> None:
+    with pytest.raises(Unavailable):
+        await at.encode(text)
