@@ -74,17 +74,22 @@ class Announcer:
         if message.part and message.snapshot == seq and message.part < len(pieces):
             return self._part(message.part)
         if message.part or not self._log.reaches(message.after):
-            return self._everything()
+            # A listener at its bound asks for all of it: what came and went since the last
+            # snapshot would push out again what is there now.
+            return self._everything(exact=message.after < 0 and not message.part)
         events = map(_on_wire, self._log.replay(message.after).events)
         nothing: list[KvEvent] = []
         first = next(parts(events, _event_bytes, MESSAGE_BYTES_MAX), nothing)
         seq = message.after + len(first)
         return KvReplayed(worker=self._worker, seq=seq, events=tuple(first))
 
-    def _everything(self) -> KvReplayed:
-        """The first part of a snapshot: of the last one, while what came since is still known."""
+    def _everything(self, *, exact: bool) -> KvReplayed:
+        """The first part of a snapshot: of the last one, while what came since is still known.
+
+        An exact one is the last only if nothing came since.
+        """
         seq, pieces = self._snapshot
-        if not pieces or not self._log.reaches(seq):
+        if not pieces or not self._log.reaches(seq) or (exact and seq < self._log.seq):
             replay = self._log.replay(-1)
             events = map(_on_wire, replay.events)
             pieces = list(parts(events, _event_bytes, MESSAGE_BYTES_MAX))

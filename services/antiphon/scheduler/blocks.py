@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from antiphon.wire.digests import DIGEST_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from antiphon.wire.base import Process
 
@@ -17,11 +17,13 @@ class BlockIndex:
     """Blocks by digest, with a bit a worker.
 
     A prompt is looked up once for all workers, in as many steps as it has blocks. At most
-    `blocks_max` are kept, those of each worker counted: what comes beyond that is passed over, and
-    a prompt is then found shorter than it is, never longer.
+    `blocks_max` are kept, those of each worker counted. One more evicts the least recently used
+    one of the worker that has most of them, and a prompt is then found shorter than it is, never
+    longer. The worker is partial from then on, until all its blocks are stored anew: see `partial`.
 
     Besides what a worker has told, it keeps for a while what a worker is expected to hold soon, so
     that a burst of prompts with one beginning does not go everywhere before the first is computed.
+    A partial worker may hold it already and report nothing: of such a one it is kept.
     """
 
     def __init__(self, blocks_max: int) -> None:
@@ -29,7 +31,8 @@ class BlockIndex:
         self._holders: dict[bytes, int] = {}
         self._bits: dict[Process, int] = {}
         self._workers: dict[int, Process] = {}
-        self._blocks: dict[Process, set[bytes]] = {}
+        self._blocks: dict[Process, OrderedDict[bytes, None]] = {}  # the least recently used first
+        self._partial: dict[Process, int] = {}
         self._expected: OrderedDict[tuple[Process, bytes], float] = OrderedDict()
         self._count = 0
 
@@ -56,25 +59,35 @@ class BlockIndex:
         """How many blocks of a worker are kept."""
         return len(self._blocks.get(worker, ()))
 
+    @property
+    def free(self) -> int:
+        """How many more blocks can be kept without an eviction."""
+        return self._blocks_max - self._count
+
+    @property
+    def partial(self) -> Mapping[Process, int]:
+        """The workers that hold blocks which were evicted here, and about how many."""
+        return self._partial
+
     def store(self, worker: Process, digests: bytes) -> None:
         """A worker holds these blocks."""
-        for digest in cut(digests):
+        # From the last on: without its first blocks a prompt is not found, so they go last.
+        for digest in reversed(list(cut(digests))):
             self._expected.pop((worker, digest), None)
             self._put(worker, digest)
 
     def expect(self, worker: Process, digests: bytes, until: float) -> None:
-        """A worker will hold these blocks soon. Those that it has not told of by then are dropped.
+        """A worker will use these blocks soon. Those that it has not reported by then are dropped.
 
-        Said with times that never go back.
+        Called with times that never go back.
         """
-        known = self._blocks.get(worker, set[bytes]())
-        for digest in cut(digests):
+        for digest in reversed(list(cut(digests))):
             name = (worker, digest)
-            if name in self._expected:
+            known = digest in self._blocks.get(worker, ())
+            self._put(worker, digest)
+            if name in self._expected or not known:
                 self._expected[name] = until
                 self._expected.move_to_end(name)
-            elif digest not in known and self._put(worker, digest):
-                self._expected[name] = until
 
     def expire(self, now: float) -> None:
         """Drop what was expected and has not come."""
@@ -82,38 +95,63 @@ class BlockIndex:
             if self._expected[name] > now:
                 return
             del self._expected[name]
-            self._drop(*name)
+            if name[0] in self._partial:
+                self._regain(name[0])
+            else:
+                self._drop(*name)
 
     def remove(self, worker: Process, digests: bytes) -> None:
         """A worker holds these blocks no more."""
         for digest in cut(digests):
             self._expected.pop((worker, digest), None)
-            self._drop(worker, digest)
+            if not self._drop(worker, digest):
+                self._regain(worker)
 
     def clear(self, worker: Process) -> None:
         """A worker holds nothing any more, or is gone."""
+        self._partial.pop(worker, None)
         for digest in self._blocks.pop(worker, ()):
             self._expected.pop((worker, digest), None)
             self._unmark(worker, digest)
         bit = self._bits.pop(worker, 0)
         self._workers.pop(bit, None)
 
-    def _put(self, worker: Process, digest: bytes) -> bool:
-        known = self._blocks.setdefault(worker, set())
+    def _put(self, worker: Process, digest: bytes) -> None:
+        """Keep a block as the most recently used one of its worker."""
+        known = self._blocks.get(worker)
+        if known is None:
+            known = self._blocks[worker] = OrderedDict()
         if digest in known:
-            return True
+            known.move_to_end(digest)
+            return
         if self._count >= self._blocks_max:
-            return False
-        known.add(digest)
+            self._evict()
+        known[digest] = None
         self._holders[digest] = self._holders.get(digest, 0) | self._bit(worker)
         self._count += 1
-        return True
 
-    def _drop(self, worker: Process, digest: bytes) -> None:
+    def _evict(self) -> None:
+        worker = max(self._blocks, key=self._size)
+        digest = next(iter(self._blocks[worker]))
+        if self._expected.pop((worker, digest), None) is None:
+            self._partial[worker] = self._partial.get(worker, 0) + 1
+        self._drop(worker, digest)
+
+    def _size(self, worker: Process) -> int:
+        return len(self._blocks[worker])
+
+    def _regain(self, worker: Process) -> None:
+        """One block fewer that was evicted here is still at its worker."""
+        if self._partial.get(worker):
+            self._partial[worker] -= 1
+
+    def _drop(self, worker: Process, digest: bytes) -> bool:
         known = self._blocks.get(worker)
-        if known is not None and digest in known:
-            known.remove(digest)
-            self._unmark(worker, digest)
+        if known is None or digest not in known:
+            return False
+        del known[digest]
+        self._unmark(worker, digest)
+        return True
 
     def _unmark(self, worker: Process, digest: bytes) -> None:
         left = self._holders[digest] & ~self._bits[worker]

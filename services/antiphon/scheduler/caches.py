@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process
     from antiphon.wire.kv_events import KvEvent
 
+EVERYTHING = -1
+"""After this event of a worker no log reaches back: the reply is a snapshot."""
 ASK_AGAIN_S = 1.0
 """When a replay that was not answered is asked for again."""
+DUMP_AGAIN_S = 30.0
+"""How long a worker is not asked for all of its blocks again after some were evicted here."""
+ROOM_SHARE = 8
+"""One in so many blocks must stay free beside a worker's, or the next events would evict again."""
 EXPECT_S = 5.0
 """How long a worker is expected to compute what it was given: about as long as it may queue."""
 
@@ -42,6 +48,9 @@ class Followed:
             shows whether something was lost.
         snapshot: Number of the snapshot that is being read, while `part` names its next part.
         asked_at: When a replay was asked for that has not come yet.
+        whole: All of its blocks are asked for, although none of its events is missing: some blocks
+            were evicted here, and there is room for them now.
+        whole_at: When they were asked for last.
     """
 
     seq: int = 0
@@ -50,11 +59,19 @@ class Followed:
     snapshot: int = 0
     part: int = 0
     asked_at: float | None = None
+    whole: bool = False
+    whole_at: float = -DUMP_AGAIN_S
 
     @property
     def behind(self) -> bool:
         """Whether something is missing."""
-        return self.newest > self.seq or self.part > 0
+        return self.whole or self.newest > self.seq or self.part > 0
+
+    @property
+    def next_replay(self) -> ReplayKv:
+        """What to ask for."""
+        after = EVERYTHING if self.whole else self.seq
+        return ReplayKv(after=after, snapshot=self.snapshot, part=self.part)
 
 
 class Caches:
@@ -66,6 +83,7 @@ class Caches:
 
     def __init__(self, blocks_max: int) -> None:
         self.replays = 0
+        self._spare = blocks_max // ROOM_SHARE
         self._index = BlockIndex(blocks_max)
         self._followed: dict[Process, Followed] = {}
 
@@ -104,14 +122,30 @@ class Caches:
     def asks(self, now: float) -> list[tuple[Process, ReplayKv]]:
         """Whom to ask for what, now. Each answer goes to `replayed`, and so does its failure."""
         due: list[tuple[Process, ReplayKv]] = []
+        self._complete(now)
         for worker, followed in self._followed.items():
             waits = followed.asked_at is not None and now - followed.asked_at < ASK_AGAIN_S
             if followed.behind and not waits:
                 followed.asked_at = now
                 self.replays += 1
-                ask = ReplayKv(after=followed.seq, snapshot=followed.snapshot, part=followed.part)
-                due.append((worker, ask))
+                due.append((worker, followed.next_replay))
         return due
+
+    def _complete(self, now: float) -> None:
+        """Ask for all blocks of a worker of which some were evicted, once there is room for them.
+
+        One worker at a time, for they share the room.
+        """
+        partial = self._index.partial
+        if not partial or any(followed.whole for followed in self._followed.values()):
+            return
+        for worker, lacking in partial.items():
+            followed = self._followed.get(worker)
+            if followed is None or followed.part or now - followed.whole_at < DUMP_AGAIN_S:
+                continue
+            if self._index.free >= lacking + self._spare:
+                followed.whole, followed.whole_at = True, now
+                return
 
     def replayed(self, worker: Process, reply: KvReplayed) -> None:
         """Take in what was asked for. One that has failed is asked for again after a while."""
@@ -124,6 +158,7 @@ class Caches:
             self._apply_next(worker, followed, reply.seq, reply.events)
             return
         self._apply(worker, reply.events)
+        followed.whole = False
         followed.snapshot, followed.part = reply.seq, reply.part
         if not reply.part:
             followed.seq = reply.seq

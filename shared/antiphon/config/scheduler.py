@@ -36,7 +36,11 @@ class SchedulerConfig(Config):
         Help("What a request that runs on a worker costs the next one, in blocks of a prompt."),
     ] = 4.0
     blocks_max: Annotated[
-        Blocks, Help("Blocks of the workers' caches that are known here, each worker's counted.")
+        Blocks,
+        Help(
+            "Maximum number of blocks of the workers' caches that are known here, each worker's "
+            "counted; beyond it the least recently used ones are evicted."
+        ),
     ] = 500_000
     tombstone_s: Annotated[
         Seconds, Help("How long past its deadline a cancelled id stays refused.")

@@ -122,15 +122,76 @@ def test_a_prompt_is_found_as_far_as_each_worker_goes_without_a_hole() -> None:
     assert index.overlaps(b"") == {}
 
 
-def test_what_comes_beyond_the_bound_is_passed_over_until_something_goes() -> None:
+def test_index_at_its_bound_evicts_the_least_recently_used_block_of_the_largest_worker() -> None:
     index = BlockIndex(10)
     index.store(WORKERS[0], PROMPTS[0])
     index.store(WORKERS[1], PROMPTS[0])
     assert len(index) == 10
-    assert index.overlaps(PROMPTS[0]) == {WORKERS[0]: 8, WORKERS[1]: 2}
+    # Of each chain the end went first, so that all that is kept is found.
+    assert index.overlaps(PROMPTS[0]) == {WORKERS[0]: 4, WORKERS[1]: 6}
+    assert index.partial == {WORKERS[0]: 4, WORKERS[1]: 2}
     index.clear(WORKERS[0])
     index.store(WORKERS[1], PROMPTS[0])
     assert index.overlaps(PROMPTS[0]) == {WORKERS[1]: 8}
+
+
+def test_index_evicts_what_no_request_has_used() -> None:
+    index = BlockIndex(9)
+    index.store(WORKERS[0], PROMPTS[1])
+    index.store(WORKERS[0], PROMPTS[3])
+    index.store(WORKERS[0], PROMPTS[2][2 * DIGEST_BYTES :])
+    index.expect(WORKERS[0], PROMPTS[1], until=5.0)
+    index.store(WORKERS[0], PROMPTS[0])
+    assert index.overlaps(PROMPTS[1])[WORKERS[0]] >= 4
+    assert index.overlaps(PROMPTS[3]) == {}
+    assert index.overlaps(PROMPTS[0]) == {WORKERS[0]: 8}
+
+
+def test_partial_worker_counts_its_evicted_blocks_until_it_gives_them_up() -> None:
+    index = BlockIndex(4)
+    index.store(WORKERS[0], PROMPTS[0])
+    assert (index.partial, index.free) == ({WORKERS[0]: 4}, 0)
+    index.remove(WORKERS[0], PROMPTS[0][6 * DIGEST_BYTES :])
+    assert index.partial == {WORKERS[0]: 2}
+    index.clear(WORKERS[0])
+    assert (index.partial, index.free) == ({}, 4)
+
+
+def test_partial_worker_keeps_what_it_was_expected_to_hold() -> None:
+    """It may have held that all the time, and then it reports nothing."""
+    index = BlockIndex(4)
+    index.store(WORKERS[0], PROMPTS[0])
+    index.store(WORKERS[0], PROMPTS[3])
+    index.expect(WORKERS[0], head(PROMPTS[0], 4), until=5.0)
+    index.expire(6.0)
+    assert index.overlaps(PROMPTS[0]) == {WORKERS[0]: 4}
+
+
+@given(st.lists(actions, max_size=60), st.integers(1, 12))
+def test_index_at_its_bound_finds_prompts_shorter_and_never_longer(
+    drawn: list[tuple[str, Process, bytes, int, int]], bound: int
+) -> None:
+    index, naive = BlockIndex(bound), Naive()
+    for action, worker, prompt, start, count in drawn:
+        digests = names(head(prompt, start + count)[start * DIGEST_BYTES :])
+        known = naive.held.get(worker, {})
+        if action == "clear":
+            index.clear(worker)
+            naive.clear(worker)
+        else:  # a worker stores what it lacks, and removes what it has
+            change = b"".join(one for one in digests if (one in known) == (action == "remove"))
+            for one in (index, naive):
+                (one.remove if action == "remove" else one.store)(worker, change)
+        assert len(index) <= bound
+        assert len(index) + sum(index.partial.values()) == len(naive)
+        for asked in PROMPTS:
+            there = naive.overlaps(asked)
+            assert all(there[who] >= found for who, found in index.overlaps(asked).items())
+    for worker in WORKERS:
+        index.clear(worker)
+    assert len(index) == 0
+    assert not index._holders
+    assert not index._partial
 
 
 @pytest.mark.parametrize("blocks", [10, 1000])

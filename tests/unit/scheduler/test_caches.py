@@ -10,7 +10,7 @@ from tests.unit.scheduler.stage import process
 
 from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.cache.events import Cleared, Removed, Stored
-from antiphon.scheduler.caches import ASK_AGAIN_S, Caches
+from antiphon.scheduler.caches import ASK_AGAIN_S, DUMP_AGAIN_S, Caches
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
 
@@ -110,12 +110,87 @@ def test_an_answer_of_another_life_changes_nothing() -> None:
     assert caches.blocks == 0
 
 
+def stored(announcer: Announcer, *chain: int) -> None:
+    announcer.add([Stored(ROOT, tuple(map(block, chain)))])
+
+
+def read(caches: Caches, announcer: Announcer, now: float) -> int:
+    """Answer what is asked for at a time; return how many replays that took."""
+    count = 0
+    while asks := caches.asks(now):
+        for worker, ask in asks:
+            count += 1
+            caches.replayed(worker, announcer.replay(ask))
+    return count
+
+
+def follow(caches: Caches, announcer: Announcer) -> None:
+    for message in announcer.take():
+        caches.hear(message)
+
+
+def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() -> None:
+    announcer, caches = Announcer(W, 100), Caches(16)
+    caches.beat(W, 0)
+    stored(announcer, *range(10))
+    stored(announcer, *range(100, 110))
+    follow(caches, announcer)
+    assert caches.blocks == 16
+    first = b"".join(map(block, range(10)))
+    assert caches.overlaps(first) == {W: 6}
+    assert read(caches, announcer, 1.0) == 0, "there is no room yet"
+    announcer.add([Removed(tuple(map(block, range(100, 110))))])
+    follow(caches, announcer)
+    assert read(caches, announcer, 2.0) == 1
+    assert caches.overlaps(first) == {W: 10}
+    assert read(caches, announcer, 2.0 + 10 * DUMP_AGAIN_S) == 0, "nothing is missing any more"
+
+
+def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
+    """A worker whose cache goes up and down around the bound is dumped once in a while."""
+    announcer, caches = Announcer(W, 100_000), Caches(16)
+    caches.beat(W, 0)
+    stored(announcer, *range(10))
+    dumps = 0
+    for turn in range(600):
+        extra = tuple(map(block, range(1000 + 20 * turn, 1010 + 20 * turn)))
+        announcer.add([Stored(ROOT, extra), Removed(extra)])
+        follow(caches, announcer)
+        dumps += read(caches, announcer, turn / 10)
+    assert 1 <= dumps <= 60 / DUMP_AGAIN_S + 1
+    assert caches.overlaps(b"".join(map(block, range(10)))) == {W: 6}
+
+
+def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lost() -> None:
+    caches = Caches(16)
+    workers = [process(f"worker-{number}") for number in range(2)]
+    announcers = {worker: Announcer(worker, 100) for worker in workers}
+    for number, worker in enumerate(workers):
+        caches.beat(worker, 0)
+        stored(announcers[worker], *range(100 * number, 100 * number + 12))
+        follow(caches, announcers[worker])
+    assert caches.asks(1.0) == []
+    gone = tuple(map(block, range(4, 12)))
+    for worker in workers:
+        blocks = tuple(block(100 * workers.index(worker) + number) for number in range(4, 12))
+        announcers[worker].add([Removed(blocks)])
+        follow(caches, announcers[worker])
+    assert len(gone) == 8
+    ((first, ask),) = caches.asks(2.0)
+    assert ask.after == -1
+    assert caches.asks(2.5) == []
+    assert caches.asks(2.0 + ASK_AGAIN_S) == [(first, ask)], "the reply was lost"
+    caches.replayed(first, announcers[first].replay(ask))
+    ((second, _),) = caches.asks(4.0)
+    assert second != first
+
+
 class World:
     """Workers whose messages get lost, and calls that are not answered; a tick is 0.1 s."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, blocks_max: int = 1_000_000) -> None:
         self.random = random.Random(seed)
-        self.caches = Caches(1_000_000)
+        self.caches = Caches(blocks_max)
         self.now = 0.0
         self.lives = 0
         self.loss = 0.3
@@ -201,6 +276,31 @@ def test_with_messages_lost_and_workers_replaced_the_index_comes_to_know_what_is
         for _ in range(3):  # a snapshot, and what came after it
             world.now += ASK_AGAIN_S
             world.ask()
+        world.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int) -> None:
+    world = World(seed, blocks_max=60)
+    for _ in range(400):
+        world.act()
+        assert world.caches.blocks <= 60
+    world.loss = 0.0
+    for announcer, chains in world.workers.values():
+        for chain in chains[4:]:
+            announcer.add([Removed(tuple(chain))])
+        del chains[4:]
+    for worker, (announcer, _) in world.workers.items():
+        announcer.take()
+        world.caches.beat(worker, announcer.seq)
+        world.caches.beat(worker, announcer.seq)
+    for _ in range(4):
+        world.now += DUMP_AGAIN_S
+        for _ in range(4):
+            world.now += ASK_AGAIN_S
+            world.ask()
+    # At most three workers with four chains of five blocks.
+    if sum(len(chain) for _, chains in world.workers.values() for chain in chains) <= 50:
         world.check()
 
 
