@@ -294,15 +294,19 @@ class RadixWorld:
     def longest(self, key: CacheKey) -> int:
         """The longest prefix by looking at all of them."""
         for pages in range((len(key.token_ids) // 4 - 1) // self.pools.page_tokens, 0, -1):
-            entries = [self.entries.get(self.position(key, i)) for i in range(pages)]
-            tokens = pages * self.pools.page_tokens
-            if all(entries) and all(
-                entry is not None and entry.pages[g] != HOLE
-                for g, group in enumerate(self.pools.groups)
-                for entry in entries[group.dead_len(tokens) :]
-            ):
-                return tokens
+            if self.findable(key, pages):
+                return pages * self.pools.page_tokens
         return 0
+
+    def findable(self, key: CacheKey, pages: int) -> bool:
+        """Whether every group has what goes on from so many pages of a key."""
+        entries = [self.entries.get(self.position(key, i)) for i in range(pages)]
+        tokens = pages * self.pools.page_tokens
+        return all(entries) and all(
+            entry is not None and entry.pages[g] != HOLE
+            for g, group in enumerate(self.pools.groups)
+            for entry in entries[group.dead_len(tokens) :]
+        )
 
     def touch(self, key: CacheKey, tokens: int, *, hit: bool = False) -> None:
         self.clock += 1
@@ -419,13 +423,16 @@ class RadixWorld:
             assert self.index.evictable()[group] == len(cached.keys() - claims.keys())
 
     def check_blocks(self) -> None:
-        """Who listens to the events, or asks for what it missed, knows what is there."""
-        present = {
-            block_digests(namespace[:DIGEST_BYTES], ids[:end])[-DIGEST_BYTES:]
-            for namespace, ids in self.entries
-            for end in range(BLOCK_TOKENS * 4, len(ids) + 1, BLOCK_TOKENS * 4)
-            if end > len(ids) - self.pools.page_tokens * 4
-        }
+        """Who listens to the events, or asks for what it missed, knows what could be found."""
+        size = BLOCK_TOKENS * 4
+        present: set[bytes] = set()
+        for namespace, ids in self.entries:
+            key = CacheKey(namespace=namespace, token_ids=ids)
+            if self.findable(key, len(ids) // 4 // self.pools.page_tokens):
+                whole = block_digests(namespace[:DIGEST_BYTES], ids[: len(ids) // size * size])
+                present |= {whole[i : i + DIGEST_BYTES] for i in range(0, len(whole), DIGEST_BYTES)}
+        there = sum(len(ids) >= size for _, ids in self.entries)
+        self.reached["not announced"] += bool(there) and not present
         self.log.add(self.index.take_events())
         replay = self.log.replay(self.heard_to)
         self.reached["dumped"] += self.log.seq - self.heard_to > self.events_max

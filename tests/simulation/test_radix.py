@@ -89,7 +89,7 @@ def test_the_worlds_reach_what_they_are_for() -> None:
             world.check_blocks()
         reached += world.reached
     kinds = {"found", "evicted", "window gone", "outdated", "took the index's", "dumped"}
-    kinds |= {"checkpoint gone"}
+    kinds |= {"checkpoint gone", "not announced"}
     assert kinds | {"kept a duplicate"} == set(reached)
 
 

@@ -171,3 +171,99 @@ def test_an_adapter_and_a_salt_are_told_apart_by_whoever_listens() -> None:
         Namespace(model_digest="m", adapter_digest="a"),
     ]
     assert len({announced_root(name.digest()) for name in names}) == len(names)
+
+
+PAGE = 16
+
+
+def hybrid(*others: GroupKind, window: int | None = None) -> tuple[CachePools, RadixIndex]:
+    """Full attention beside groups that do not keep something of every page."""
+    groups = [
+        CacheGroup(
+            kind=kind,
+            layers=(layer,),
+            page_bytes=1,
+            page_tokens=PAGE,
+            pages_total=64,
+            window=window if kind is GroupKind.WINDOW else None,
+        )
+        for layer, kind in enumerate((GroupKind.FULL, *others))
+    ]
+    pools = CachePools(groups)
+    return pools, RadixIndex(pools, told=Blocks())
+
+
+def computed(pools: CachePools, tokens: int) -> PageTable:
+    """The table of a request that has computed so many tokens in one pass."""
+    table = PageTable(pools)
+    table.allocate(tokens)
+    for chain in table.chains.values():
+        chain.launch(tokens)
+    table.commit(tokens)
+    return table
+
+
+def announced(index: RadixIndex, log: EventLog) -> int:
+    log.add(index.take_events())
+    return len(log)
+
+
+def test_blocks_of_a_model_with_states_are_announced_up_to_the_last_checkpoint() -> None:
+    pools, index = hybrid(GroupKind.STATE)
+    log = EventLog()
+    key = CacheKey(namespace=b"n" * 64, token_ids=pack_ids(range(400)))
+    short = computed(pools, 2 * BLOCK_TOKENS)
+    index.insert(key, short)
+    assert announced(index, log) == 2
+    # It goes on to a place that is no page border, so that no state of it is kept.
+    short.allocate(5 * BLOCK_TOKENS + 3)
+    for chain in short.chains.values():
+        chain.launch(5 * BLOCK_TOKENS + 3)
+    short.commit(5 * BLOCK_TOKENS + 3)
+    index.insert(key, short)
+    assert index.peek(key).length == 2 * BLOCK_TOKENS
+    assert announced(index, log) == 2
+    short.release()
+    # The state goes, and with it what could be found.
+    index.evict([0, 1])
+    assert index.peek(key).length == 0
+    assert announced(index, log) == 0
+    # Another request computes the same again, and leaves a checkpoint further on.
+    again = computed(pools, 4 * BLOCK_TOKENS)
+    index.insert(key, again)
+    assert announced(index, log) == 4
+
+
+def test_blocks_of_a_model_with_a_window_are_retracted_with_the_end_of_the_window() -> None:
+    pools, index = hybrid(GroupKind.WINDOW, window=2 * PAGE)
+    log = EventLog()
+    key = CacheKey(namespace=b"n" * 64, token_ids=pack_ids(range(400)))
+    table = computed(pools, 4 * BLOCK_TOKENS)
+    index.insert(key, table)
+    table.release()
+    assert announced(index, log) == 4
+    while index.evictable()[1]:
+        index.evict([0, 1])
+        found = index.peek(key).length
+        assert announced(index, log) == found // BLOCK_TOKENS
+    assert len(log) == 0
+    assert index.evictable()[0] == 4 * BLOCK_TOKENS // PAGE, "full attention keeps all of it"
+
+
+def test_blocks_before_a_branch_stay_announced_while_a_branch_can_be_found() -> None:
+    pools, index = hybrid(GroupKind.STATE)
+    log = EventLog()
+    stem = list(range(2 * BLOCK_TOKENS))
+    keys = [
+        CacheKey(namespace=b"n" * 64, token_ids=pack_ids(stem + [500 + branch] * 2 * BLOCK_TOKENS))
+        for branch in range(2)
+    ]
+    for key in keys:
+        table = computed(pools, 4 * BLOCK_TOKENS)
+        index.insert(key, table)
+        table.release()
+    assert announced(index, log) == 2 + 2 + 2
+    index.evict([0, 1])
+    assert announced(index, log) == 2 + 2
+    index.evict([0, 1])
+    assert announced(index, log) == 0

@@ -43,13 +43,14 @@ Event = Stored | Removed | Cleared
 
 
 class Blocks:
-    """The blocks that a tree of pages holds: each is told of when it comes and when it goes.
+    """The blocks that a tree of pages can give: each is told of when it comes and when it goes.
 
     Where a page is no part of a block but reaches beyond it, two pages that differ after its end
     hold the same block: it came with the first of them and goes with the last.
 
-    Says how full attention goes: pages of a window group come and go without an event, so what a
-    listener finds here is a hint where to send a request, not a promise.
+    With windows and recurrent states a path counts up to the last border at which every group has
+    what goes on from there. A prompt that leaves the path before that border is found shorter than
+    this says: what a listener finds here is a hint where to send a request, not a promise.
     """
 
     def __init__(self) -> None:

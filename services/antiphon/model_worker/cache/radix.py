@@ -112,7 +112,10 @@ class RadixIndex:
 
     def take_events(self) -> tuple[Event, ...]:
         """Blocks that came and went since the last call, if anybody is told of them."""
-        return () if self._told is None else self._told.take()
+        if self._told is None:
+            return ()
+        self._tree.settle()
+        return self._told.take()
 
     def evictable(self) -> list[int]:
         """Pages a group that `evict` could give up now. Costs nothing."""

@@ -29,7 +29,9 @@ class RadixNode:
             of states, a hole but where one is kept: the one at the end of that page.
         used: When it was last of use, a group, by the index's own clock.
         hits: How often a request found it.
-        blocks: Digests of the announced blocks that end in this run.
+        blocks: Digests of the blocks that end in this run.
+        announced: Up to which page its blocks are announced; its start where none are.
+        announced_children: How many of its children have announced pages.
         children: By the tokens of their first page.
     """
 
@@ -40,6 +42,8 @@ class RadixNode:
     used: list[int]
     hits: int = 0
     blocks: list[bytes] = field(default_factory=list[bytes])
+    announced: int = 0
+    announced_children: int = 0
     children: dict[bytes, RadixNode] = field(default_factory=dict[bytes, "RadixNode"])
 
     @property
@@ -56,8 +60,12 @@ class RadixNode:
 class RadixTree:
     """Runs of pages under one root a namespace.
 
-    It holds each page that it lists by a reference of its own, and announces blocks as they come
-    and go. Every node but a root has pages, and every root has a child.
+    It holds each page that it lists by a reference of its own. Every node but a root has pages, and
+    every root has a child.
+
+    Blocks are announced up to the last page border at which every group could give the prefix:
+    with windows and recurrent states, what lies beyond it would be computed again. Whenever that
+    border may have moved, the node is noted, and `settle` compares.
     """
 
     def __init__(self, pools: CachePools, told: Blocks | None = None) -> None:
@@ -66,6 +74,7 @@ class RadixTree:
         self._page_tokens = pools.page_tokens
         self._step = pools.page_tokens * TOKEN_BYTES  # bytes of a page's ids
         self._roots: dict[bytes, RadixNode] = {}
+        self._moved: dict[RadixNode, None] = {}
 
     def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the roots, each before its children."""
@@ -127,7 +136,12 @@ class RadixTree:
             used=node.used.copy(),
             hits=node.hits,
             blocks=node.blocks[:blocks],
+            announced=min(node.announced, end),
+            announced_children=int(node.announced > end),
         )
+        if node in self._moved:
+            self._moved[upper] = None
+        node.announced = max(node.announced, end)
         self._parent(node).children[node.tokens[: self._step]] = upper
         node.parent = upper
         node.start = end
@@ -145,6 +159,7 @@ class RadixTree:
             start=parent.end,
             pages=[[] for _ in self._pools.groups],
             used=[0] * len(self._pools.groups),
+            announced=parent.end,
         )
         parent.children[self._ids(key, parent.end, parent.end + 1)] = node
         self.extend(node, key, table, end)
@@ -160,21 +175,22 @@ class RadixTree:
             node.pages[group] += pages
         node.tokens += self._ids(key, begin, end)
         if self._told is not None:
-            self._announce(self._told, node, key, begin)
+            self._name(node, key, begin)
+            self._moved[node] = None
 
     def trim(self, node: RadixNode, count: int) -> None:
         """Forget the last `count` pages of a node without children; with all, it is cut off."""
         assert not node.children, "a node was trimmed that others follow"
         keep = node.length - count
         first_page = node.tokens[: self._step]
+        if self._told is not None:
+            self._retract(self._told, node, min(node.announced, node.start + keep))
+            self._moved[node] = None
         for group, pool in enumerate(self._pools.pools):
             pool.forget(_listed(node.pages[group][keep:]))
             del node.pages[group][keep:]
         node.tokens = node.tokens[: keep * self._step]
-        blocks = self._blocks_before(node.end) - self._blocks_before(node.start)
-        if self._told is not None and len(node.blocks) > blocks:
-            self._told.removed(node.blocks[blocks:])
-            del node.blocks[blocks:]
+        del node.blocks[self._blocks_before(node.end) - self._blocks_before(node.start) :]
         if not keep:
             self._cut_off(node, first_page)
 
@@ -182,6 +198,7 @@ class RadixTree:
         """Put a page of a window group, or a state, where a node has a hole."""
         self._pools.pools[group].cache((page,))
         node.pages[group][index] = page
+        self._note(node, group, index)
 
     def punch(self, node: RadixNode, group: int, places: Sequence[int]) -> None:
         """Forget pages of a window group, or states; the node stays, with holes."""
@@ -189,6 +206,20 @@ class RadixTree:
         self._pools.pools[group].forget(pages[index] for index in places)
         for index in places:
             pages[index] = HOLE
+        if places:
+            self._note(node, group, max(places))
+
+    def settle(self) -> None:
+        """Announce what can be found now and could not before, and retract what no longer can."""
+        while self._moved and self._told is not None:
+            node, _ = self._moved.popitem()
+            if not node.length:
+                continue  # it was cut off
+            border = node.end if node.announced_children else self._border(node)
+            if border > node.announced:
+                self._announce(self._told, node, border)
+            elif border < node.announced:
+                self._retract(self._told, node, border)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -196,6 +227,7 @@ class RadixTree:
             for pool, pages in zip(self._pools.pools, node.pages, strict=True):
                 pool.forget(_listed(pages))
         self._roots.clear()
+        self._moved.clear()
         if self._told is not None:
             self._told.cleared()
 
@@ -215,16 +247,91 @@ class RadixTree:
                 limit = middle - 1
         return known
 
-    def _announce(self, told: Blocks, node: RadixNode, key: CacheKey, begin: int) -> None:
+    def _name(self, node: RadixNode, key: CacheKey, begin: int) -> None:
+        """Compute the digests of the blocks that end after page `begin` of a node."""
         first, last = self._blocks_before(begin), self._blocks_before(node.end)
         if first == last:
             return
-        parent = self._last_block(node)
         size = BLOCK_TOKENS * TOKEN_BYTES
-        chain = block_digests(parent, key.token_ids[first * size : last * size])
-        blocks = [chain[i : i + DIGEST_BYTES] for i in range(0, len(chain), DIGEST_BYTES)]
-        node.blocks += blocks
-        told.stored(parent, blocks)
+        chain = block_digests(self._last_block(node), key.token_ids[first * size : last * size])
+        node.blocks += (chain[i : i + DIGEST_BYTES] for i in range(0, len(chain), DIGEST_BYTES))
+
+    def _note(self, node: RadixNode, group: int, index: int) -> None:
+        """A page of a window group, or a state, has come or gone; `index` is the last such one."""
+        if self._told is None:
+            return
+        self._moved[node] = None
+        window = self._pools.groups[group].window
+        if window is None:
+            return
+        # What the first queries of the children see reaches back into their parents.
+        seen = node.start + index + 1 + -(-window // self._page_tokens)
+        stack = [child for child in node.children.values() if child.start <= seen]
+        while stack:
+            child = stack.pop()
+            self._moved[child] = None
+            stack += (each for each in child.children.values() if each.start <= seen)
+
+    def _border(self, node: RadixNode) -> int:
+        """The last page border in a node at which every group could give the prefix, or its start.
+
+        A border only moves down, so the groups are asked in turn until none moves it.
+        """
+        border, before = node.end, None
+        while before != border > node.start:
+            before = border
+            for group in self._pools.sparse:
+                border = self._whole_before(node, group, border)
+        return max(border, node.start)
+
+    def _whole_before(self, node: RadixNode, group: int, border: int) -> int:
+        """The last border, up to this one, before which a query sees no hole of a group."""
+        config = self._pools.groups[group]
+        seen = config.dead_len(border * self._page_tokens)
+        holder, index = node, border - 1
+        while index >= seen and border > node.start:
+            while index < holder.start:
+                holder = self._parent(holder)
+            if holder.pages[group][index - holder.start] == HOLE:
+                border = index
+                seen = config.dead_len(border * self._page_tokens)
+            index -= 1
+        return border
+
+    def _announce(self, told: Blocks, node: RadixNode, border: int) -> None:
+        """Announce a node up to a border, and all that comes before it, from the top down."""
+        chain = [node]
+        above = self._parent(node)
+        while above.parent is not None and above.announced < above.end:
+            chain.append(above)
+            above = above.parent
+        for each in reversed(chain):
+            first = self._announced_blocks(each)
+            if each.announced == each.start:
+                self._parent(each).announced_children += 1
+            each.announced = border if each is node else each.end
+            blocks = each.blocks[first : self._announced_blocks(each)]
+            if blocks:
+                before = each.blocks[first - 1] if first else self._last_block(self._parent(each))
+                told.stored(before, blocks)
+
+    def _retract(self, told: Blocks, node: RadixNode, border: int) -> None:
+        """Retract what a node has announced beyond a border; nothing below it is announced."""
+        if border == node.announced:
+            return
+        announced = self._announced_blocks(node)
+        node.announced = border
+        blocks = node.blocks[self._announced_blocks(node) : announced]
+        if blocks:
+            told.removed(blocks)
+        if border == node.start:
+            parent = self._parent(node)
+            parent.announced_children -= 1
+            if parent.parent is not None:
+                self._moved[parent] = None
+
+    def _announced_blocks(self, node: RadixNode) -> int:
+        return self._blocks_before(node.announced) - self._blocks_before(node.start)
 
     def _last_block(self, node: RadixNode) -> bytes:
         """Digest of the last block that ends in a node or above, or of the namespace."""
@@ -240,6 +347,7 @@ class RadixTree:
 
     def _cut_off(self, node: RadixNode, first_page: bytes) -> None:
         parent = self._parent(node)
+        self._moved.pop(node, None)
         del parent.children[first_page]
         if parent.parent is None and not parent.children:
             del self._roots[parent.tokens]
