@@ -52,12 +52,13 @@ def assert_readable(text: str) -> None:
     assert "\N{REPLACEMENT CHARACTER}" not in text
 
 
-def test_the_two_commands_come_first():
+def test_the_commands_come_first():
     name, text = BLOCKS[0]
     assert name == "sh"
     assert [line.partition("#")[0].strip() for line in text.splitlines()] == [
         "make run",
         "make test",
+        "make run ARGS='--model-path smollm2'",
     ]
 
 

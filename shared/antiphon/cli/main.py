@@ -30,6 +30,7 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "serve": Command("antiphon.cli.serve:main", "start NATS and every service on this machine"),
     "chat": Command("antiphon.cli.chat:main", "talk to a running server in the terminal"),
+    "models": Command("antiphon.cli.models:main", "list the models that have a short name"),
     "config": Command("antiphon.cli.settings:main", "print the settings and where each comes from"),
     "replay": Command("antiphon.cli.replay:main", "run a worker's recorded plans again"),
     "version": Command("antiphon.cli.version:main", "print the version"),

@@ -32,6 +32,7 @@ _FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 """Of numbers, by the file's own code of their type."""
 
 Value = str | int | float | bool
+Values = tuple[str, ...] | tuple[int | float | bool, ...]
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
@@ -48,28 +49,37 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 class GgufHeader(msgspec.Struct, frozen=True):
-    """Settings that are one value each (lists are left out), and tensors by name."""
+    """Settings that are one value each, lists where they were asked for, and tensors by name.
+
+    `size_bytes` is where the header ends.
+    """
 
     settings: Mapping[str, Value]
     tensors: Mapping[str, GgufTensor]
+    lists: Mapping[str, Values] = {}
+    size_bytes: int = 0
 
 
-def read_gguf(file: Path) -> GgufHeader:
+def read_gguf(file: Path, *, lists: bool = False) -> GgufHeader:
     """Read a header; no tensor is read.
+
+    Args:
+        file: To read.
+        lists: Whether to keep settings that are lists of strings or numbers: vocabularies.
 
     Raises:
         ConfigError: The file is missing, cut short or none.
     """
     try:
         with file.open("rb") as stream:
-            return _Reader(stream, file).header()
+            return _Reader(stream, file, lists=lists).header()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
 
 
 class _Reader:
-    def __init__(self, stream: IO[bytes], file: Path) -> None:
-        self._stream, self._file = stream, file
+    def __init__(self, stream: IO[bytes], file: Path, *, lists: bool) -> None:
+        self._stream, self._file, self._keeps_lists = stream, file, lists
 
     def header(self) -> GgufHeader:
         magic = self._stream.read(len(MAGIC))
@@ -80,19 +90,23 @@ class _Reader:
             raise ConfigError(f"{self._file}: GGUF version {version}: only 2 and 3 are read")
         tensors, settings_count = self._count(), self._count()
         settings: dict[str, Value] = {}
+        lists: dict[str, Values] = {}
         for _ in range(settings_count):
             key, value = self._string(), self._value(int(self._number("I")))
-            if value is not None:
+            if isinstance(value, tuple):
+                lists[key] = value
+            elif value is not None:
                 settings[key] = value
         placed = [self._tensor() for _ in range(tensors)]
         alignment = settings.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ConfigError(f"{self._file}: general.alignment = {alignment!r}")
-        start = -(-self._stream.tell() // alignment) * alignment
-        return GgufHeader(
-            settings,
-            {name: msgspec.structs.replace(at, start=start + at.start) for name, at in placed},
-        )
+        size_bytes = self._stream.tell()
+        start = -(-size_bytes // alignment) * alignment
+        tensors_at = {
+            name: msgspec.structs.replace(at, start=start + at.start) for name, at in placed
+        }
+        return GgufHeader(settings, tensors_at, lists, size_bytes)
 
     def _tensor(self) -> tuple[str, GgufTensor]:
         name = self._string()
@@ -101,19 +115,23 @@ class _Reader:
         # The file names the innermost dimension first.
         return name, GgufTensor(tuple(reversed(sizes)), kind, offset)
 
-    def _value(self, kind: int) -> Value | None:
-        """Read one value; of a list, only its length in bytes matters."""
+    def _value(self, kind: int) -> Value | Values | None:
+        """Read one value; of a list that is not kept, only its length in bytes matters."""
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             return self._number(self._format(kind))
         item, count = int(self._number("I")), self._count()
-        if item in (_STRING, _ARRAY):
+        if item == _ARRAY:
             for _ in range(count):
                 self._value(item)
-        else:
-            self._bytes(count * struct.calcsize(self._format(item)))
-        return None
+            return None
+        if item == _STRING:
+            strings = tuple(self._string() for _ in range(count))
+            return strings if self._keeps_lists else None
+        form = self._format(item)
+        content = self._bytes(count * struct.calcsize(form))
+        return struct.unpack(f"<{count}{form}", content) if self._keeps_lists else None
 
     def _format(self, kind: int) -> str:
         if kind not in _FORMATS:

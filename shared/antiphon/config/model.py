@@ -57,8 +57,8 @@ class ModelConfig(Config):
     path: Annotated[
         str,
         Help(
-            "Folder with config.json and weights, a GGUF file, or a model of the Hugging Face hub "
-            "(owner/name); `embedded` is the one in the package."
+            "Folder with config.json and weights, a GGUF file, a short name (`antiphon models`) "
+            "or a model of the Hugging Face hub (owner/name); `embedded` is the one in the package."
         ),
     ] = "embedded"
     tokenizer_path: Annotated[

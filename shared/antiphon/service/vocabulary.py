@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.described.tokenizer_json import byte_letters
 from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -116,13 +117,4 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @functools.cache
 def _alphabet() -> Mapping[str, int]:
-    """The characters that byte-level tokenizers write bytes with.
-
-    A byte that shows in Latin-1 is its own character; the others follow from U+0100 on, in order.
-    Source: Radford et al. 2019, the tokenizer of GPT-2.
-    """
-    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(0x100 + index): byte for index, byte in enumerate(hidden)
-    }
+    return {letter: byte for byte, letter in enumerate(byte_letters())}

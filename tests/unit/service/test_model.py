@@ -62,7 +62,7 @@ def test_a_gguf_file_is_described_beside_it_or_by_the_tokenizers_folder(
     described = settings(apart, tokenizer_path=str(folder))
     assert model_files(described).folder == folder
     assert model_files(described).weights == (apart,)
-    with pytest.raises(ConfigError, match=r"b\.gguf: no config\.json beside it; name the model"):
+    with pytest.raises(ConfigError, match=r"b\.gguf: not a GGUF file"):
         model_files(settings(apart))
 
 

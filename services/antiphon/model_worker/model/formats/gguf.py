@@ -1,7 +1,8 @@
 """GGUF, the format of llama.cpp: its names become the checkpoint's, its blocks become numbers.
 
-The model itself is described by a config.json, as for every other format; of the file's own
-settings only those are read that say how its tensors were laid out.
+The model itself is described by a config.json, as for every other format: by one beside the file,
+or by what `antiphon.config.described` makes of the file's own settings. Here only those are read
+that say how its tensors were laid out.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-ROUNDED = (
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q5_0,
-    GGMLQuantizationType.Q5_1,
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q5_K,
-    GGMLQuantizationType.Q6_K,
+ROUNDED = tuple(
+    GGMLQuantizationType[name]
+    for name in (
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+        *("TQ1_0", "TQ2_0", "MXFP4"),
+    )
 )
-"""What the gguf package makes numbers of, and what was compared with its layout."""
+"""What the gguf package makes numbers of."""
 READABLE = (*PLAIN, *ROUNDED)
 COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """What llama.cpp keeps in a tensor and config.json says in words."""
 HEAD = "lm_head.weight"
+NORM = "norm.weight"
+"""How the names of all norms of Gemma end."""
 ROTATED = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
 
 
@@ -63,16 +64,19 @@ class Layout:
     Attributes:
         model: The architecture's name in config.json.
         interleaved: Queries and keys lie in the order of its rotation, which turns neighbours.
+        one_more: Weights of norms are what is multiplied with, and not one less.
     """
 
     model: str
     interleaved: bool = False
+    one_more: bool = False
 
 
 LAYOUTS = {
     "llama": Layout("LlamaForCausalLM", interleaved=True),
     "qwen2": Layout("Qwen2ForCausalLM"),
     "qwen3": Layout("Qwen3ForCausalLM"),
+    "gemma3": Layout("Gemma3ForCausalLM", one_more=True),
 }
 """By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
 
@@ -169,13 +173,20 @@ def _scaled(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) ->
 def _order(header: GgufHeader, name: str) -> Decode:
     """Undo what the converter did to a tensor."""
     architecture = str(header.settings["general.architecture"])
-    if not LAYOUTS[architecture].interleaved or not name.endswith(ROTATED):
+    layout = LAYOUTS[architecture]
+    if layout.one_more and name.endswith(NORM):
+        return _one_less
+    if not layout.interleaved or not name.endswith(ROTATED):
         return lambda tensor: tensor
     field = "head_count" if ".q_proj." in name else "head_count_kv"
     heads = header.settings.get(f"{architecture}.attention.{field}")
     heads = heads or header.settings.get(f"{architecture}.attention.head_count")
     assert isinstance(heads, int), "llama.cpp writes none without it"
     return partial(_halves, heads=heads)
+
+
+def _one_less(tensor: Tensor) -> Tensor:
+    return tensor - 1
 
 
 def _halves(tensor: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,30 @@
+"""`antiphon models`: the models with a short name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon import embedded
+from antiphon.config.errors import ConfigError
+from antiphon.config.models import MODELS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line a model."""
+    if argv:
+        raise ConfigError(f"{argv[0]}: models takes no arguments")
+    rows = [("NAME", "MODEL", "SIZE", "LICENCE", "SOURCE")]
+    for name, model in MODELS.items():
+        size = model.size_bytes or sum(
+            file.stat().st_size for file in embedded.path().iterdir() if file.is_file()
+        )
+        rows.append((name, model.title, f"{size / 1e6:.0f} MB", model.license, model.source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print("\nantiphon serve --model-path NAME")
+    return 0

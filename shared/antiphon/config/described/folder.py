@@ -1,0 +1,124 @@
+"""A folder that describes a model whose own files do so in another form, made once and kept.
+
+Everything that serves a model reads config.json and tokenizer.json; what a GGUF file, SentencePiece
+or Mistral say in other words is written out as these, under a name that depends on what they say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.described.gguf_config import ROPE_FACTORS, gguf_config
+from antiphon.config.described.gguf_tokenizer import gguf_tokenizer
+from antiphon.config.described.sentence_piece import piece_tokenizer
+from antiphon.config.described.tekken import tekken_tokenizer
+from antiphon.config.errors import ConfigError
+from antiphon.config.gguf_file import read_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Json = dict[str, object]
+
+VERSION = 1
+"""Of what is written; another number makes every folder anew."""
+CONFIG, TOKENIZER, CARD = "config.json", "tokenizer.json", "tokenizer_config.json"
+PIECES, TEKKEN = "tokenizer.model", "tekken.json"
+_BESIDE = (CONFIG, CARD, "special_tokens_map.json", "generation_config.json", "params.json")
+_TEMPLATES = "*.jinja"
+
+
+def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
+    """Return a folder with all that describes the model of a GGUF file, or of its parts.
+
+    Raises:
+        ConfigError: A file is missing or broken, describes no model that is read, or the cache
+            cannot be written.
+    """
+
+    def contents() -> Mapping[str, Json | bytes]:
+        headers = {file: read_gguf(file, lists=True) for file in files}
+        first = files[0]
+        tokenizer, card = gguf_tokenizer(first, headers[first])
+        return {CONFIG: gguf_config(headers), TOKENIZER: tokenizer, CARD: card}
+
+    digest = hashlib.sha256()
+    for file in files:
+        header = read_gguf(file)
+        factors = header.tensors.get(ROPE_FACTORS)
+        try:
+            with file.open("rb") as stream:
+                digest.update(stream.read(header.size_bytes))
+                if factors is not None:  # the one tensor that config.json says in words
+                    stream.seek(factors.start)
+                    digest.update(stream.read(4 * factors.count))
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from error
+    return _kept(digest.hexdigest(), cache, contents)
+
+
+def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
+    """Return a folder with a tokenizer.json made of what a folder has in its place, if it has that.
+
+    The rest of what describes the model is copied.
+
+    Raises:
+        ConfigError: A file is broken or of a kind that is not read, or the cache cannot be written.
+    """
+    source = next((folder / name for name in (PIECES, TEKKEN) if (folder / name).is_file()), None)
+    if source is None:
+        return None
+    beside = [folder / name for name in _BESIDE if (folder / name).is_file()]
+    beside += sorted(folder.glob(_TEMPLATES))
+    read = piece_tokenizer if source.name == PIECES else tekken_tokenizer
+
+    def contents() -> Mapping[str, Json | bytes]:
+        made: dict[str, Json | bytes] = {file.name: file.read_bytes() for file in beside}
+        tokenizer, card = read(source)
+        old = made.get(CARD, b"{}")
+        assert isinstance(old, bytes), "just read"
+        return made | {TOKENIZER: tokenizer, CARD: card | _object(folder / CARD, old)}
+
+    digest = hashlib.sha256()
+    for file in (source, *beside):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return _kept(digest.hexdigest(), cache, contents)
+
+
+def _object(file: Path, content: bytes) -> Json:
+    try:
+        return msgspec.json.decode(content, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _kept(name: str, cache: Path, contents: Callable[[], Mapping[str, Json | bytes]]) -> Path:
+    """Return the folder of that name, filled first if it is not there. Several may try at once."""
+    folder = cache / f"described-{VERSION}" / name[:32]
+    if folder.is_dir():
+        return folder
+    files = contents()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+        try:
+            for file, content in files.items():
+                data = content if isinstance(content, bytes) else msgspec.json.encode(content)
+                (new / file).write_bytes(data)
+            new.chmod(0o755)
+            new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder}: {error.strerror}; load.download_folder names a folder for such files"
+            ) from error
+    return folder

@@ -1,0 +1,271 @@
+"""A GGUF file's settings as the config.json that it was made from.
+
+Source of the keys: docs/gguf.md of the ggml project, and its converter from Hugging Face's folders.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.gguf_file import GgufHeader, GgufTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+Json = dict[str, object]
+
+_TABLE, _HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+"""Tokens that end a turn, in files that name only the end of a text."""
+_PLAIN = {0: "float32", 1: "float16"}
+_LLAMA3 = (1.0, 4.0, 8192)
+"""Low and high factor and trained length, of every Llama whose factors are in a tensor."""
+_CLOSE = 1e-3
+
+
+class _File(msgspec.Struct, frozen=True):
+    """Headers of a model's parts; the first has the settings."""
+
+    path: Path
+    header: GgufHeader
+    tensors: Mapping[str, tuple[Path, GgufTensor]]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.header.settings.get("general.architecture"))
+
+    def refuse(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: {why}; name the model it was made from, a folder or a model of the "
+            "hub, as model.tokenizer_path"
+        )
+
+    def number(self, key: str) -> float | None:
+        """A setting of the architecture; unset if it has none."""
+        value = self.header.settings.get(f"{self.architecture}.{key}")
+        if f"{self.architecture}.{key}" in self.header.lists:
+            several = set(self.header.lists[f"{self.architecture}.{key}"])
+            if len(several) != 1:
+                raise self.refuse(f"{key} differs from layer to layer")
+            (value,) = several
+        if isinstance(value, str):
+            raise self.refuse(f"{self.architecture}.{key} = {value!r}")
+        return value
+
+    def whole(self, key: str) -> int:
+        value = self.number(key)
+        if value is None or value != int(value) or value < 0:
+            raise self.refuse(f"it says no {self.architecture}.{key}")
+        return int(value)
+
+    def text(self, key: str) -> str | None:
+        value = self.header.settings.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, str) else None
+
+
+def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
+    """Make a config.json.
+
+    Args:
+        parts: The headers of its files, with lists, in order.
+
+    Raises:
+        ConfigError: It is of an architecture that is not read, or says something of it that no
+            config.json here says.
+    """
+    path, header = next(iter(parts.items()))
+    tensors = {
+        name: (file, tensor)
+        for file, part in parts.items()
+        for name, tensor in part.tensors.items()
+    }
+    file = _File(path, header, tensors)
+    if file.architecture not in _ARCHITECTURES:
+        raise file.refuse(
+            f"architecture {file.architecture!r} is described by no GGUF file alone, only "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    if file.number("expert_count"):
+        raise file.refuse("its experts are described by no GGUF file alone")
+    return _common(file) | _ARCHITECTURES[file.architecture](file)
+
+
+def _common(file: _File) -> Json:
+    heads, hidden = file.whole("attention.head_count"), file.whole("embedding_length")
+    kv_heads = file.number("attention.head_count_kv")
+    head_dim = file.number("attention.key_length") or hidden // heads
+    if (rotated := file.number("rope.dimension_count")) not in (None, head_dim):
+        raise file.refuse(f"rope.dimension_count = {rotated:g} of {head_dim:g}")
+    if file.number("attention.value_length") not in (None, head_dim):
+        raise file.refuse("attention.value_length is not attention.key_length")
+    if _TABLE not in file.tensors:
+        raise file.refuse(f"it has no {_TABLE}")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": file.whole("feed_forward_length"),
+        "num_hidden_layers": file.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if kv_heads is None else int(kv_heads),
+        "head_dim": int(head_dim),
+        "max_position_embeddings": file.whole("context_length"),
+        "rms_norm_eps": _rounded(file.number("attention.layer_norm_rms_epsilon") or 1e-6),
+        "rope_theta": file.number("rope.freq_base") or 10_000.0,
+        "vocab_size": file.tensors[_TABLE][1].shape[0],
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "torch_dtype": _dtype(file),
+        **_ids(file),
+        **_scaling(file),
+    }
+
+
+def _rounded(number: float) -> float:
+    """A number of 32 bits as somebody wrote it: 1e-05, not 9.999999747378752e-06."""
+    return float(f"{number:.6g}")
+
+
+def _dtype(file: _File) -> str:
+    """What rounded weights are widened to, or the format of those that are not."""
+    return _PLAIN.get(file.tensors[_layer_weight(file)][1].kind, "bfloat16")
+
+
+def _layer_weight(file: _File) -> str:
+    matrices = (name for name, (_, tensor) in file.tensors.items() if len(tensor.shape) > 1)
+    return next((name for name in matrices if name.startswith("blk.")), _TABLE)
+
+
+def _ids(file: _File) -> Json:
+    settings = file.header.settings
+    tokens = file.header.lists.get("tokenizer.ggml.tokens", ())
+    named = {"bos_token_id": "bos", "pad_token_id": "padding", "eos_token_id": "eos"}
+    ids: Json = {}
+    for name, own in named.items():
+        value = settings.get(f"tokenizer.ggml.{own}_token_id")
+        if isinstance(value, int):
+            ids[name] = value
+    ends = {ids.get("eos_token_id"), *(settings.get(f"tokenizer.ggml.{end}") for end in _TURNS)}
+    if "tokenizer.ggml.eot_token_id" not in settings:
+        ends |= {index for index, token in enumerate(tokens) if token in _ENDS}
+    if known := sorted(end for end in ends if isinstance(end, int)):
+        ids["eos_token_id"] = known
+    return ids
+
+
+_TURNS = ("eot_token_id", "eom_token_id")
+
+
+def _scaling(file: _File) -> Json:
+    """How positions beyond the trained ones are turned."""
+    if ROPE_FACTORS in file.tensors:
+        return {"rope_scaling": _llama3_scaling(file)}
+    kind = file.text("rope.scaling.type")
+    factor = file.number("rope.scaling.factor")
+    if kind in (None, "none"):
+        return {}
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind == "yarn" and factor is not None:
+        trained = file.number("rope.scaling.original_context_length")
+        scaling: Json = {"rope_type": "yarn", "factor": factor}
+        if trained is not None:
+            scaling["original_max_position_embeddings"] = int(trained)
+        return {"rope_scaling": scaling}
+    raise file.refuse(f"rope.scaling.type = {kind!r}")
+
+
+def _llama3_scaling(file: _File) -> Json:
+    """Find the numbers that give the factors of the tensor."""
+    path, tensor = file.tensors[ROPE_FACTORS]
+    if tensor.kind != 0:
+        raise file.refuse(f"{ROPE_FACTORS} is not in float32")
+    with path.open("rb") as stream:
+        stream.seek(tensor.start)
+        factors = struct.unpack(f"<{tensor.count}f", stream.read(4 * tensor.count))
+    low, high, trained = _LLAMA3
+    base = file.number("rope.freq_base") or 10_000.0
+    expected = [
+        _llama3_factor(2 * math.pi * base ** (index / len(factors)), max(factors))
+        for index in range(len(factors))
+    ]
+    if any(abs(ours / factor - 1) > _CLOSE for ours, factor in zip(expected, factors, strict=True)):
+        raise file.refuse(f"{ROPE_FACTORS} is not the scaling of Llama 3")
+    return {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": trained,
+    }
+
+
+def _llama3_factor(wavelength: float, factor: float) -> float:
+    low, high, trained = _LLAMA3
+    if wavelength < trained / high:
+        return 1.0
+    if wavelength > trained / low:
+        return factor
+    smooth = (trained / wavelength - low) / (high - low)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _llama(file: _File) -> Json:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _qwen(number: int) -> Callable[[_File], Json]:
+    def fields(_: _File) -> Json:
+        return {
+            "architectures": [f"Qwen{number}ForCausalLM"],
+            "model_type": f"qwen{number}",
+            "hidden_act": "silu",
+        }
+
+    return fields
+
+
+def _gemma3(file: _File) -> Json:
+    """Only of the largest one, scores are scaled otherwise than by the size of a head."""
+    hidden, heads = file.whole("embedding_length"), file.whole("attention.head_count")
+    size = int(file.number("attention.key_length") or hidden // heads)
+    largest = file.whole("block_count") == _GEMMA3_27B_LAYERS
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // heads if largest else size,
+        "sliding_window": file.whole("attention.sliding_window"),
+        "sliding_window_pattern": int(file.number("attention.sliding_window_pattern") or 6),
+        "rope_local_base_freq": file.number("rope.freq_base_swa") or 10_000.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+_GEMMA3_27B_LAYERS = 62
+
+_ARCHITECTURES: Mapping[str, Callable[[_File], Json]] = {
+    "llama": _llama,
+    "qwen2": _qwen(2),
+    "qwen3": _qwen(3),
+    "gemma3": _gemma3,
+}
+"""By `general.architecture`: those whose tensors are read."""
+
+
+def described_architectures() -> Sequence[str]:
+    """The architectures of GGUF files that need no folder beside them."""
+    return tuple(_ARCHITECTURES)

@@ -1,0 +1,193 @@
+"""The vocabulary and the chat template of a GGUF file, as tokenizer.json and its card.
+
+Two kinds are read: byte-level pairs (`gpt2`), cut as `tokenizer.ggml.pre` says, and SentencePiece's
+pairs (`llama`), whose merges follow from the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from antiphon.config.described.splits import SPLITS, WHOLE_WORDS
+from antiphon.config.described.tokenizer_json import (
+    SPACE,
+    Added,
+    Json,
+    bpe,
+    byte_level_decoder,
+    byte_level_split,
+    merges_by_rank,
+    metaspace,
+    pieces_decoder,
+    replaced_spaces,
+    tokenizer_json,
+)
+from antiphon.config.errors import ConfigError
+from antiphon.config.gguf_file import GgufHeader
+
+if TYPE_CHECKING:
+    from antiphon.config.gguf_file import Value
+
+_PREFIX = "tokenizer.ggml."
+_CONTROL, _OWN = 3, 4
+"""Kinds of tokens: special ones, and those that a user added."""
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+"""The settings' names of special tokens, with the specification's own spelling."""
+_BY_POSITION = ("gemma", "gemma2", "gemma3")
+"""Architectures whose scores are not the order of their merges: the tokens' order is."""
+
+
+class _Words(msgspec.Struct, frozen=True):
+    path: Path
+    header: GgufHeader
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+
+    def setting(self, name: str) -> Value | None:
+        return self.header.settings.get(_PREFIX + name)
+
+    def refuse(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: {why}; name a folder or a model of the hub with its tokenizer.json as "
+            "model.tokenizer_path"
+        )
+
+    def named(self, name: str) -> Added | None:
+        """A special token by the name that it has among the settings."""
+        index = self.setting(f"{name}_token_id")
+        if not isinstance(index, int) or not 0 <= index < len(self.tokens):
+            return None
+        return Added(index, self.tokens[index], special=True)
+
+    def adds(self, name: str, *, otherwise: bool) -> Sequence[Added]:
+        """The token that is written before or behind plain text, if one is."""
+        said = self.setting(f"add_{name}_token")
+        token = self.named(name)
+        return (token,) if token and (otherwise if said is None else said) else ()
+
+
+def gguf_tokenizer(path: Path, header: GgufHeader) -> tuple[Json, Json]:
+    """Make a tokenizer.json and a tokenizer_config.json.
+
+    Args:
+        path: The file.
+        header: Its header, with lists.
+
+    Raises:
+        ConfigError: It holds no tokenizer, or one of a kind that is not read.
+    """
+    tokens = header.lists.get(_PREFIX + "tokens", ())
+    kinds = header.lists.get(_PREFIX + "token_type", (1,) * len(tokens))
+    words = _Words(path, header, cast("Sequence[str]", tokens), cast("Sequence[int]", kinds))
+    model = words.setting("model")
+    if not tokens or len(kinds) != len(tokens):
+        raise words.refuse("it holds no tokenizer")
+    if model not in _MODELS:
+        raise words.refuse(f"a tokenizer of kind {model!r} is not read, only {', '.join(_MODELS)}")
+    return _MODELS[str(model)](words), _card(words)
+
+
+def _byte_level(words: _Words) -> Json:
+    cut = str(words.setting("pre") or "")
+    if cut not in SPLITS:
+        raise words.refuse(
+            f"{_PREFIX}pre = {cut!r}: how it cuts text is not known, only that of "
+            f"{', '.join(SPLITS)}"
+        )
+    merges = cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
+    whole = cut in WHOLE_WORDS
+    return tokenizer_json(
+        model=bpe(
+            {token: index for index, token in enumerate(words.tokens)},
+            # A token may hold the space that parts the two: never as its first character.
+            [_pair(merge) for merge in merges],
+            whole_words=whole,
+        ),
+        added=_added(words, words.tokens),
+        normalizer={"type": "NFC"} if cut == "qwen2" else None,
+        pre_tokenizer=byte_level_split(SPLITS[cut]),
+        decoder=byte_level_decoder(),
+        before=words.adds("bos", otherwise=whole),
+        after=words.adds("eos", otherwise=False),
+    )
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentence_pieces(words: _Words) -> Json:
+    by_position = words.header.settings.get("general.architecture") in _BY_POSITION
+    tokens = [_respelled(token) if by_position else token for token in words.tokens]
+    ids = {token: index for index, token in enumerate(tokens)}
+    scores = cast("Sequence[float]", words.header.lists.get(_PREFIX + "scores", ()))
+    merges = [
+        _pair(merge)
+        for merge in cast("Sequence[str]", words.header.lists.get(_PREFIX + "merges", ()))
+    ]
+    if not merges and not by_position and len(scores) != len(tokens):
+        raise words.refuse("its tokenizer has neither merges nor scores")
+    if not merges:
+        ranks = range(len(tokens)) if by_position else [-score for score in scores]
+        merges = merges_by_rank(ids, lambda token: ranks[ids[token]])
+    adds_space = words.setting("add_space_prefix")
+    adds_space = not by_position if adds_space is None else bool(adds_space)
+    unknown = words.named("unknown")
+    return tokenizer_json(
+        model=bpe(
+            ids,
+            merges,
+            unknown=None if unknown is None else unknown.content,
+            bytes_for_unknown=True,
+        ),
+        added=_added(words, tokens),
+        normalizer=None if adds_space else replaced_spaces(),
+        pre_tokenizer=metaspace(adds_space=True) if adds_space else None,
+        decoder=pieces_decoder(drops_first_space=adds_space),
+        before=words.adds("bos", otherwise=True),
+        after=words.adds("eos", otherwise=False),
+    )
+
+
+def _respelled(token: str) -> str:
+    """Tokens of spaces alone are written with spaces, all others with their mark."""
+    return token if token.strip(" ") else SPACE * len(token)
+
+
+def _added(words: _Words, tokens: Sequence[str]) -> list[Added]:
+    return [
+        Added(index, token, special=kind == _CONTROL)
+        for index, (token, kind) in enumerate(zip(words.tokens, words.kinds, strict=True))
+        if kind in (_CONTROL, _OWN) and token and token == tokens[index]
+    ]
+
+
+def _card(words: _Words) -> Json:
+    card: Json = {}
+    for name, own in _NAMES.items():
+        token = words.named(own)
+        if token is not None:
+            card[f"{name}_token"] = token.content
+    settings = words.header.settings
+    template = settings.get("tokenizer.chat_template")
+    prefix = "tokenizer.chat_template."
+    others = {
+        key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)
+    }
+    if others and template is not None:
+        card["chat_template"] = [
+            {"name": name, "template": each}
+            for name, each in {"default": template, **others}.items()
+        ]
+    elif template is not None:
+        card["chat_template"] = template
+    return card
+
+
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_pieces}
+"""By `tokenizer.ggml.model`."""

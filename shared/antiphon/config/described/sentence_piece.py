@@ -1,0 +1,223 @@
+"""SentencePiece's `tokenizer.model` as a tokenizer.json.
+
+It is one protobuf message of few fields, so it is read here: the packages that would read it bring
+either torch's friends or a C++ library of their own to services that need neither.
+
+Source: sentencepiece_model.proto of the sentencepiece project.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.described.tokenizer_json import (
+    Added,
+    Json,
+    bpe,
+    merges_by_rank,
+    metaspace,
+    pieces_decoder,
+    replaced_spaces,
+    tokenizer_json,
+    unigram,
+)
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FILE_BYTES_MAX = 1 << 28
+
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _CONTROL, _OWN, _BYTE = 1, 3, 4, 6
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_SIZES = {_FIXED64: 8, _FIXED32: 4}
+_VARINT_BYTES_MAX = 10
+_NO_ID = (1 << 64) - 1
+"""-1: the model has no such piece."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One token."""
+
+    text: str
+    score: float
+    kind: int
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """What the file says, with the defaults of its format."""
+
+    pieces: Sequence[Piece]
+    model: int = _UNIGRAM
+    unknown: int = 0
+    begin: int = 1
+    end: int = 2
+    padding: int = -1
+    byte_fallback: bool = False
+    adds_space: bool = True
+    characters: bytes = b""
+    """How characters are normalized, in the format of its own library."""
+
+
+def piece_tokenizer(file: Path) -> tuple[Json, Json]:
+    """Make a tokenizer.json and what it says for tokenizer_config.json.
+
+    Raises:
+        ConfigError: The file is missing, broken, or neither of pairs nor of likelihoods.
+    """
+    said = read_pieces(file)
+    texts = [piece.text for piece in said.pieces]
+    ids = {text: index for index, text in enumerate(texts)}
+    if said.model == _BPE:
+        # Of pieces that are whole from the beginning nothing is merged.
+        whole = {piece.text for piece in said.pieces if piece.kind != _NORMAL}
+        model = bpe(
+            ids,
+            merges_by_rank(ids, lambda text: -said.pieces[ids[text]].score, frozenset(whole)),
+            unknown=texts[said.unknown],
+            bytes_for_unknown=said.byte_fallback,
+        )
+    elif said.model == _UNIGRAM:
+        scores = [(piece.text, piece.score) for piece in said.pieces]
+        model = unigram(scores, said.unknown, bytes_for_unknown=said.byte_fallback)
+    else:
+        raise ConfigError(f"{file}: SentencePiece of type {said.model}: only unigram and BPE")
+    tokenizer = tokenizer_json(
+        model=model,
+        added=_added(said),
+        normalizer=_normalizer(said),
+        pre_tokenizer=metaspace(adds_space=True) if said.adds_space else None,
+        decoder=pieces_decoder(drops_first_space=said.adds_space),
+        before=[Added(said.begin, texts[said.begin], special=True)] if said.begin >= 0 else [],
+    )
+    return tokenizer, _card(said)
+
+
+def _normalizer(said: Pieces) -> Json | None:
+    steps: list[Json] = []
+    if said.characters:
+        encoded = base64.b64encode(said.characters).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": encoded})
+    if not said.adds_space:
+        steps.append(replaced_spaces())
+    return {"type": "Sequence", "normalizers": steps} if steps else None
+
+
+def _added(said: Pieces) -> list[Added]:
+    return [
+        Added(index, piece.text, special=piece.kind != _OWN)
+        for index, piece in enumerate(said.pieces)
+        if piece.kind in (_CONTROL, _OWN) or index == said.unknown
+    ]
+
+
+def _card(said: Pieces) -> Json:
+    named = {
+        "unk_token": said.unknown,
+        "bos_token": said.begin,
+        "eos_token": said.end,
+        "pad_token": said.padding,
+    }
+    return {name: said.pieces[index].text for name, index in named.items() if index >= 0}
+
+
+def read_pieces(file: Path) -> Pieces:
+    """Read the message.
+
+    Raises:
+        ConfigError: The file is missing, or is none.
+    """
+    try:
+        if file.stat().st_size > FILE_BYTES_MAX:
+            raise ConfigError(f"{file}: larger than {FILE_BYTES_MAX} bytes")
+        return _pieces(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except (ValueError, struct.error, IndexError) as error:
+        raise ConfigError(f"{file}: not a SentencePiece model: {error}") from error
+
+
+def _pieces(content: bytes) -> Pieces:
+    pieces: list[Piece] = []
+    trainer: dict[int, int | bytes] = {}
+    normalizer: dict[int, int | bytes] = {}
+    for field, value in _fields(content):
+        if field == 1 and isinstance(value, bytes):
+            pieces.append(_piece(dict(_fields(value))))
+        elif field == 2 and isinstance(value, bytes):
+            trainer = dict(_fields(value))
+        elif field == 3 and isinstance(value, bytes):
+            normalizer = dict(_fields(value))
+    characters = normalizer.get(2, b"")
+    said = Pieces(
+        pieces=pieces,
+        model=_number(trainer, 3, _UNIGRAM),
+        unknown=_id(trainer, 40, 0),
+        begin=_id(trainer, 41, 1),
+        end=_id(trainer, 42, 2),
+        padding=_id(trainer, 43, -1),
+        byte_fallback=bool(_number(trainer, 35, 0)),
+        adds_space=bool(_number(normalizer, 3, 1)),
+        characters=characters if isinstance(characters, bytes) else b"",
+    )
+    if max(said.unknown, said.begin, said.end, said.padding) >= len(pieces) or said.unknown < 0:
+        raise ValueError(f"{len(pieces)} pieces, and a special one beyond them")
+    return said
+
+
+def _piece(fields: dict[int, int | bytes]) -> Piece:
+    text, score = fields.get(1, b""), fields.get(2, b"\0\0\0\0")
+    if not isinstance(text, bytes) or not isinstance(score, bytes):
+        raise ValueError("a piece without text")  # noqa: TRY004  # one error for what is no file
+    return Piece(text.decode(), struct.unpack("<f", score)[0], _number(fields, 3, _NORMAL))
+
+
+def _number(fields: dict[int, int | bytes], field: int, otherwise: int) -> int:
+    value = fields.get(field, otherwise)
+    if not isinstance(value, int):
+        raise ValueError(f"field {field} is no number")  # noqa: TRY004
+    return value
+
+
+def _id(fields: dict[int, int | bytes], field: int, otherwise: int) -> int:
+    value = _number(fields, field, otherwise)
+    return -1 if value > _NO_ID >> 1 else value
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message, numbers as they are, all else as bytes."""
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(content, at)
+            yield key >> 3, value
+            continue
+        if kind == _BYTES:
+            size, at = _varint(content, at)
+        elif kind in _SIZES:
+            size = _SIZES[kind]
+        else:
+            raise ValueError(f"a field of type {kind}")
+        if at + size > len(content):
+            raise ValueError("cut short")
+        yield key >> 3, content[at : at + size]
+        at += size
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for index in range(_VARINT_BYTES_MAX):
+        byte = content[at + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, at + index + 1
+    raise ValueError("a number of more than ten bytes")

@@ -1,0 +1,111 @@
+"""Mistral's `tekken.json` as a tokenizer.json.
+
+Its vocabulary is tiktoken's: byte strings by rank. The special tokens come first, then as many of
+the vocabulary as are left.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.described.tokenizer_json import (
+    Added,
+    Json,
+    bpe,
+    byte_letters,
+    byte_level_decoder,
+    byte_level_split,
+    merges_by_rank,
+    tokenizer_json,
+)
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_BEGIN, _END, _UNKNOWN, _PADDING = "<s>", "</s>", "<unk>", "<pad>"
+_OLDER = (
+    *(_UNKNOWN, _BEGIN, _END, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", _PADDING, "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    "[TOOL_CONTENT]",
+)
+"""The special tokens of files that do not list them."""
+
+
+class _Token(msgspec.Struct, frozen=True):
+    rank: int
+    token_bytes: str
+
+
+class _Special(msgspec.Struct, frozen=True):
+    rank: int
+    token_str: str
+
+
+class _Config(msgspec.Struct, frozen=True):
+    pattern: str
+    default_vocab_size: int
+    default_num_special_tokens: int
+
+
+class _Tekken(msgspec.Struct, frozen=True):
+    config: _Config
+    vocab: list[_Token]
+    special_tokens: list[_Special] | None = None
+
+
+def tekken_tokenizer(file: Path) -> tuple[Json, Json]:
+    """Make a tokenizer.json and what it says for tokenizer_config.json.
+
+    Raises:
+        ConfigError: The file is missing or broken.
+    """
+    try:
+        said = msgspec.json.decode(file.read_bytes(), type=_Tekken)
+        plain = _plain(said)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except (msgspec.DecodeError, binascii.Error) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    special = _special(said)
+    first = said.config.default_num_special_tokens
+    ranks = {text: rank for rank, text in enumerate(plain)}
+    tokens = special | {text: first + rank for text, rank in ranks.items()}
+    begin = [Added(special[_BEGIN], _BEGIN, special=True)] if _BEGIN in special else []
+    tokenizer = tokenizer_json(
+        model=bpe(tokens, merges_by_rank(ranks, ranks.__getitem__), whole_words=True),
+        added=[Added(index, text, special=True) for text, index in special.items()],
+        normalizer=None,
+        pre_tokenizer=byte_level_split([said.config.pattern]),
+        decoder=byte_level_decoder(),
+        before=begin,
+    )
+    names = {"bos": _BEGIN, "eos": _END, "unk": _UNKNOWN, "pad": _PADDING}
+    return tokenizer, {f"{name}_token": text for name, text in names.items() if text in special}
+
+
+def _special(said: _Tekken) -> dict[str, int]:
+    """The special tokens, and fillers for the places that are left."""
+    count = said.config.default_num_special_tokens
+    named = (
+        dict(enumerate(_OLDER))
+        if said.special_tokens is None
+        else {token.rank: token.token_str for token in said.special_tokens}
+    )
+    return {named.get(index, f"<SPECIAL_{index}>"): index for index in range(count)}
+
+
+def _plain(said: _Tekken) -> list[str]:
+    """The tokens by rank, a character a byte."""
+    count = said.config.default_vocab_size - said.config.default_num_special_tokens
+    in_order = sorted(said.vocab, key=lambda token: token.rank)[:count]
+    letters = byte_letters()
+    return [
+        "".join(letters[byte] for byte in base64.b64decode(token.token_bytes, validate=True))
+        for token in in_order
+    ]

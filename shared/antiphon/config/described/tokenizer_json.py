@@ -1,0 +1,203 @@
+"""The parts of a tokenizer.json, as the `tokenizers` package reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+Json = dict[str, object]
+Merge = tuple[str, str]
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece writes for a space."""
+
+
+class Added(msgspec.Struct, frozen=True):
+    """A token that text is never cut within."""
+
+    id: int
+    content: str
+    special: bool
+
+
+def tokenizer_json(
+    *,
+    model: Json,
+    added: Iterable[Added],
+    normalizer: Json | None,
+    pre_tokenizer: Json | None,
+    decoder: Json,
+    before: Sequence[Added] = (),
+    after: Sequence[Added] = (),
+) -> Json:
+    """Put a tokenizer together; `before` and `after` are written around plain text."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token.id,
+                "content": token.content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": token.special,
+            }
+            for token in sorted(added, key=lambda token: token.id)
+        ],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _around(before, after),
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def bpe(
+    tokens: Mapping[str, int],
+    merges: Sequence[Merge],
+    *,
+    whole_words: bool = False,
+    unknown: str | None = None,
+    bytes_for_unknown: bool = False,
+) -> Json:
+    """A model that merges pairs, the first ones first."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": bytes_for_unknown,
+        "byte_fallback": bytes_for_unknown,
+        "ignore_merges": whole_words,
+        "vocab": tokens,
+        "merges": merges,
+    }
+
+
+def unigram(
+    pieces: Sequence[tuple[str, float]], unknown: int, *, bytes_for_unknown: bool = False
+) -> Json:
+    """A model that finds the likeliest way to cut a text."""
+    return {
+        "type": "Unigram",
+        "unk_id": unknown,
+        "vocab": pieces,
+        "byte_fallback": bytes_for_unknown,
+    }
+
+
+def byte_level_split(patterns: Sequence[str]) -> Json:
+    """Cut by each pattern in turn, then write every byte as a character."""
+    cuts: list[Json] = [
+        {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        for pattern in patterns
+    ]
+    return {"type": "Sequence", "pretokenizers": [*cuts, _byte_level()]}
+
+
+def byte_level_decoder() -> Json:
+    """The opposite of `byte_level_split`."""
+    return _byte_level()
+
+
+def pieces_decoder(*, drops_first_space: bool) -> Json:
+    """Of SentencePiece: its mark is a space, `<0x0A>` a byte."""
+    decoders: list[Json] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if drops_first_space:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": decoders}
+
+
+def metaspace(*, adds_space: bool) -> Json:
+    """Write spaces as SentencePiece does, one more before a text that begins without."""
+    return {
+        "type": "Metaspace",
+        "replacement": SPACE,
+        "prepend_scheme": "first" if adds_space else "never",
+        "split": False,
+    }
+
+
+def replaced_spaces() -> Json:
+    """A normalizer that writes spaces as SentencePiece does, and none more."""
+    return {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+
+
+def merges_by_rank(
+    tokens: Mapping[str, int], rank: Callable[[str], float], skipped: frozenset[str] = frozenset()
+) -> list[Merge]:
+    """The pairs of tokens that make a token, those of the least rank first.
+
+    Of a vocabulary without merges: SentencePiece merges the pair whose token has the best score,
+    tiktoken the one whose token came first.
+    """
+    found: list[tuple[float, int, int, Merge]] = []
+    for token in tokens:
+        if token in skipped:
+            continue
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in tokens and right in tokens and not {left, right} & skipped:
+                found.append((rank(token), tokens[left], tokens[right], (left, right)))
+    found.sort(key=lambda each: each[:3])
+    return [merge for *_, merge in found]
+
+
+def byte_letters() -> list[str]:
+    """The character that byte-level tokenizers write each byte with.
+
+    A byte that shows in Latin-1 is its own character; the others follow from U+0100 on, in order.
+    Source: Radford et al. 2019, the tokenizer of GPT-2.
+    """
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+def _byte_level() -> Json:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+
+
+def _around(before: Sequence[Added], after: Sequence[Added]) -> Json | None:
+    if not before and not after:
+        return None
+
+    def mark(token: Added, kind: int) -> Json:
+        return {"SpecialToken": {"id": token.content, "type_id": kind}}
+
+    def text(name: str, kind: int) -> list[Json]:
+        one: Json = {"Sequence": {"id": name, "type_id": kind}}
+        starts, ends = [mark(token, kind) for token in before], [mark(end, kind) for end in after]
+        return [*starts, one, *ends]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": [*text("A", 0), *text("B", 1)],
+        "special_tokens": {
+            token.content: {"id": token.content, "ids": [token.id], "tokens": [token.content]}
+            for token in (*before, *after)
+        },
+    }

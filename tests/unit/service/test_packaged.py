@@ -1,0 +1,156 @@
+"""A model that comes as a wheel: fetched once, compared with its sums, used offline afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.models import MODELS, Wheel
+from antiphon.config.settings import Settings
+from antiphon.service.hub import is_hub_id
+from antiphon.service.model import cache_folder, model_files, served_name
+from antiphon.service.packaged import have, is_packaged, is_there, place_of
+
+CONTENT = b"GGUF" + bytes(1000)
+
+
+def made(folder: Path, **other: str) -> tuple[Wheel, bytes]:
+    """A wheel, and its bytes."""
+    file = folder / "some-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("some/model.gguf", CONTENT)
+    content = file.read_bytes()
+    file.unlink()
+    wheel = Wheel(
+        requirement="some==1.0",
+        sha256=hashlib.sha256(content).hexdigest(),
+        size_bytes=len(content),
+        member="some/model.gguf",
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+        member_bytes=len(CONTENT),
+    )
+    return replace(wheel, **other), content
+
+
+class Index:
+    """Counts what is fetched from it."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents, self.asked = contents, 0
+
+    def __call__(self, wheel: Wheel, folder: Path) -> None:
+        assert wheel.requirement == "some==1.0"
+        self.asked += 1
+        for number, content in enumerate(self.contents):
+            (folder / f"some{number}-1.0-py3-none-any.whl").write_bytes(content)
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.relative_to(cache).parts[1] for path in cache.glob("models/*"))
+
+
+def test_a_package_is_fetched_once_and_found_ever_after(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index, cache = Index(content), tmp_path / "cache"
+    assert not is_there(wheel, cache)
+    file = have(wheel, cache, index)
+    assert file == place_of(wheel, cache)
+    assert file.read_bytes() == CONTENT
+    assert is_there(wheel, cache)
+    assert have(wheel, cache, index) == file
+    assert index.asked == 1
+    assert left(cache) == [wheel.member_sha256[:16]]
+
+
+def test_a_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    have(wheel, tmp_path, index).write_bytes(CONTENT[:10])
+    assert not is_there(wheel, tmp_path)
+    assert have(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert index.asked == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"sha256": "0" * 64}, r"some==1\.0: SHA-256 \w{64}, expected 0{64}"),
+        ({"member_sha256": "0" * 64}, r"some/model\.gguf: SHA-256 \w{64}, expected 0{64}"),
+        ({"member": "some/other.gguf"}, r"no item named 'some/other\.gguf'"),
+    ],
+)
+def test_what_is_not_what_its_sums_say_is_never_there(
+    tmp_path: Path, other: dict[str, str], message: str
+) -> None:
+    wheel, content = made(tmp_path, **other)
+    with pytest.raises(ConfigError, match=message):
+        have(wheel, tmp_path / "cache", Index(content))
+    assert not is_there(wheel, tmp_path / "cache")
+    assert left(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_index_that_gives_other_than_one_wheel_is_refused(tmp_path: Path, count: int) -> None:
+    wheel, content = made(tmp_path)
+    with pytest.raises(ConfigError, match=f"gave {count} wheels"):
+        have(wheel, tmp_path, Index(*[content] * count))
+
+
+def test_a_wheel_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    wheel, _ = made(tmp_path, sha256=hashlib.sha256(b"x").hexdigest())
+    with pytest.raises(ConfigError, match=r"some==1\.0: File is not a zip file"):
+        have(wheel, tmp_path, Index(b"x"))
+
+
+def test_a_full_disk_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    with pytest.raises(ConfigError, match="are free in"):
+        have(replace(wheel, member_bytes=1 << 60), tmp_path, index)
+    assert index.asked == 0
+
+
+def settings(path: str, cache: Path) -> Settings:
+    base = Settings()
+    return replace(
+        base,
+        model=replace(base.model, path=path),
+        load=replace(base.load, download_folder=str(cache)),
+    )
+
+
+def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_packaged("smollm2")
+    assert not is_hub_id("smollm2")
+    assert not is_packaged("gpt2")
+    assert is_hub_id("gpt2")
+    with pytest.raises(ConfigError, match=r"smollm2 is not in .*`antiphon serve --model-path"):
+        model_files(settings("smollm2", tmp_path / "cache"))
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").write_text("{}")
+    assert not is_packaged("smollm2")
+    assert model_files(settings("smollm2", tmp_path / "cache")).folder == Path("smollm2")
+    assert served_name(settings("smollm2", tmp_path)) == "smollm2"
+
+
+def test_files_are_kept_where_the_settings_say() -> None:
+    assert cache_folder(Settings()) == Path.home() / ".cache/antiphon"
+    assert cache_folder(settings("smollm2", Path("/data"))) == Path("/data")
+
+
+def test_every_short_name_says_what_it_is() -> None:
+    for name, model in MODELS.items():
+        assert model.title
+        assert model.license
+        assert model.source
+        if model.wheel is not None:
+            assert len(model.wheel.sha256) == len(model.wheel.member_sha256) == 64, name
+            assert model.wheel.member.endswith(".gguf")
