@@ -88,6 +88,7 @@ class Network:
         self.weather = weather
         self.joins = 1
         self.up = True
+        self.parties: list[Party] = []
         self._timeline = timeline
         self._random = random.Random(f"network {seed}")
         self._interests: list[Interest] = []
@@ -108,6 +109,7 @@ class Network:
         self._matching.clear()
 
     def leave(self, party: Party) -> None:
+        self.parties = [one for one in self.parties if one is not party]
         self._interests = [one for one in self._interests if one.party is not party]
         self._matching.clear()
 

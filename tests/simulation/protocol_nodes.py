@@ -91,7 +91,8 @@ class Node:
         self._frozen_until = 0.0
         patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
         self.peers = Peers(self.process, "digest", self.clock, patience)
-        network.listen(self, HEARTBEAT, self.peers.hear)
+        network.parties.append(self)
+        network.listen(self, HEARTBEAT, self._hear)
 
     def start(self) -> None:
         self.every(BEAT_S, self.beat)
@@ -118,15 +119,22 @@ class Node:
         left_s = self._frozen_until - self.clock.now()
         self.thawed_ms = self.clock.unix_ms() + round(left_s * 1000)
 
+    @property
+    def answers(self) -> bool:
+        """Whether a call to it is answered now."""
+        silent_until = max(self._frozen_until, self.mute_until, self.deaf_until)
+        return self.alive and self.clock.now() >= silent_until
+
     def die(self) -> None:
         self.alive = False
         self.network.leave(self)
 
-    def beat(self) -> None:
+    def beat(self, process: Process | None = None) -> None:
+        """Send a heartbeat; a forged one if it is another's."""
         report = self.report()
         heartbeat = Heartbeat(
             role=self.role,
-            process=self.process,
+            process=process or self.process,
             state=self.state,
             model=None if self.role is Role.GATEWAY else MODEL,
             config_digest="digest",
@@ -136,6 +144,7 @@ class Node:
             leads=report.leads,
             streams=report.streams,
             reads=report.reads,
+            sent_unix_ms=self.clock.unix_ms(),
             not_after_unix_ms=self.clock.unix_ms() + 2_500,
         )
         self.say(HEARTBEAT, heartbeat, role=self.role, instance=self.process.instance)
@@ -148,6 +157,14 @@ class Node:
 
     def report(self) -> Report:
         raise NotImplementedError
+
+    def _hear(self, beat: Heartbeat) -> None:
+        self.peers.hear(beat)
+        rival = self.peers.take_rival()
+        if rival is not None and any(
+            isinstance(one, Node) and one.process == rival for one in self.network.parties
+        ):
+            self.die()  # it has asked, and another one has its name
 
     def _judge(self) -> None:
         self.peers.judge(link_up=self.network.up, joins=self.network.joins)

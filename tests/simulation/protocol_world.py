@@ -21,8 +21,9 @@ from tests.simulation.protocol_nodes import (
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
 from antiphon.gateway.owner.actions import Said as Text
+from antiphon.wire.base import Process
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import RequestId, TenantId
+from antiphon.wire.ids import Incarnation, RequestId, TenantId
 from antiphon.wire.sampling import DetailParams, SamplingParams, StopStrings
 from antiphon.wire.submit import SubmitRequest
 
@@ -207,6 +208,8 @@ class World:
             check_story(story)
         for node in self.nodes:
             check_empty(node)
+        names = [one.name.partition("#")[0] for one in self.network.parties]
+        assert len(names) == len(set(names)), f"two live under one name: {names}"
         terms = [node.leader.term for node in self.schedulers if node.leader.term]
         assert len(terms) == 1, f"these lead: {terms}"
 
@@ -230,11 +233,7 @@ class World:
             return
         node.die()
 
-        def again() -> None:
-            nodes[nodes.index(node)] = fresh = make(node.process.instance)
-            fresh.start()
-
-        self.timeline.after(self.random.uniform(0.3, 4), again)
+        self.timeline.after(self.random.uniform(0.3, 4), lambda: self._succeed(nodes, node, make))
 
     def drain_worker(self) -> None:
         """An operator replaces a worker: it leaves when it has ended what it had begun."""
@@ -252,6 +251,53 @@ class World:
     def pause_worker(self) -> None:
         """An operator stops the steps of a worker for a while."""
         self.random.choice(self.workers).pause(self.random.uniform(0.5, 4))
+
+    def forge(self) -> None:
+        """Somebody sends heartbeats under the names of all, each of another life."""
+        for turn in range(20):
+            self.timeline.after(turn * self.random.uniform(0, 1), self._forge_one)
+
+    def _forge_one(self) -> None:
+        node = self.random.choice(self.nodes)
+        life = Incarnation(f"forged-{self.random.randint(0, 3)}")
+        node.beat(Process(instance=node.process.instance, incarnation=life))
+
+    def replace_frozen_worker(self) -> None:
+        self._replace_frozen(self.workers, self._worker)
+
+    def replace_frozen_gateway(self) -> None:
+        self._replace_frozen(self.gateways, self._gateway)
+
+    def replace_frozen_detokenizer(self) -> None:
+        self._replace_frozen(self.detokenizers, self._detokenizer)
+
+    def replace_frozen_scheduler(self) -> None:
+        self._replace_frozen(self.schedulers, self._scheduler)
+
+    def _replace_frozen(self, nodes: list[N], make: Callable[[str], N]) -> None:
+        """One is frozen until it counts as dead, another life takes its name; then it wakes."""
+        node = self.random.choice(nodes)
+        if not node.alive:
+            return
+        node.freeze(self.random.uniform(4, 8))
+
+        self.timeline.after(3, lambda: self._succeed(nodes, node, make))
+
+    def _succeed(self, nodes: list[N], node: N, make: Callable[[str], N]) -> None:
+        """Start another life, if no process answers to its name."""
+        if node not in nodes:
+            return
+        holders = [
+            one
+            for one in self.network.parties
+            if isinstance(one, type(node)) and one.process.instance == node.process.instance
+            if one.answers
+        ]
+        if holders:
+            nodes[nodes.index(node)] = holders[0]  # the newcomer is refused
+            return
+        nodes[nodes.index(node)] = fresh = make(node.process.instance)
+        fresh.start()
 
     def crash_worker(self) -> None:
         self.restart(self.workers, self._worker)

@@ -28,6 +28,11 @@ FAULTS: tuple[Fault, ...] = (
     World.mute,
     World.deaf,
     World.outage,
+    World.forge,
+    World.replace_frozen_worker,
+    World.replace_frozen_scheduler,
+    World.replace_frozen_detokenizer,
+    World.replace_frozen_gateway,
 )
 UNNOTICED: tuple[Fault, ...] = (
     World.drain_worker,
@@ -35,6 +40,7 @@ UNNOTICED: tuple[Fault, ...] = (
     World.crash_scheduler,
     World.crash_leader,
     World.short_outage,
+    World.forge,
 )
 RECOVERY_S = 12.0
 

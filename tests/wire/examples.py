@@ -66,6 +66,7 @@ from antiphon.wire.kv_events import (
     KvReplayed,
     ReplayKv,
 )
+from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
 from antiphon.wire.sampling import DetailParams, LogitBias, PoolParams, SamplingParams, StopStrings
@@ -563,9 +564,12 @@ EVERY: tuple[Message, ...] = (
         leads=TERM,
         streams=(StreamSeq(receiver=DETOKENIZER.instance, seq=12),),
         reads=("TokenStep",),
+        sent_unix_ms=DEADLINE - 2500,
         not_after_unix_ms=DEADLINE,
     ),
     Discover(asker=GATEWAY),
+    ClaimName(process=GATEWAY),
+    NameTaken(process=GATEWAY),
     ERROR,
 )
 EXAMPLES: dict[type[Message], Message] = {type(example): example for example in EVERY}

@@ -18,6 +18,7 @@ from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.routes import DISCOVER, HEARS, HEARTBEAT
 
 if TYPE_CHECKING:
+    from antiphon.service.name import Name
     from antiphon.service.peers import Peer
 
 log = logging.getLogger(__name__)
@@ -28,19 +29,22 @@ _ANSWER_PAUSE_S = 0.1
 class Pulse:
     """Says that this process lives, asks who else does, and lets the table of peers judge."""
 
-    def __init__(self, service: Service, runtime: Runtime, health_port: int) -> None:
+    def __init__(self, service: Service, runtime: Runtime, name: Name, health_port: int) -> None:
         self._service = service
         self._runtime = runtime
+        self._name = name
         self._health_port = health_port
         self._config_digest = digest(runtime.settings.cluster)
         self._answering = False
 
     async def listen(self) -> None:
         """Hear those heartbeats that the route table says our role does, and questions."""
+        self._runtime.peers.on_refuse(self._count_refused)
         role, instance = self._service.role, self._runtime.process.instance
         heard = [{"role": str(other)} for other in HEARS.get(role, ())]
-        if heard and role not in HEARS[role]:
-            # Our own all the same: that they come back shows that the link is whole.
+        if role not in HEARS.get(role, ()):
+            # Our own all the same: that they come back shows that the link is whole, and others
+            # under our name show that we have lost it.
             heard.append({"role": str(role), "instance": instance})
         for address in heard:
             await self._runtime.listen(Follow(route=HEARTBEAT, apply=self._hear, address=address))
@@ -106,6 +110,7 @@ class Pulse:
             leads=report.leads,
             streams=report.streams,
             reads=report.reads,
+            sent_unix_ms=runtime.clock.unix_ms(),
             not_after_unix_ms=deadline_in(patience_s, runtime.clock),
         )
 
@@ -119,6 +124,11 @@ class Pulse:
 
     def _hear(self, beat: Heartbeat) -> None:
         self._runtime.peers.hear(beat)
+        if self._runtime.peers.take_rival() is not None:
+            self._name.doubt()
+
+    def _count_refused(self, reason: str) -> None:
+        self._runtime.metrics.peers_refused.labels(reason).inc()
 
     def _asked(self, question: Discover) -> None:
         """Answer after a pause of our own: a whole cluster is asked at once."""

@@ -2,7 +2,8 @@
 
     run("tokenizer", TokenizerService)
 
-Exit codes: 0 stopped as told, 1 failed while it ran, 2 bad settings, 3 could not start.
+Exit codes: 0 stopped as told, 1 failed while it ran, 2 bad settings, 3 could not start, 4 replaced
+by another process of its name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from antiphon.bus.nats import LinkErrors, NatsTransport
 from antiphon.config.digest import digest
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import ProcessArguments, load_process
+from antiphon.service.name import Replaced
 from antiphon.service.parent import die_with
 from antiphon.service.run import Surroundings, serve
 from antiphon.service.sockets import CannotStart
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 FAILED = 1
 BAD_SETTINGS = 2
 CANNOT_START = 3
+REPLACED = 4
 
 _LEAVE_S = 4.0
 """What leaving may take beyond the drain deadline."""
@@ -159,6 +162,9 @@ async def _until_signal(service: Service, around: Surroundings) -> int:
 def _failed(error: Exception, *, starting: bool) -> int:
     """Say it: an operating condition at the start in a line, anything else with its traceback."""
     causes = list(_leaves(error))
+    if all(isinstance(cause, Replaced) for cause in causes):
+        log.error("replaced", extra={"reason": str(causes[0])})
+        return REPLACED
     if starting and all(
         isinstance(cause, CannotStart | ConfigError | EngineError) for cause in causes
     ):

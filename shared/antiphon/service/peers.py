@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
+_OFFSET_BEATS = 16
+OFFSET_MAX_MS = 5_000
+"""How far the clocks of two hosts may be apart."""
 
 
 class Verdict(StrEnum):
@@ -72,8 +75,33 @@ class Patience:
 Watcher = Callable[[Change, Peer], None]
 
 
+class Timing:
+    """How far a process's clock is from ours, by its last heartbeats. Pure.
+
+    The least of (receipt - sent) is the offset and the shortest way here, some milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self.sent_ms = 0  # of the last heartbeat that counted
+        self._differences: deque[int] = deque(maxlen=_OFFSET_BEATS)
+
+    def note(self, sent_ms: int, now_ms: int) -> None:
+        """Take in one heartbeat, whether it counts or not: a clock that was set shows in it."""
+        self._differences.append(now_ms - sent_ms)
+
+    @property
+    def offset_ms(self) -> int:
+        """What is to be added to its times to make them ours."""
+        return min(self._differences)
+
+
 class Peers:
     """Everybody whose heartbeats we hear, ourselves excepted. Pure: no bus, no task.
+
+    A name belongs to the life that has it until that one is silent for so long that it is suspect.
+    Only then another life takes the name; should that one fall silent in turn, and the first one
+    send heartbeats again, the first one has it back. So a heartbeat that is forged, or of a second
+    process that was started by mistake, shuts nobody out.
 
     Broker gone is not peer dead: silence counts only on a link that carries our own heartbeats
     back to us. While it does not (down, frozen, or we were stalled ourselves) nobody is judged,
@@ -90,13 +118,22 @@ class Peers:
         self._peers: dict[InstanceId, Peer] = {}
         self._watchers: list[Watcher] = []
         self._echo_at: float | None = None
+        self._echoed_at: float | None = None  # whatever became of the link since
         self._joins = 0
-        self._replaced: OrderedDict[Process, None] = OrderedDict()
+        self._silent_until: float | None = None
+        self._rival: Process | None = None
+        self._timings: dict[Process, Timing] = {}
+        self._former: OrderedDict[Process, int] = OrderedDict()  # when each sent its last heartbeat
         self._refused: OrderedDict[tuple[Process, str], None] = OrderedDict()
+        self._count_refused: Callable[[str], None] = _uncounted
 
     def watch(self, watcher: Watcher) -> None:
         """Call `watcher` at every change, in the order in which they happen. It must not wait."""
         self._watchers.append(watcher)
+
+    def on_refuse(self, count: Callable[[str], None]) -> None:
+        """Call `count` with the reason for each heartbeat that does not count."""
+        self._count_refused = count
 
     def of(self, role: Role) -> list[Peer]:
         """Every peer of a role that is not dead, by name."""
@@ -120,14 +157,32 @@ class Peers:
         peer = self._peers.get(process.instance)
         return peer is not None and peer.process == process
 
+    def offset_ms(self, process: Process) -> int | None:
+        """What is to be added to this life's times to make them ours; None if that is not known."""
+        if process == self._process:
+            return 0
+        timing = self._timings.get(process)
+        return None if timing is None else timing.offset_ms
+
+    def take_rival(self) -> Process | None:
+        """Return who sent heartbeats under our own name while we were silent, once."""
+        rival, self._rival = self._rival, None
+        return rival
+
     def hear(self, beat: Heartbeat) -> None:
         """Take a heartbeat, our own included: it proves that the link is whole."""
         if beat.process == self._process:
             self._hear_echo()
-        elif (fault := self._fault(beat)) is not None:
-            self._refuse(beat, fault)
-        elif beat.process not in self._replaced:
-            self._accept(beat)
+            return
+        now_ms = self._clock.unix_ms()
+        timing = self._timings.get(beat.process) or Timing()
+        timing.note(self._sent_ms(beat), now_ms)
+        if (fault := self._fault(beat, timing, now_ms)) is not None:
+            self._refuse(beat, fault, timing.offset_ms)
+        elif beat.process.instance == self._process.instance:
+            self._hear_namesake(beat, timing)
+        else:
+            self._accept(beat, timing)
 
     def judge(self, *, link_up: bool, joins: int) -> float:
         """Draw the verdicts; return when to draw them again, in seconds from now.
@@ -159,52 +214,93 @@ class Peers:
         """Time since the peer was heard."""
         return self._clock.now() - peer.heard_at
 
+    @property
+    def _suspect_s(self) -> float:
+        return self._patience.suspect_beats * self._patience.heartbeat_s
+
     def _link_whole(self) -> bool:
         # Two beats: one that is merely late must not stop the verdicts.
         silence_max = 2 * self._patience.heartbeat_s
         return self._echo_at is not None and self._clock.now() - self._echo_at <= silence_max
 
     def _hear_echo(self) -> None:
+        now = self._clock.now()
         if not self._link_whole():
-            now = self._clock.now()
             for peer in self._peers.values():
                 self._peers[peer.process.instance] = replace(peer, heard_at=now)
-        self._echo_at = self._clock.now()
+        if self._echoed_at is not None and now - self._echoed_at >= self._suspect_s:
+            self._silent_until = now
+        self._echo_at = self._echoed_at = now
 
-    def _fault(self, beat: Heartbeat) -> str | None:
+    def _hear_namesake(self, beat: Heartbeat, timing: Timing) -> None:
+        """Note who else uses our name, if that one may be in the right.
+
+        It is if it came before our first heartbeat, or took the name while we were silent.
+        """
+        now = self._clock.now()
+        silent = self._echoed_at is None or now - self._echoed_at >= self._suspect_s
+        back_s = self._patience.dead_beats * self._patience.heartbeat_s
+        if silent or (self._silent_until is not None and now - self._silent_until < back_s):
+            self._rival = beat.process
+        else:
+            self._refuse(beat, "instance", timing.offset_ms)
+
+    def _sent_ms(self, beat: Heartbeat) -> int:
+        if beat.sent_unix_ms is not None:
+            return beat.sent_unix_ms
+        # Of an earlier version, whose heartbeats count for as long as ours.
+        valid_s = self._patience.dead_beats * self._patience.heartbeat_s
+        return beat.not_after_unix_ms - round(valid_s * 1000)
+
+    def _fault(self, beat: Heartbeat, timing: Timing, now_ms: int) -> str | None:
         """Why a heartbeat does not count: the fields that should be other than they are."""
         if beat.wire_version != WIRE_VERSION:
             return "wire_version"
         if beat.config_digest != self._config_digest:
             fields = differing(self._config_digest, beat.config_digest)
             return ", ".join(f"cluster.{field}" for field in fields)
-        if beat.not_after_unix_ms < self._clock.unix_ms():
+        if abs(timing.offset_ms) > OFFSET_MAX_MS:
+            return "clock"
+        if beat.not_after_unix_ms + timing.offset_ms < now_ms:
             return "not_after_unix_ms"
+        if self._sent_ms(beat) <= self._former.get(beat.process, 0):
+            return "sent_unix_ms"
         return None
 
-    def _refuse(self, beat: Heartbeat, field: str) -> None:
+    def _refuse(self, beat: Heartbeat, field: str, offset_ms: int) -> None:
+        self._count_refused(_reason(field))
         if (beat.process, field) in self._refused:
             return
-        _remember(self._refused, (beat.process, field))
+        _remember(self._refused, (beat.process, field), None)
         log.warning(
             "peer refused",
             extra={
                 "role": beat.role,
                 "peer": beat.process.instance,
+                "incarnation": beat.process.incarnation,
                 "field": field,
+                "reason": _REASONS.get(_reason(field), "it is of another cluster, or too late"),
+                "clock_offset_s": offset_ms / 1000,
+                "clock_offset_max_s": OFFSET_MAX_MS / 1000,
             },
         )
 
-    def _accept(self, beat: Heartbeat) -> None:
+    def _accept(self, beat: Heartbeat, timing: Timing) -> None:
         known = self._peers.get(beat.process.instance)
         peer = Peer(beat, Verdict.ALIVE, self._clock.now())
         if known is not None and known.process == beat.process:
+            timing.sent_ms = self._sent_ms(beat)
             self._put(Change.CHANGED, peer)
             return
         if known is not None:
-            # Messages of the earlier life may still be under way; it must not come back by them.
-            _remember(self._replaced, known.process)
+            if not self._link_whole() or self._verdict(known) is Verdict.ALIVE:
+                self._refuse(beat, "instance", timing.offset_ms)
+                return
             self._bury(known)
+        # Heartbeats of an earlier life may still be under way; it comes back by later ones only.
+        self._former.pop(beat.process, None)
+        timing.sent_ms = self._sent_ms(beat)
+        self._timings[beat.process] = timing
         self._put(Change.APPEARED, peer)
 
     def _verdict(self, peer: Peer) -> Verdict:
@@ -221,6 +317,7 @@ class Peers:
 
     def _bury(self, peer: Peer) -> None:
         del self._peers[peer.process.instance]
+        _remember(self._former, peer.process, self._timings.pop(peer.process).sent_ms)
         log.log(
             logging.INFO if peer.beat.state is State.DRAINING else logging.WARNING,
             "peer died",
@@ -238,9 +335,25 @@ class Peers:
 
 
 K = TypeVar("K")
+V = TypeVar("V")
+
+_REASONS = {
+    "instance": "a live process has this name",
+    "clock": "its host's clock is too far from ours",
+    "sent_unix_ms": "it was sent before that process died",
+}
 
 
-def _remember(table: OrderedDict[K, None], key: K) -> None:
-    table[key] = None
+def _reason(field: str) -> str:
+    """The label of a refusal: fields of the cluster config are one."""
+    return "cluster" if field.startswith("cluster.") else field
+
+
+def _uncounted(_: str) -> None:
+    """Count nothing."""
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    table[key] = value
     if len(table) > _REMEMBERED:
         table.popitem(last=False)

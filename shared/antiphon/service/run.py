@@ -15,6 +15,7 @@ from antiphon.service.health import Health
 from antiphon.service.heartbeat import Pulse
 from antiphon.service.inbox import InboxLimits
 from antiphon.service.listeners import Listeners
+from antiphon.service.name import Name
 from antiphon.service.peers import Patience, Peers
 from antiphon.service.probes import probe_server
 from antiphon.service.service import Runtime, Service
@@ -61,7 +62,8 @@ async def serve(service: Service, around: Surroundings, stop: asyncio.Event) -> 
     same holds when it raises: when a background task fails, or the lifespan, or cannot be left.
 
     Raises:
-        ExceptionGroup: Of `CannotStart` and `EngineError` while starting, of anything later.
+        ExceptionGroup: Of `CannotStart` and `EngineError` while starting, of `Replaced` when
+            another process has its name, of anything later.
     """
     settings, health = around.settings, around.health
     probes = probe_server(
@@ -102,8 +104,11 @@ async def _live(
             listeners=listeners,
         )
         await _discovery(service, runtime).listen()
-        pulse = Pulse(service, runtime, health_port)
+        name = Name(runtime)
+        await name.claim()
+        pulse = Pulse(service, runtime, name, health_port)
         await pulse.listen()
+        group.create_task(name.keep(), name="name")
         group.create_task(pulse.beat(), name="heartbeat")
         group.create_task(pulse.judge(), name="peers")
         async with asyncio.timeout(None) as leaving, service.lifespan(runtime):

@@ -54,6 +54,9 @@ class Metrics:
         self.peer_age = self._gauge(
             "peer_heartbeat_age_seconds", "Time since a peer's heartbeat.", "role", "instance"
         )
+        self.peers_refused = self._counter(
+            "peers_refused", "Heartbeats that do not count, by what is wrong with them.", "reason"
+        )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)

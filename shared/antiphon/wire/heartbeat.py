@@ -110,6 +110,8 @@ class Heartbeat(Message):
         state: `draining` takes no new work.
         config_digest: Of the cluster config; a peer with another one is refused, naming a field.
         leads: The term that this scheduler leads with, if it leads.
+        sent_unix_ms: When it was sent, by the sender's clock; receivers measure by it how far that
+            is from theirs.
         reads: Messages that came to v1 after others and that it reads, by their names: nobody else
             is sent any.
     """
@@ -126,6 +128,7 @@ class Heartbeat(Message):
     leads: Term | None = None
     streams: tuple[StreamSeq, ...] = ()
     reads: tuple[str, ...] = ()
+    sent_unix_ms: int | None = None
     not_after_unix_ms: int
 
 

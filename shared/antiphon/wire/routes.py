@@ -42,6 +42,7 @@ from antiphon.wire.generate import (
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
+from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import NoticeBatch
 from antiphon.wire.storage import (
     GetPages,
@@ -366,8 +367,16 @@ HEARTBEAT = Feed(
     subject="heartbeat.{role}.{instance}",
     carries=(Heartbeat,),
     senders=ANYBODY,
-    listeners=tuple(HEARS),
+    listeners=ANYBODY,  # each hears those of its own name, if no others
     spread=Spread.ALL,
+)
+NAME = Call(
+    name="process.name",
+    subject="process.{instance}.name",
+    carries=(ClaimName,),
+    replies=(NameTaken,),
+    senders=ANYBODY,
+    listeners=ANYBODY,
 )
 DISCOVER = Feed(
     name="discover",
@@ -402,5 +411,6 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     ABORT,
     KV_CONTROL,
     HEARTBEAT,
+    NAME,
     DISCOVER,
 )

@@ -40,9 +40,10 @@ class World:
         digest: str = DIGEST,
         wire_version: int = 1,
         late_s: float = 0,
+        ahead_s: float = 0,
     ) -> None:
         process = Process(instance=InstanceId(instance), incarnation=Incarnation(incarnation))
-        self.hear(process, state, digest, wire_version, late_s)
+        self.hear(process, state, digest, wire_version, late_s, ahead_s)
 
     def hear(
         self,
@@ -51,7 +52,9 @@ class World:
         digest: str = DIGEST,
         wire_version: int = 1,
         late_s: float = 0,
+        ahead_s: float = 0,
     ) -> None:
+        sent_ms = self.clock.unix_ms() + round(1000 * (ahead_s - late_s))
         self.peers.hear(
             Heartbeat(
                 role=Role.WORKER,
@@ -61,7 +64,8 @@ class World:
                 wire_version=wire_version,
                 health_port=0,
                 load=0,
-                not_after_unix_ms=self.clock.unix_ms() + round(1000 * (2.5 - late_s)),
+                sent_unix_ms=sent_ms,
+                not_after_unix_ms=sent_ms + 2500,
             )
         )
 
@@ -125,20 +129,132 @@ def test_a_draining_peer_is_listed_and_gets_no_work(world: World) -> None:
     assert not world.peers.working(Role.WORKER)
 
 
-def test_a_new_life_is_the_death_of_the_old_one(world: World) -> None:
+def test_name_passes_to_a_new_life_once_the_old_one_is_silent(world: World) -> None:
+    """A process is killed and started again at once: within three heartbeats it counts."""
     world.beat(incarnation="1")
     old = world.peers.of(Role.WORKER)[0].process
+    for _ in range(3):
+        world.beat(incarnation="2")
+        assert world.peers.lives(old)
+        world.run(BEAT_S)
     world.beat(incarnation="2")
-    assert world.news() == [(Change.APPEARED, "1"), (Change.DIED, "1"), (Change.APPEARED, "2")]
+    assert [change for change in world.news() if change[0] is not Change.CHANGED] == [
+        (Change.APPEARED, "1"),
+        (Change.DIED, "1"),
+        (Change.APPEARED, "2"),
+    ]
     assert not world.peers.lives(old)
 
 
-def test_a_late_heartbeat_of_a_replaced_life_does_not_bring_it_back(world: World) -> None:
+def test_name_stays_with_a_live_process_whoever_else_uses_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second process of the name, and heartbeats that are forged, each with another life."""
+    for turn in range(40):
+        world.beat(incarnation="true")
+        world.beat(incarnation="second")
+        world.beat(incarnation=f"forged {turn}")
+        world.run(BEAT_S)
+    assert {incarnation for _, incarnation in world.news()} == {"true"}
+    (line,) = [
+        vars(record) for record in caplog.records if vars(record).get("incarnation") == "second"
+    ]
+    assert (line["field"], line["reason"]) == ("instance", "a live process has this name")
+
+
+def test_name_comes_back_to_a_process_whose_successor_is_silent(world: World) -> None:
+    """A heartbeat was forged while the true process was frozen for a moment."""
+    world.beat(incarnation="true")
+    world.run(1.6)
+    world.beat(incarnation="forged")
+    assert [life for change, life in world.news() if change is Change.DIED] == ["true"]
+    for _ in range(4):
+        world.beat(incarnation="true")
+        world.run(BEAT_S)
+    found = world.peers.find(InstanceId("worker-0"))
+    assert found is not None
+    assert found.process.incarnation == "true"
+    assert [life for change, life in world.news() if change is Change.DIED] == ["forged"]
+
+
+def test_peers_do_not_take_back_an_earlier_life_by_a_stale_heartbeat(world: World) -> None:
+    """It was sent before the process died, and comes when its successor is silent, too."""
     world.beat(incarnation="1")
+    world.run(1.6)
     world.beat(incarnation="2")
+    world.run(1.6)
     world.news()
-    world.beat(incarnation="1")
+    world.beat(incarnation="1", late_s=3.2)
     assert world.news() == []
+
+
+def test_peers_note_who_took_our_name_while_we_were_silent(world: World) -> None:
+    ours = {"instance": US.instance, "incarnation": "another"}
+    world.run(1)
+    world.beat(**ours)
+    assert world.peers.take_rival() is None  # we were there first
+    world.clock.advance(4)  # frozen
+    world.beat(**ours)
+    assert world.peers.take_rival() == Process(
+        instance=US.instance, incarnation=Incarnation("another")
+    )
+    assert world.peers.take_rival() is None
+    world.run(1)
+    world.beat(**ours)
+    assert world.peers.take_rival(), "it still counts when our own heartbeat came back first"
+    world.run(4)
+    world.beat(**ours)
+    assert world.peers.take_rival() is None
+    assert world.peers.all() == [], "nobody is its own peer"
+
+
+def test_peers_note_who_had_our_name_before_our_first_heartbeat() -> None:
+    world = World.__new__(World)
+    world.clock = ManualClock()
+    world.peers = Peers(US, DIGEST, world.clock, PATIENCE)
+    world.beat(US.instance, "elder")
+    assert world.peers.take_rival() is not None
+
+
+@pytest.mark.parametrize("ahead_s", [1.5, 2.5, -2.5, 4.9, -4.9])
+def test_peers_measure_how_far_a_clock_is_from_ours(world: World, ahead_s: float) -> None:
+    for turn in range(20):
+        world.beat(ahead_s=ahead_s, late_s=0.25 if turn % 2 else 0.01)  # late: the way was long
+        world.run(BEAT_S)
+    (peer,) = world.peers.all()
+    assert peer.verdict is Verdict.ALIVE
+    assert world.peers.offset_ms(peer.process) == round(-1000 * ahead_s) + 10
+    stranger = Process(instance=InstanceId("worker-1"), incarnation=Incarnation("1"))
+    assert world.peers.offset_ms(stranger) is None
+    assert world.peers.offset_ms(US) == 0
+
+
+@pytest.mark.parametrize("ahead_s", [6.0, -6.0])
+def test_peers_refuse_a_clock_that_is_too_far_from_ours(
+    world: World, ahead_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts: list[str] = []
+    world.peers.on_refuse(counts.append)
+    for _ in range(5):
+        world.beat(ahead_s=ahead_s)
+    assert world.peers.all() == []
+    assert counts == ["clock"] * 5
+    (line,) = [vars(record) for record in caplog.records if record.message == "peer refused"]
+    assert (line["field"], line["clock_offset_s"], line["clock_offset_max_s"]) == (
+        "clock",
+        -ahead_s,
+        5.0,
+    )
+
+
+def test_peers_follow_a_clock_that_is_set(world: World) -> None:
+    """It is an hour off for a while: refused for that while, then as good as any."""
+    world.beat()
+    for ahead_s, beats in ((3600.0, 20), (0.0, 20)):
+        for _ in range(beats):
+            world.beat(ahead_s=ahead_s)
+            world.run(BEAT_S)
+        assert world.verdict() is (Verdict.DEAD if ahead_s else Verdict.ALIVE)
 
 
 @pytest.mark.parametrize("field", ["cluster.model", "wire_version", "not_after_unix_ms"])
@@ -152,7 +268,9 @@ def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
             case "wire_version":
                 world.beat(wire_version=2)
             case _:
+                world.beat()
                 world.beat(late_s=3)
+                world.run(3)
     assert world.peers.all() == []
     refused = [record for record in caplog.records if record.message == "peer refused"]
     assert [vars(record)["field"] for record in refused] == [field]
@@ -201,6 +319,7 @@ def test_who_beats_on_a_whole_link_never_dies_and_who_is_silent_always_does(seed
     dice, world = random.Random(seed), World()
     alive = {f"worker-{n}": 1 for n in range(4)}
     silent_s = dict.fromkeys(alive, 0.0)
+    heard_s = dict.fromkeys(alive, 0.0)
     whole_s = 0.0
     for _ in range(600):
         act = dice.random()
@@ -217,13 +336,18 @@ def test_who_beats_on_a_whole_link_never_dies_and_who_is_silent_always_does(seed
             if incarnation and good:
                 world.beat(name, str(incarnation))
                 silent_s[name] = 0.0
+                heard_s[name] += BEAT_S
             else:
                 silent_s[name] += BEAT_S
+                heard_s[name] = 0.0
         whole_s = whole_s + BEAT_S if good else 0.0
         world.run(BEAT_S)
         for name, incarnation in alive.items():
-            if incarnation and whole_s > 0:
-                assert world.verdict(name) is Verdict.ALIVE
+            # A life that comes at once after another has its name when that one is suspect.
+            if incarnation and heard_s[name] > 2.5:
+                found = world.peers.find(InstanceId(name))
+                assert found is not None
+                assert (found.process.incarnation, found.verdict) == (str(incarnation), "alive")
             if not incarnation and min(silent_s[name], whole_s) > 4:
                 assert world.verdict(name) is Verdict.DEAD
     listed = {peer.process.instance for peer in world.peers.all()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+import msgspec
 import pytest
 
 from antiphon.bus.bus import Bus
@@ -200,6 +201,77 @@ async def test_what_keeps_it_from_starting_is_one_line_and_an_exit_code(
         async with echo("") as service:
             assert await service.ended() == 3
             assert "--bus-url" in service.log
+
+
+async def test_second_process_of_a_name_is_refused_and_the_first_one_serves_on(
+    server: NatsServer, bus: Bus
+) -> None:
+    async with echo(server.url) as first:
+        await first.ready(bus)
+        async with echo(server.url) as second:
+            assert await second.ended() == 3
+            assert "cannot start" in second.log
+            assert "the name echo-0 is taken by a live process" in second.log
+            assert "Traceback" not in second.log
+        assert await outcome(bus, 0) == "ok"
+        first.process.kill()
+        await first.ended()
+    async with echo(server.url) as third:  # a process that was killed holds no name
+        await third.ready(bus)
+        assert await outcome(bus, 0) == "ok"
+
+
+async def test_frozen_process_that_was_replaced_ends_when_it_wakes(
+    server: NatsServer, bus: Bus
+) -> None:
+    quick = ("--service-heartbeat-s", "0.1")
+    async with echo(server.url, *quick) as first:
+        await first.ready(bus)
+        first.process.send_signal(signal.SIGSTOP)
+        async with echo(server.url, *quick) as second:
+            await second.ready(bus)
+            first.process.send_signal(signal.SIGCONT)
+            assert await first.ended() == 4
+            assert "the name echo-0 was taken by another process" in first.log
+            assert "Traceback" not in first.log
+            assert await outcome(bus, 0) == "ok"
+            assert second.process.returncode is None
+
+
+async def test_forged_heartbeats_under_its_name_do_not_end_a_process(
+    server: NatsServer, bus: Bus
+) -> None:
+    """Neither while it serves, nor when they were sent while it was frozen."""
+    beats: list[Heartbeat] = []
+
+    async def hear(delivery: Delivery) -> None:
+        beats.append(delivery.read(HEARTBEAT))
+
+    def forge(incarnation: str) -> None:
+        now_ms = CLOCK.unix_ms()
+        forged = msgspec.structs.replace(
+            beats[0],
+            process=Process(instance=InstanceId("echo-0"), incarnation=Incarnation(incarnation)),
+            sent_unix_ms=now_ms,
+            not_after_unix_ms=now_ms + 2500,
+        )
+        bus.publish(HEARTBEAT, forged, role="tokenizer", instance="echo-0")
+
+    async with echo(server.url, "--service-heartbeat-s", "0.1") as service:
+        await service.ready(bus)
+        await bus.listen(HEARTBEAT, hear, role="tokenizer", instance="echo-0")
+        await until(lambda: bool(beats))
+        for turn in range(50):
+            forge(f"forged-{turn % 3}")
+        assert await outcome(bus, 0) == "ok"
+        service.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.5)  # the silence itself: it is suspect after 0.3 s
+        for turn in range(50):
+            forge(f"forged-{turn % 3}")
+        service.process.send_signal(signal.SIGCONT)
+        for _ in range(3):
+            assert await outcome(bus, 0.2) == "ok"
+        assert service.process.returncode is None
 
 
 @pytest.mark.long

@@ -169,7 +169,8 @@ class Request:
         A higher attempt is followed if it continues the followed one, or if nothing was shown.
         """
         if row.attempt == self.attempt:
-            return True
+            # The next life of its detokenizer lacks what the last one has ended at the worker.
+            return detokenizer == self.detokenizer
         if self.attempt is not None:
             if row.attempt < self.attempt:
                 return False
