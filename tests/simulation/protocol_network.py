@@ -89,11 +89,19 @@ class Network:
         self.joins = 1
         self.up = True
         self.parties: list[Party] = []
+        self.apart_ms = 0
+        """How far the clocks of two hosts may be apart."""
+        self._ahead_ms: dict[str, int] = {}
         self._timeline = timeline
         self._random = random.Random(f"network {seed}")
         self._interests: list[Interest] = []
         self._matching: dict[str, list[Interest]] = {}
         self._last: dict[tuple[str, str, str], float] = {}
+
+    def ahead_ms(self, instance: str) -> int:
+        """How far the clock of a process's host is ahead."""
+        half = self.apart_ms // 2
+        return self._ahead_ms.setdefault(instance, self._random.randint(-half, half) if half else 0)
 
     def listen(
         self, party: Party, route: Feed[Any], receive: Callable[[Any], Message | None], **part: str

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.owner.actions import Action as OwnerAction
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.model_worker.output import Action as WorkerAction
+    from antiphon.service.clock import Clock
     from antiphon.wire.errors import EngineError
     from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.submit import SubmitAccepted
@@ -70,6 +71,20 @@ HIDDEN = 300
 """So that the details of a whole answer fill several messages."""
 
 
+class HostClock:
+    """The time of one host, whose wall clock is so far ahead of the world's."""
+
+    def __init__(self, clock: Clock, ahead_ms: int) -> None:
+        self._clock = clock
+        self._ahead_ms = ahead_ms
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def unix_ms(self) -> int:
+        return self._clock.unix_ms() + self._ahead_ms
+
+
 class Node:
     """One life of one process. It may be frozen for a while, and it may die."""
 
@@ -81,7 +96,7 @@ class Node:
         )
         self.name = f"{instance}#{life}"
         self.timeline = timeline
-        self.clock = timeline.clock
+        self.clock = HostClock(timeline.clock, network.ahead_ms(instance))
         self.network = network
         self.alive = True
         self.mute_until = 0.0
@@ -89,7 +104,7 @@ class Node:
         self.state = State.READY
         self.thawed_ms = 0
         self._frozen_until = 0.0
-        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
+        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = Peers(self.process, "digest", self.clock, patience)
         network.parties.append(self)
         network.listen(self, HEARTBEAT, self._hear)
@@ -209,7 +224,9 @@ class GatewayNode(Node):
         self._act(self.owner.text_arrived(batch))
 
     def _on_notice(self, batch: NoticeBatch) -> None:
-        self._act(self.owner.noticed(batch))
+        offset_ms = self.peers.offset_ms(batch.leader.scheduler)
+        if offset_ms is not None:
+            self._act(self.owner.noticed(batch, offset_ms))
 
     def _watch(self, change: Change, peer: Peer) -> None:
         beat = peer.beat
@@ -392,7 +409,12 @@ class WorkerNode(Node):
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.seqs = SeqSender()
-        self.output = Output(self.process, self.seqs, live_max=2 * RUNNING_MAX)
+        self.output = Output(
+            self.process,
+            self.seqs,
+            live_max=2 * RUNNING_MAX,
+            our_time_ms=self.peers.our_time_ms,
+        )
         self.running: deque[Running] = deque()
         self.step = 0
         self.fickle = 0.0
@@ -425,6 +447,7 @@ class WorkerNode(Node):
             context_tokens=4096,
             term=self.output.term,
             commands_seq=self.output.commands_seq,
+            refused=self.output.refused,
             paused=self.paused,
         )
         return Report(load=len(self.running), worker=load, streams=self.seqs.streams())
@@ -447,7 +470,8 @@ class WorkerNode(Node):
         self.beat()
 
     def _on_command(self, batch: CommandBatch) -> None:
-        self._act(self.output.command(batch, self.clock.unix_ms()))
+        offset_ms = self.peers.offset_ms(batch.leader.scheduler)
+        self._act(self.output.command(batch, self.clock.unix_ms(), offset_ms))
 
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
         if isinstance(message, StopChoice):
@@ -550,7 +574,10 @@ class DetokenizerNode(Node):
         # Of an earlier version that cannot read what came later.
         self.reads = () if random.Random(self.name).random() < 0.3 else READS
         self.machine = Detokenizer(
-            self.process, lambda ids, _: bytes(ids).decode(errors="replace"), 256
+            self.process,
+            lambda ids, _: bytes(ids).decode(errors="replace"),
+            256,
+            our_time_ms=self.peers.our_time_ms,
         )
         self.peers.watch(self._watch)
         here = {"detokenizer": instance}
@@ -576,7 +603,8 @@ class DetokenizerNode(Node):
         self._act(self.machine.on_tokens(news, self.clock.now()))
 
     def _on_open(self, open_list: OpenList) -> None:
-        self._act(self.machine.on_open_list(open_list, self.clock.now()))
+        if not self.peers.is_late(open_list.not_after_unix_ms, open_list.owner):
+            self._act(self.machine.on_open_list(open_list, self.clock.now()))
 
     def _on_resume(self, resume: ResumeText) -> TextResumed:
         rows, actions = self.machine.on_resume(resume)

@@ -139,11 +139,17 @@ class World:
     """Two gateways, two schedulers, two workers, two detokenizers, and their clients."""
 
     def __init__(
-        self, seed: int, weather: Weather, queue_max: int = 256, fickle: float = 0.0
+        self,
+        seed: int,
+        weather: Weather,
+        queue_max: int = 256,
+        fickle: float = 0.0,
+        apart_s: float = 0.0,
     ) -> None:
         self.random = random.Random(f"world {seed}")
         self.timeline = Timeline()
         self.network = Network(self.timeline, seed, weather)
+        self.network.apart_ms = round(1000 * apart_s)
         self.stories: dict[RequestId, Story] = {}
         self._asked: dict[bytes, Story] = {}
         self.begun: Counter[tuple[RequestId, int]] = Counter()
@@ -319,6 +325,10 @@ class World:
     def freeze(self) -> None:
         self.random.choice(self.nodes).freeze(self.random.uniform(0.5, 8))
 
+    def freeze_gateway(self) -> None:
+        """An owner pauses: what it owns runs on, and it shows the text that it missed."""
+        self.random.choice(self.gateways).freeze(self.random.uniform(2, 12))
+
     def mute(self) -> None:
         """One says nothing that is heard, and does not know it."""
         self.random.choice(self.nodes).mute_until = self.now + self.random.uniform(0.5, 6)
@@ -357,7 +367,8 @@ class World:
         self.begun[request_id, choice] += 1
 
     def _deliver(self, request_id: RequestId, event: StreamEvent) -> None:
-        self.stories[request_id].tell(event, self.timeline.clock.unix_ms())
+        story = self.stories[request_id]
+        story.tell(event, story.gateway.clock.unix_ms())
 
     def _story(self, gateway: GatewayNode, deadline_s: float) -> Story:
         number = next(self._numbers)
@@ -374,7 +385,7 @@ class World:
             priority=self.random.choice(PRIORITIES),
             sampling=SamplingParams(max_new_tokens=1000, details=self._details()),
             stop=StopStrings(strings=(STOP,) if stops else (), token_texts=True),
-            deadline_unix_ms=self.timeline.clock.unix_ms() + round(deadline_s * 1000),
+            deadline_unix_ms=gateway.clock.unix_ms() + round(deadline_s * 1000),
         )
         self._asked[prompt_ids] = story = Story(submit, gateway)
         return story

@@ -41,6 +41,7 @@ UNNOTICED: tuple[Fault, ...] = (
     World.crash_leader,
     World.short_outage,
     World.forge,
+    World.freeze_gateway,
 )
 RECOVERY_S = 12.0
 
@@ -56,6 +57,23 @@ def test_in_fair_weather_every_request_succeeds(seed: int) -> None:
     world.load(40, 10, deadline_s=(15, 30))
     world.finish()
     assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("apart_s", [2.5, 4.8])
+@pytest.mark.parametrize("seed", range(3))
+def test_clocks_that_are_seconds_apart_lose_no_request(seed: int, apart_s: float) -> None:
+    """Deadlines are met by the clocks of the owners, and nothing stays behind anywhere."""
+    world = World(seed, Weather(), apart_s=apart_s)
+    world.run(SETTLE_S)
+    world.load(40, 10, deadline_s=(15, 30))
+    world.finish()
+    assert_all_succeeded(world)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=name)
+def test_clocks_that_are_seconds_apart_do_no_harm_in_faults(fault: Fault) -> None:
+    world = World(7, Weather(delay_s=0.005), apart_s=4.8)
+    weather_fault(world, fault)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -186,7 +204,10 @@ def weather_unnoticed(fault: Fault, seed: int) -> None:
 
 
 def weather_one(fault: Fault, seed: int) -> None:
-    world = World(seed, Weather(delay_s=0.005))
+    weather_fault(World(seed, Weather(delay_s=0.005)), fault)
+
+
+def weather_fault(world: World, fault: Fault) -> None:
     world.run(SETTLE_S)
     world.load(40, 8, deadline_s=(5, 40))
     world.timeline.after(world.random.uniform(0, 8), lambda: fault(world))

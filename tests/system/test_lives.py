@@ -101,6 +101,62 @@ def test_a_killed_service_is_started_again_and_everything_ends(stack: Stack, vic
     wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
 
 
+class Reader(threading.Thread):
+    """One client that reads one long greedy answer."""
+
+    def __init__(self, stack: Stack, number: int) -> None:
+        super().__init__()
+        self.text = ""
+        self.error: Exception | None = None
+        self._stack = stack
+        self._number = number
+
+    def run(self) -> None:
+        try:
+            with OpenAI(base_url=f"{self._stack.url}/v1", api_key="none", max_retries=0) as client:
+                stream = client.completions.create(
+                    model=self._stack.model,
+                    prompt=f"Count from {self._number} to 900:",
+                    max_tokens=700,
+                    temperature=0,
+                    stream=True,
+                    timeout=DEADLINE_S,
+                    extra_body={"ignore_eos": True},
+                )
+                for chunk in stream:
+                    self.text += chunk.choices[0].text
+        except Exception as error:  # noqa: BLE001  # whatever it is, the test names it
+            self.error = error
+
+
+def read(stack: Stack, pause_s: float = 0.0) -> list[str]:
+    """Return what four clients read while the gateway pauses once."""
+    readers = [Reader(stack, number) for number in range(4)]
+    for reader in readers:
+        reader.start()
+    if pause_s:
+        wait_until(lambda: all(reader.text for reader in readers), 30, "the first words")
+        gateway = stack.pid("gateway-0")
+        assert gateway is not None
+        os.kill(gateway, signal.SIGSTOP)
+        unread = [reader.is_alive() for reader in readers]
+        time.sleep(pause_s)
+        os.kill(gateway, signal.SIGCONT)
+        assert all(unread), "they had ended before the pause"
+    for reader in readers:
+        reader.join(DEADLINE_S)
+        assert not reader.is_alive(), "a request hangs"
+    assert [reader.error for reader in readers] == [None] * len(readers)
+    return [reader.text for reader in readers]
+
+
+@pytest.mark.parametrize("pause_s", [4.0, 10.0])
+def test_streams_of_a_gateway_that_pauses_are_complete(stack: Stack, pause_s: float):
+    wait_until(stack.healthy, 30, "healthy before the pause")
+    assert read(stack, pause_s) == read(stack)
+    wait_until(lambda: pages_in_use(stack) == 0, 30, "no pages in use")
+
+
 def test_ctrl_c_leaves_no_process_behind():
     with serving() as running:
         supervisor, folder = running.process.pid, str(running.logs.parent)

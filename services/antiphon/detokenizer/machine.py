@@ -26,7 +26,7 @@ from antiphon.wire.parts import parts
 from antiphon.wire.text import ResumeText, TextBatch, TextRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from antiphon.detokenizer.incremental import Decode
     from antiphon.wire.ids import InstanceId, RequestId
@@ -49,6 +49,11 @@ BATCH_BYTES_MAX = 128 * 1024
 _ROW_BYTES = 512  # a row without its text, about
 
 
+def _same_clock(unix_ms: int, _: Process) -> int:
+    """Of processes on one host."""
+    return unix_ms
+
+
 @dataclass(slots=True)
 class Reaction:
     """What one message leads to: text by gateway, other actions, and whether rows are missing."""
@@ -66,7 +71,12 @@ class Detokenizer:
     """All live requests of one detokenizer process."""
 
     def __init__(
-        self, process: Process, decode: Decode, requests_max: int, tokens: Sequence[bytes] = ()
+        self,
+        process: Process,
+        decode: Decode,
+        requests_max: int,
+        tokens: Sequence[bytes] = (),
+        our_time_ms: Callable[[int, Process], int] = _same_clock,
     ) -> None:
         """Nothing is live yet.
 
@@ -75,12 +85,14 @@ class Detokenizer:
             decode: Of the tokenizer.
             requests_max: Most that are held.
             tokens: What each token writes, where the tokenizer says so; see `TokenTexts`.
+            our_time_ms: What our clock shows when that of a process shows a time.
         """
         self.requests: dict[RequestId, Request] = {}
         self._process = process
         self._decode = decode
         self._tokens = TokenTexts(decode, tokens)
         self._requests_max = requests_max
+        self._our_time_ms = our_time_ms
         self._seqs = SeqSender()
         self._unfolding = Unfolding()
         self._seen: dict[Process, int] = {}  # last seq of each worker's life
@@ -173,7 +185,8 @@ class Detokenizer:
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
         """Ask what is owed, and forget what is long past its deadline: its owner is gone."""
         for request in list(self.requests.values()):
-            if unix_ms > request.stream.deadline_unix_ms + FORGET_MS:
+            due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
+            if unix_ms > due_ms + FORGET_MS:
                 del self.requests[request.id]
         self._refused_at = {k: at for k, at in self._refused_at.items() if now - at < REPEAT_S}
         return [action for worker in list(self._owed) for action in self._ask(worker, now)]

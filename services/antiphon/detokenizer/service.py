@@ -61,7 +61,11 @@ class DetokenizerService:
 
         self._runtime = runtime
         self._machine = Detokenizer(
-            runtime.process, decode, self._settings.detokenizer.requests_max, tokens
+            runtime.process,
+            decode,
+            self._settings.detokenizer.requests_max,
+            tokens,
+            runtime.peers.our_time_ms,
         )
         runtime.peers.watch(self._on_peer)
         runtime.group.create_task(self._tick(), name="tick")
@@ -106,9 +110,10 @@ class DetokenizerService:
         self._spans.end(self._machine.requests)
 
     def _on_open(self, open_list: OpenList) -> None:
-        clock = self._runtime.clock
-        if open_list.not_after_unix_ms >= clock.unix_ms():
-            self._do(self._machine.on_open_list(open_list, clock.now()))
+        if self._runtime.peers.is_late(open_list.not_after_unix_ms, open_list.owner):
+            self._runtime.metrics.late.labels(OPEN.name).inc()
+            return
+        self._do(self._machine.on_open_list(open_list, self._runtime.clock.now()))
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         """A worker's heartbeat shows a lost tail; what the dead leave behind is dropped."""

@@ -91,7 +91,7 @@ class EncoderService:
         raise Unsupported("this model takes no images: encoder.model_path is not set")
 
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
-        left_s = check(request.deadline_unix_ms, self._runtime.clock)
+        left_s = check(request, self._runtime.clock)
         self._in_flight += 1
         try:
             async with asyncio.timeout(left_s):

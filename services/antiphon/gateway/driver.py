@@ -11,7 +11,7 @@ from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, E
 from antiphon.service.peers import Change
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError
-from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, OPEN, SUBMIT
+from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,7 +111,11 @@ class Driver:
 
     def take_notice(self, batch: NoticeBatch) -> None:
         """Apply what the leader says is lost."""
-        self._apply(self._owner.noticed(batch))
+        offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
+        if offset_ms is None:
+            self._runtime.metrics.late.labels(NOTICE.name).inc()
+        else:
+            self._apply(self._owner.noticed(batch, offset_ms))
 
     def _watch(self, change: Change, peer: Peer) -> None:
         beat = peer.beat

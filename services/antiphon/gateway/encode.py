@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.gateway.losses import Losses
 from antiphon.service.deadline import deadline_in, remaining_s
 from antiphon.wire.base import Role
@@ -99,6 +101,7 @@ class TokenizerCalls:
             token_ids=tuple(map(pack_ids, rows)),
             skip_special_tokens=skip_special_tokens,
             deadline_unix_ms=deadline_in(_DECODE_S, self._runtime.clock),
+            left_ms=round(_DECODE_S * 1000),
         )
         try:
             reply = await self._runtime.bus.call(
@@ -237,6 +240,7 @@ class TokenizerCalls:
 
     async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
         left_s = min(remaining_s(request.deadline_unix_ms, self._runtime.clock), _WAIT_MAX_S)
+        request = msgspec.structs.replace(request, left_ms=round(left_s * 1000))
         try:
             return await self._runtime.bus.call(
                 TOKENIZE, request, timeout_s=left_s, model=self._model

@@ -22,7 +22,8 @@ class Owners:
     def abandoned(self, owner: Process, deadline_unix_ms: int) -> bool:
         """Whether who has begun something is dead, or has had all the time there was for it."""
         runtime = self._runtime
-        if runtime.clock.unix_ms() > deadline_unix_ms + round(SETTLE_S * 1000):
+        due_ms = runtime.peers.our_time_ms(deadline_unix_ms, owner)
+        if runtime.clock.unix_ms() > due_ms + round(SETTLE_S * 1000):
             return True
         if owner == runtime.process or runtime.peers.lives(owner):
             return False

@@ -112,7 +112,10 @@ class GatewayService:
         )
 
     def _on_abort(self, message: AbortRequests) -> None:
-        if message.not_after_unix_ms >= self._runtime.clock.unix_ms():
+        sender = message.sender or self._runtime.process
+        if self._runtime.peers.is_late(message.not_after_unix_ms, sender):
+            self._runtime.metrics.late.labels(ABORT.name).inc()
+        else:
             self._entrance.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:

@@ -93,6 +93,7 @@ class Workers:
             prefix=prefix,
             tenant=tenant,
             exact=exact,
+            sender=self._runtime.process,
             not_after_unix_ms=self._runtime.clock.unix_ms() + round(_ABORT_S * 1000),
         )
         self._runtime.bus.publish(ABORT, message, model=self._model)

@@ -12,7 +12,7 @@ from antiphon.kv_storage.disk import DiskTier
 from antiphon.kv_storage.leases import Leases
 from antiphon.kv_storage.memory import MemoryTier, Page
 from antiphon.kv_storage.store import PageStore
-from antiphon.service.deadline import remaining_s
+from antiphon.service.deadline import time_left_s
 from antiphon.service.endpoint import Answer, Endpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
@@ -101,8 +101,10 @@ class KvStorageService:
     async def _put(self, request: PutPages) -> PagesStored:
         """Fetch what is lacking. A page whose predecessor is not held could never be found."""
         stored: list[bytes] = []
+        clock = self._runtime.clock
+        due_at = clock.now() + time_left_s(request, clock)
         for offer in request.pages:
-            timeout_s = remaining_s(request.deadline_unix_ms, self._runtime.clock)
+            timeout_s = max(0.0, due_at - clock.now())
             reachable = offer.parent is None or offer.parent in self._store
             if reachable and (offer.digest in self._store or await self._take(offer, timeout_s)):
                 stored.append(offer.digest)

@@ -204,19 +204,21 @@ class HeldRequest:
 
     Attributes:
         steps: Its detokenizer reads `TokenStep`.
+        due_ms: Its deadline, by our clock; `deadline_unix_ms` is by its owner's.
         started: A step has computed something of it.
         tokens_max: Of its prompt and the longest answer to it.
         returned: It was given back: the leader is told of it until it takes it, and runs it under
             another attempt.
     """
 
-    def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int) -> None:
+    def __init__(self, admit: Admit, keys: Sequence[ChoiceKey], now_ms: int, due_ms: int) -> None:
         self.request_id = admit.request_id
         self.owner = admit.owner
         self.attempt = admit.attempt
         self.detokenizer = admit.detokenizer
         self.steps = admit.steps
         self.deadline_unix_ms = admit.deadline_unix_ms
+        self.due_ms = due_ms
         self.admitted_ms = now_ms
         self.cached_tokens = 0
         self.listed_after_end = False

@@ -46,6 +46,12 @@ class WorkerMetrics:
         self._preemptions = counter("preemptions", "Choices that gave way to a higher priority.")
         self._failures = counter("plan_failures", "Steps that raised, repetitions included.")
         self._stalls = counter("stalls", "Times that the batching loop stood still.")
+        self.refused = Counter(
+            "antiphon_worker_commands_refused",
+            "Batches of commands that were not obeyed.",
+            ("reason",),
+            registry=registry,
+        )
         self._paused = gauge("paused", "1 while no steps are run.")
         self._overrun = gauge("overrun_tokens", "Tokens made beyond a stop string, since start.")
         self._returned = gauge("returned", "Requests given back unstarted, since start.")

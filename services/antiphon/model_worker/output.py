@@ -24,10 +24,10 @@ from antiphon.model_worker.outbox import Outbox
 from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
 from antiphon.wire.errors import EngineError, InvalidRequest, decode_error
-from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from antiphon.service.sequence import SeqSender
     from antiphon.wire.base import Process, Term
@@ -41,8 +41,15 @@ FORGOTTEN_AFTER_MS = 10_000
 """Past its deadline nobody can ask for a request's ids any more."""
 TOMBSTONE_MS = 10_000
 """Far longer than an admit can be under way: a command says until when it counts."""
+REFUSED_MS = 5_000
+"""How long a leader is told that its commands were refused. Then it may try again."""
 OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
+
+
+def _same_clock(unix_ms: int, _: Process) -> int:
+    """Of processes on one host."""
+    return unix_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,26 @@ class Output:
         draining: Nothing new is accepted. What comes all the same is given back at once.
         overrun_tokens: Ids that were made beyond a stop string, and thrown away.
         returned_count: Requests given back, since start.
+        refused: The last batch of commands that was refused, until one is obeyed or for some time.
+        refused_count: Batches of commands refused, since start.
     """
 
-    def __init__(self, process: Process, seqs: SeqSender, *, live_max: int) -> None:
+    def __init__(
+        self,
+        process: Process,
+        seqs: SeqSender,
+        *,
+        live_max: int,
+        our_time_ms: Callable[[int, Process], int] = _same_clock,
+    ) -> None:
+        """Nothing is held yet.
+
+        Args:
+            process: This worker.
+            seqs: Numbers of what is sent to detokenizers.
+            live_max: See above.
+            our_time_ms: What our clock shows when that of a process shows a time.
+        """
         self.process = process
         self.live_max = live_max
         self.term: Term | None = None
@@ -90,6 +114,10 @@ class Output:
         self.draining = False
         self.overrun_tokens = 0
         self.returned_count = 0
+        self.refused: RefusedCommands | None = None
+        self.refused_count = 0
+        self._refused_ms = 0
+        self._our_time_ms = our_time_ms
         self._outbox = Outbox(process, seqs)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
@@ -128,14 +156,27 @@ class Output:
             for held in self._held.values()
         )
 
-    def command(self, batch: CommandBatch, now_ms: int) -> list[Action]:
-        """Obey a leader, unless a higher one has spoken or the batch is late or a repeat."""
-        if batch.worker != self.process or batch.not_after_unix_ms < now_ms:
-            return []
+    def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
+        """Obey a leader, unless a higher one has spoken or the batch is late or a repeat.
+
+        Args:
+            batch: Its commands.
+            now_ms: Our time.
+            offset_ms: What makes the leader's times ours; None if that is not known.
+        """
+        if batch.worker != self.process:
+            return []  # meant for another life
         if self.term is not None and batch.leader < self.term:
             return []
         if batch.leader == self.term and batch.seq <= self.commands_seq:
             return []
+        if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
+            reason = Refusal.CLOCK if offset_ms is None else Refusal.LATE
+            self.refused = RefusedCommands(leader=batch.leader, seq=batch.seq, reason=reason)
+            self.refused_count += 1
+            self._refused_ms = now_ms
+            return []
+        self.refused = None
         self.term, self.commands_seq = batch.leader, batch.seq
         actions: list[Action] = []
         for command in batch.commands:
@@ -174,7 +215,7 @@ class Output:
 
     def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
         """Let go of what its owner has ended, and of what it does not know."""
-        if message.not_after_unix_ms < now_ms:
+        if self._our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
             return []
         version, _ = self._lists.get(message.owner, (0, 0))
         gone = set(message.closed)
@@ -286,11 +327,13 @@ class Output:
         """Free what is past its deadline, and forget what nobody can ask for; several a second."""
         actions: list[Action] = []
         for held in list(self._held.values()):
-            if now_ms >= held.deadline_unix_ms + FORGOTTEN_AFTER_MS:
+            if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
                 actions += self._forget(held)
-            elif now_ms >= held.deadline_unix_ms + FREED_AFTER_MS:
+            elif now_ms >= held.due_ms + FREED_AFTER_MS:
                 actions += self._stop(held, [choice for choice in held.choices if choice.live])
         self._tombstones.age(now_ms)
+        if now_ms >= self._refused_ms + REFUSED_MS:
+            self.refused = None
         self._lists = {
             owner: (version, heard_ms)
             for owner, (version, heard_ms) in self._lists.items()
@@ -303,7 +346,8 @@ class Output:
         return self._outbox.take()
 
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
-        if now_ms >= admit.deadline_unix_ms + FREED_AFTER_MS:
+        due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)
+        if now_ms >= due_ms + FREED_AFTER_MS:
             return []
         if self._tombstones.covers(admit.request_id, admit.attempt):
             return []
@@ -311,7 +355,7 @@ class Output:
         if known is not None and admit.attempt <= known.attempt:
             return []
         actions = [] if known is None else self._stop(known, known.choices)
-        held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms)
+        held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms, due_ms)
         self._held[held.request_id] = held
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
@@ -410,7 +454,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 priority=admit.priority,
                 cache_salt=admit.cache_salt,
                 waited_ms=admit.waited_ms,
-                deadline_unix_ms=admit.deadline_unix_ms,
+                deadline_unix_ms=held.due_ms,
             ),
             admit.traceparent,
         )

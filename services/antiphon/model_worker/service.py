@@ -162,6 +162,7 @@ class ModelWorker:
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
+                refused=output.refused,
                 figures=self._accounts.figures(
                     last, grammars=len(self._unguided), now=self._runtime.clock.now()
                 ),
@@ -191,7 +192,12 @@ class ModelWorker:
             message_bytes_max=self._runtime.bus.transport.payload_bytes_max,
         )
         self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
-        self._output = Output(self._runtime.process, self._seqs, live_max=live_max)
+        self._output = Output(
+            self._runtime.process,
+            self._seqs,
+            live_max=live_max,
+            our_time_ms=self._runtime.peers.our_time_ms,
+        )
         self._sending = Sending(self._runtime.bus, self._output)
         cache = self._settings.cache
         self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
@@ -237,14 +243,38 @@ class ModelWorker:
         self._pulse = Pulse(self._loop, watchdog, self._accounts.metrics.stalled)
 
     def _on_command(self, batch: CommandBatch) -> None:
-        returned = self._output.returned_count
+        returned, refused = self._output.returned_count, self._output.refused
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
         with self._sending.lock:
-            self._act(self._output.command(batch, self._runtime.clock.unix_ms()))
+            now_ms = self._runtime.clock.unix_ms()
+            offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
+            self._act(self._output.command(batch, now_ms, offset_ms))
+        if self._output.refused is not refused:
+            self._note_refused(batch, offset_ms, first=refused is None)
         if self._output.returned_count > returned:
             self._runtime.health.changed()
+
+    def _note_refused(self, batch: CommandBatch, offset_ms: int | None, *, first: bool) -> None:
+        """Say that commands were refused: to the operator once, to the leader at once."""
+        refused = self._output.refused
+        if refused is None:
+            return
+        self._accounts.metrics.refused.labels(refused.reason).inc()
+        self._runtime.health.changed()
+        if not first:
+            return
+        late_ms = self._runtime.clock.unix_ms() - batch.not_after_unix_ms - (offset_ms or 0)
+        log.warning(
+            "commands refused",
+            extra={
+                "leader": refused.leader.scheduler.instance,
+                "reason": refused.reason,
+                "late_s": late_ms / 1000,
+                "clock_offset_s": None if offset_ms is None else offset_ms / 1000,
+            },
+        )
 
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
         with self._sending.lock:

@@ -119,8 +119,8 @@ class Leader:
 
     def list_arrived(self, change: OpenList) -> None:
         """Take in what a gateway has open."""
-        fits = change.model == self._model and self._clock.unix_ms() <= change.not_after_unix_ms
-        if not fits or not self._peers.lives(change.owner):
+        late = self._peers.is_late(change.not_after_unix_ms, change.owner)
+        if late or change.model != self._model or not self._peers.lives(change.owner):
             return  # late, or of a gateway that we have not met: its next list comes soon
         if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
             self._reconciliation.list_changed(change)

@@ -43,6 +43,7 @@ class Entry:
     """One request.
 
     Attributes:
+        deadline_unix_ms: By our clock; that of `submit` is by its owner's.
         came_at: When its owner sent it first, by our clock: to whoever led then.
         queued_at: Since when it waits to be started.
         submit: What to admit; none for a request found at a worker and never submitted here.
@@ -72,13 +73,13 @@ class Entry:
     standing: float | None = None
 
     @classmethod
-    def of(cls, submit: SubmitRequest, now: float) -> Entry:
-        """Make that of a request that has just come from its owner."""
+    def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> Entry:
+        """Make that of a request that has just come from its owner, due then by our clock."""
         came_at = now - submit.waited_ms / 1000
         return cls(
             submit.request_id,
             submit.owner,
-            submit.deadline_unix_ms,
+            due_ms,
             since=now,
             seen_at=now,
             came_at=came_at,

@@ -8,6 +8,7 @@
 | accepted, not open                   | dropped after a grace                                   |
 | bound, not running                   | admitted again, as the same attempt                     |
 | bound, given back                    | placed anew, as another attempt                         |
+| bound, its worker refuses commands   | placed anew, as another attempt                         |
 | running twice                        | the attempt that the owner follows stays, else the last |
 | ended by its owner                   | forgotten, and aborted where it still runs              |
 """
@@ -23,14 +24,14 @@ from antiphon.wire.base import State
 from antiphon.wire.errors import WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from antiphon.scheduler.open_lists import OpenLists
     from antiphon.scheduler.outbox import Lost
     from antiphon.scheduler.tenure import Tenure
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, Peers
-    from antiphon.wire.base import Process
+    from antiphon.wire.base import Attempt, Process
     from antiphon.wire.heartbeat import RunningRequest
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList, OpenRequest
@@ -63,7 +64,8 @@ class Reconciliation:
 
     def worker_spoke(self, peer: Peer) -> None:
         """Compare what a worker holds with what it should."""
-        worker = peer.process
+        worker, load = peer.process, peer.beat.worker
+        assert load is not None, "a worker's heartbeat has its load"
         held, ended = self._holdings.of(worker), self._holdings.ended(worker)
         unowned = self._unowned_since.get(worker, {})
         self._unowned_since[worker] = {}
@@ -76,9 +78,9 @@ class Reconciliation:
                     entry.seen_at = self._clock.now()
             elif self._tenure.settled:
                 self._miss(entry, peer)
-        load = peer.beat.worker
-        assert load is not None, "a worker's heartbeat has its load"
         self._ledger.account(worker).report(load.running)
+        if load.refused is not None and load.refused.leader == self._tenure.term:
+            self._take_back_refused(worker, held)
         for line in load.running:
             if line.returned:
                 self._take_back(line, worker)
@@ -192,6 +194,17 @@ class Reconciliation:
         elif entry.restartable and self._tenure.settled:
             self._tenure.take_back(entry, worker)
 
+    def _take_back_refused(self, worker: Process, held: Mapping[RequestId, Attempt]) -> None:
+        """A worker does not obey our commands: others run what it lacks, and it gets nothing new.
+
+        It says so for some seconds; afterwards it is tried again.
+        """
+        if self._tenure.settled:
+            for entry in self._ledger.bound_to(worker):
+                if entry.restartable and entry.request_id not in held:
+                    self._tenure.take_back(entry, worker)
+        self._ledger.account(worker).shut = True
+
     def _place_unknown(
         self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]
     ) -> None:
@@ -279,7 +292,7 @@ class Reconciliation:
         entry = Entry(
             line.request_id,
             owner,
-            line.deadline_unix_ms,
+            self._peers.our_time_ms(line.deadline_unix_ms, owner),
             since=now,
             seen_at=now,
             came_at=now,

@@ -118,7 +118,8 @@ class Tenure:
         """Free a request wherever it is, and let no late submit of it run."""
         entry = self.ledger.find(request.request_id)
         if entry is None or entry.owner == request.owner:
-            until = request.deadline_unix_ms + round(self._rules.tombstone_s * 1000)
+            due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+            until = due_ms + round(self._rules.tombstone_s * 1000)
             self.tombstones.bury(request.request_id, request.owner, until)
             self.lost.pop(request.request_id, None)
         if entry is not None and entry.owner == request.owner:
@@ -253,7 +254,8 @@ class Tenure:
             self._outbox.notice(lost)
 
     def _refuse_ended(self, request: SubmitRequest) -> None:
-        if request.deadline_unix_ms <= self._clock.unix_ms():
+        due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+        if due_ms <= self._clock.unix_ms():
             raise DeadlineExceeded("the request's deadline has passed")
         if self.tombstones.killed_by(request.request_id, request.owner):
             raise Cancelled("the request was cancelled")
@@ -265,7 +267,8 @@ class Tenure:
         held = self._holdings.find(request.request_id, request.attempt_floor)
         if held is None and request.attempt_floor is None:
             self._refuse_excess(request)
-        entry = Entry.of(request, self._clock.now())
+        due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
+        entry = Entry.of(request, self._clock.now(), due_ms)
         self.ledger.add(entry)
         if held is not None:
             self.adopt(entry, held)

@@ -131,7 +131,7 @@ class TokenizerService:
         """Nothing outlives its call."""
 
     async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
-        check(request.deadline_unix_ms, self._runtime.clock)
+        check(request, self._runtime.clock)
         text = Text(
             request.messages,
             request.prompt,
@@ -217,7 +217,7 @@ class TokenizerService:
             running.task.cancel()
 
     async def _decode(self, request: DecodeRequest, _: object) -> DecodeReply:
-        check(request.deadline_unix_ms, self._runtime.clock)
+        check(request, self._runtime.clock)
         self._in_flight += 1
         try:
             with span("detokenize", request.traceparent):

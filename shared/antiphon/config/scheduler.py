@@ -27,6 +27,10 @@ class SchedulerConfig(Config):
     ] = 2
     suspect_beats: Annotated[Beats, Help("Heartbeats missed before no new work is given.")] = 3
     dead_beats: Annotated[Beats, Help("Heartbeats missed before a process counts as dead.")] = 5
+    owner_silence_s: Annotated[
+        Seconds,
+        Help("Maximum silence of a gateway before the requests that it owns are ended everywhere."),
+    ] = 15.0
     prefill_weight: Annotated[
         Weight,
         Help("What a block of a prompt costs that a worker lacks; 0 places by load alone."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from antiphon.wire.errors import DeadlineExceeded
 
@@ -20,13 +20,37 @@ def remaining_s(deadline_unix_ms: int, clock: Clock) -> float:
     return max(0.0, (deadline_unix_ms - clock.unix_ms()) / 1000)
 
 
-def check(deadline_unix_ms: int, clock: Clock) -> float:
-    """Time that is left, and it is more than nothing.
+class Timed(Protocol):
+    """A call that says until when it is waited for."""
+
+    @property
+    def deadline_unix_ms(self) -> int:
+        """By the caller's clock."""
+        ...
+
+    @property
+    def left_ms(self) -> int | None:
+        """Time that was left when it was sent; None of an earlier version."""
+        ...
+
+
+def time_left_s(call: Timed, clock: Clock) -> float:
+    """Time that is left of a call that has just come; 0 if none is.
+
+    It counts from the receipt: the caller's clock may be seconds away from ours.
+    """
+    if call.left_ms is None:
+        return remaining_s(call.deadline_unix_ms, clock)
+    return max(0.0, call.left_ms / 1000)
+
+
+def check(call: Timed, clock: Clock) -> float:
+    """Time that is left of a call that has just come, and it is more than nothing.
 
     Raises:
         DeadlineExceeded: None is left.
     """
-    left_s = remaining_s(deadline_unix_ms, clock)
+    left_s = time_left_s(call, clock)
     if left_s <= 0:
         raise DeadlineExceeded("the deadline has passed")
     return left_s

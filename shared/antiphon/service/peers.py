@@ -70,6 +70,8 @@ class Patience:
     heartbeat_s: float
     suspect_beats: int
     dead_beats: int
+    owner_s: float
+    """Of a gateway that has not taken its leave: it may only pause, and owns what others run."""
 
 
 Watcher = Callable[[Change, Peer], None]
@@ -123,7 +125,7 @@ class Peers:
         self._silent_until: float | None = None
         self._rival: Process | None = None
         self._timings: dict[Process, Timing] = {}
-        self._former: OrderedDict[Process, int] = OrderedDict()  # when each sent its last heartbeat
+        self._former: OrderedDict[Process, Timing] = OrderedDict()  # of lives that have died
         self._refused: OrderedDict[tuple[Process, str], None] = OrderedDict()
         self._count_refused: Callable[[str], None] = _uncounted
 
@@ -161,8 +163,26 @@ class Peers:
         """What is to be added to this life's times to make them ours; None if that is not known."""
         if process == self._process:
             return 0
-        timing = self._timings.get(process)
+        # One that is silent now has said what its clock shows all the same.
+        timing = self._timings.get(process) or self._former.get(process)
         return None if timing is None else timing.offset_ms
+
+    def is_late(self, not_after_unix_ms: int, sender: Process) -> bool:
+        """Whether a message of this life does not count any more.
+
+        One of a process whose clock is not known is as good as late: it may have been under way
+        for any time.
+        """
+        offset_ms = self.offset_ms(sender)
+        return offset_ms is None or not_after_unix_ms + offset_ms < self._clock.unix_ms()
+
+    def our_time_ms(self, unix_ms: int, sender: Process) -> int:
+        """What our clock shows when the clock of this life shows `unix_ms`.
+
+        The same, for a process that was not heard yet: for deadlines, which end some seconds later
+        then at most.
+        """
+        return unix_ms + (self.offset_ms(sender) or 0)
 
     def take_rival(self) -> Process | None:
         """Return who sent heartbeats under our own name while we were silent, once."""
@@ -263,7 +283,8 @@ class Peers:
             return "clock"
         if beat.not_after_unix_ms + timing.offset_ms < now_ms:
             return "not_after_unix_ms"
-        if self._sent_ms(beat) <= self._former.get(beat.process, 0):
+        former = self._former.get(beat.process)
+        if former is not None and self._sent_ms(beat) <= former.sent_ms:
             return "sent_unix_ms"
         return None
 
@@ -305,19 +326,28 @@ class Peers:
 
     def _verdict(self, peer: Peer) -> Verdict:
         beats = self.age_s(peer) / self._patience.heartbeat_s
-        if beats >= self._patience.dead_beats:
+        if self.age_s(peer) >= self._dead_s(peer):
             return Verdict.DEAD
         return Verdict.SUSPECT if beats >= self._patience.suspect_beats else Verdict.ALIVE
 
     def _due_s(self, peer: Peer) -> float:
         """How much longer a peer may be silent before that means more than now."""
-        alive = peer.verdict is Verdict.ALIVE
-        beats = self._patience.suspect_beats if alive else self._patience.dead_beats
-        return beats * self._patience.heartbeat_s - self.age_s(peer)
+        silence_s = self._suspect_s if peer.verdict is Verdict.ALIVE else self._dead_s(peer)
+        return silence_s - self.age_s(peer)
+
+    def _dead_s(self, peer: Peer) -> float:
+        """How long a peer may be silent before it counts as dead.
+
+        An owner that pauses comes back to requests that others have kept for it.
+        """
+        dead_s = self._patience.dead_beats * self._patience.heartbeat_s
+        if peer.beat.role is Role.GATEWAY and peer.beat.state is not State.DRAINING:
+            return max(dead_s, self._patience.owner_s)
+        return dead_s
 
     def _bury(self, peer: Peer) -> None:
         del self._peers[peer.process.instance]
-        _remember(self._former, peer.process, self._timings.pop(peer.process).sent_ms)
+        _remember(self._former, peer.process, self._timings.pop(peer.process))
         log.log(
             logging.INFO if peer.beat.state is State.DRAINING else logging.WARNING,
             "peer died",

@@ -159,5 +159,6 @@ def _peers(around: Surroundings) -> Peers:
         heartbeat_s=settings.service.heartbeat_s,
         suspect_beats=settings.scheduler.suspect_beats,
         dead_beats=settings.scheduler.dead_beats,
+        owner_s=settings.scheduler.owner_silence_s,
     )
     return Peers(around.bus.process, digest(settings.cluster), around.clock, patience)

@@ -57,6 +57,9 @@ class Metrics:
         self.peers_refused = self._counter(
             "peers_refused", "Heartbeats that do not count, by what is wrong with them.", "reason"
         )
+        self.late = self._counter(
+            "late_messages", "Messages that came too late, or by a clock not known here.", "route"
+        )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.wire.base import Message
+from antiphon.wire.base import Message, Process
 from antiphon.wire.ids import TenantId
 
 
@@ -14,9 +14,11 @@ class AbortRequests(Message):
     Attributes:
         tenant: Whose requests; None: everybody's.
         exact: Only the one of exactly this name.
+        sender: By whose clock `not_after_unix_ms` is; None of an earlier version: by any.
     """
 
     prefix: str
     tenant: TenantId | None = None
     exact: bool = False
+    sender: Process | None = None
     not_after_unix_ms: int

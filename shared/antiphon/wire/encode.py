@@ -15,6 +15,7 @@ class EncodeImage(Message):
     image: bytes | None = None
     claim: Claim | None = None
     deadline_unix_ms: int
+    left_ms: int | None = None
     traceparent: str | None = None
 
 

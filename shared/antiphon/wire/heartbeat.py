@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from antiphon.wire.base import WIRE_VERSION, Attempt, Message, Process, Role, State, Term, Value
 from antiphon.wire.ids import InstanceId, ModelName, RequestId
 
@@ -61,6 +63,29 @@ class WorkerFigures(Value):
     retracted: int = 0
 
 
+class Refusal(StrEnum):
+    """Why a worker has not obeyed a leader."""
+
+    LATE = "late"
+    """The command came after the time until which it counts."""
+    CLOCK = "clock"
+    """It is not known how far the leader's clock is from the worker's."""
+
+
+class RefusedCommands(Value):
+    """A batch of commands that a worker has lately refused: it gets nothing new for a while.
+
+    Attributes:
+        leader: Who sent it.
+        seq: Its number.
+        reason: Why.
+    """
+
+    leader: Term
+    seq: int
+    reason: Refusal
+
+
 class WorkerLoad(Value):
     """A worker's load report; what the leader's credit is counted from.
 
@@ -78,6 +103,7 @@ class WorkerLoad(Value):
             workers of one model agree in it, or one of them leaves.
         kv_seq: Number of the newest event of its prefix cache; None if it tells of none.
         figures: For whoever watches.
+        refused: The last batch of commands that it did not obey, for a few seconds.
     """
 
     pages_free: int
@@ -98,6 +124,7 @@ class WorkerLoad(Value):
     pages_returning: int = 0
     kv_seq: int | None = None
     figures: WorkerFigures = WorkerFigures()
+    refused: RefusedCommands | None = None
 
 
 class Heartbeat(Message):

@@ -357,7 +357,7 @@ HEARS = {
         Role.WORKER,
         Role.DETOKENIZER,
     ),
-    Role.WORKER: (Role.GATEWAY, Role.WORKER),
+    Role.WORKER: (Role.GATEWAY, Role.WORKER, Role.SCHEDULER),
     Role.DETOKENIZER: (Role.GATEWAY, Role.WORKER),
 }
 """Whose heartbeats a role hears: of those by whose word or silence it does something. To be woken

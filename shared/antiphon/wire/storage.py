@@ -30,6 +30,7 @@ class PutPages(Message):
 
     pages: tuple[PageOffer, ...]
     deadline_unix_ms: int
+    left_ms: int | None = None
 
 
 class PagesStored(Message):

@@ -82,6 +82,7 @@ class EncodeRequest(Message):
     special_tokens: bool = True
     cache_salt: CacheSalt = b""
     deadline_unix_ms: int
+    left_ms: int | None = None
     traceparent: str | None = None
 
 
@@ -169,6 +170,7 @@ class DecodeRequest(Message):
     token_ids: Annotated[tuple[bytes, ...], Meta(max_length=4096)]
     skip_special_tokens: bool = True
     deadline_unix_ms: int
+    left_ms: int | None = None
     traceparent: str | None = None
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.simulation.hash_runner import HashRunner
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
@@ -25,7 +26,7 @@ from antiphon.service.model import served_name
 from antiphon.service.sockets import CannotStart
 from antiphon.testing.services import QUICK, Running, client_bus, running
 from antiphon.testing.wait import until
-from antiphon.wire.base import Attempt, FinishReason, Process, State, Term
+from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
     Abort,
@@ -40,6 +41,7 @@ from antiphon.wire.command import (
     StopChoice,
 )
 from antiphon.wire.digests import block_digests, namespace
+from antiphon.wire.heartbeat import Heartbeat, Refusal, RefusedCommands
 from antiphon.wire.ids import Incarnation, InstanceId, RequestId
 from antiphon.wire.kv_events import BlocksCleared, BlocksStored, KvEvents, KvReplayed, ReplayKv
 from antiphon.wire.routes import (
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import Outcome, Plan
     from antiphon.model_worker.batching.runner import Runner
-    from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
+    from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 VOCAB_SIZE = 50
@@ -107,11 +109,27 @@ class Stage:
         self.told: list[KvEvents] = []
         self.commands = 0
         self.lists = 0
+        self.meet()
 
     async def listen(self) -> None:
         await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
         await self.bus.listen(HEARTBEAT, self._beat, role="worker")
         await self.bus.listen(KV_EVENTS, self._tell)
+
+    def meet(self, leader: Process = TERM.scheduler, ahead_s: float = 0.0) -> None:
+        """Let the worker hear a leader, whose clock is so far ahead of its own."""
+        sent_ms = SystemClock().unix_ms() + round(1000 * ahead_s)
+        beat = Heartbeat(
+            role=Role.SCHEDULER,
+            process=leader,
+            state=State.READY,
+            config_digest=digest(self.worker.around.settings.cluster),
+            health_port=0,
+            load=0,
+            sent_unix_ms=sent_ms,
+            not_after_unix_ms=sent_ms + 2_500,
+        )
+        self.bus.publish(HEARTBEAT, beat, role=Role.SCHEDULER, instance=leader.instance)
 
     async def _tokens(self, delivery: Delivery) -> None:
         batch = self.unfolding.batch(delivery.read(TOKENS))
@@ -140,14 +158,14 @@ class Stage:
     def ended(self, request_id: str) -> bool:
         return any(r.request_id == request_id and r.finish_reason for r in self.rows)
 
-    async def command(self, *commands: Command) -> None:
+    async def command(self, *commands: Command, leader: Term = TERM, valid_s: float = 5.0) -> None:
         self.commands += 1
         batch = CommandBatch(
-            leader=TERM,
+            leader=leader,
             worker=self.worker.process,
             seq=self.commands,
             commands=commands,
-            not_after_unix_ms=SystemClock().unix_ms() + 5_000,
+            not_after_unix_ms=SystemClock().unix_ms() + round(1000 * valid_s),
         )
         self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
 
@@ -224,6 +242,65 @@ async def test_the_heartbeat_tells_pages_load_and_what_is_held(stage: Stage) -> 
     assert [line.ended for line in load.running] == [True]
     assert load.step_age_s == 0.0
     assert stage.beats[-1].streams[0].receiver == DETOKENIZER.instance
+
+
+def leader_ahead(ahead_s: float) -> Term:
+    """A leader with a name that says how far its clock is ahead."""
+    return Term(number=2, scheduler=process(f"scheduler-ahead-by-{ahead_s:g}"))
+
+
+@pytest.mark.parametrize("ahead_s", [-4.9, -2.5, -1.5, 2.5, 4.9])
+async def test_worker_obeys_a_leader_whose_clock_is_seconds_away(
+    stage: Stage, ahead_s: float
+) -> None:
+    """Its commands count for 1.5 s, by its own clock."""
+    leader = leader_ahead(ahead_s)
+    stage.meet(leader.scheduler, ahead_s)
+    await stage.command(admit("a"), leader=leader, valid_s=ahead_s + 1.5)
+    await until(lambda: stage.ended("a"))
+    await until(lambda: stage.load is not None and stage.load.term == leader)
+    assert stage.load is not None
+    assert stage.load.refused is None
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "valid_s", "reason"),
+    [
+        (6.0, 7.5, Refusal.CLOCK),  # too far away: its heartbeats do not count
+        (None, 1.5, Refusal.CLOCK),  # not heard yet
+        (2.5, 2.0, Refusal.LATE),  # stood in the way for too long
+    ],
+)
+async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
+    stage: Stage,
+    caplog: pytest.LogCaptureFixture,
+    ahead_s: float | None,
+    valid_s: float,
+    reason: Refusal,
+) -> None:
+    """It says so in one line, counts it, and its heartbeat tells the leader."""
+    leader = leader_ahead(ahead_s or 0.0)
+    if ahead_s is not None:
+        stage.meet(leader.scheduler, ahead_s)
+    await stage.command(admit("a"), leader=leader, valid_s=valid_s)
+    await stage.command(admit("b"), leader=leader, valid_s=valid_s)
+    await until(lambda: stage.load is not None and stage.load.refused is not None)
+    await until(
+        lambda: (
+            stage.load is not None
+            and stage.load.refused == RefusedCommands(leader=leader, seq=2, reason=reason)
+        )
+    )
+    lines = [vars(record) for record in caplog.records if record.message == "commands refused"]
+    assert [(line["leader"], line["reason"]) for line in lines] == [
+        (leader.scheduler.instance, reason)
+    ]
+    registry = stage.worker.metrics.registry
+    counted = registry.get_sample_value(
+        "antiphon_worker_commands_refused_total", {"reason": reason}
+    )
+    assert counted == 2
+    assert not stage.ids("a")
 
 
 async def test_an_abort_frees_the_request_and_says_nothing_more(stage: Stage) -> None:

@@ -77,6 +77,7 @@ class Actor:
                 worker=self.load if self.role is Role.WORKER and not self.loading else None,
                 leads=self.leads,
                 reads=self.reads,
+                sent_unix_ms=self._stage.clock.unix_ms(),
                 not_after_unix_ms=self._stage.clock.unix_ms() + 1000,
             )
         )
@@ -113,7 +114,7 @@ class Stage:
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.clock = ManualClock()
-        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
+        patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = Peers(ME, "digest", self.clock, patience)
         self.leader = Leader(ME, MODEL, rules or Rules(), self.clock, self.peers)
         self.heard: list[Action] = []

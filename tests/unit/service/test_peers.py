@@ -14,7 +14,7 @@ from antiphon.wire.ids import Incarnation, InstanceId
 
 BEAT_S = 0.5
 DIGEST = "name:1,model:2"
-PATIENCE = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5)
+PATIENCE = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
 US = Process(instance=InstanceId("scheduler-0"), incarnation=Incarnation("us"))
 
 
@@ -41,9 +41,10 @@ class World:
         wire_version: int = 1,
         late_s: float = 0,
         ahead_s: float = 0,
+        role: Role = Role.WORKER,
     ) -> None:
         process = Process(instance=InstanceId(instance), incarnation=Incarnation(incarnation))
-        self.hear(process, state, digest, wire_version, late_s, ahead_s)
+        self.hear(process, state, digest, wire_version, late_s, ahead_s, role)
 
     def hear(
         self,
@@ -53,11 +54,12 @@ class World:
         wire_version: int = 1,
         late_s: float = 0,
         ahead_s: float = 0,
+        role: Role = Role.WORKER,
     ) -> None:
         sent_ms = self.clock.unix_ms() + round(1000 * (ahead_s - late_s))
         self.peers.hear(
             Heartbeat(
-                role=Role.WORKER,
+                role=role,
                 process=process,
                 state=state,
                 config_digest=digest,
@@ -186,6 +188,31 @@ def test_peers_do_not_take_back_an_earlier_life_by_a_stale_heartbeat(world: Worl
     world.news()
     world.beat(incarnation="1", late_s=3.2)
     assert world.news() == []
+
+
+@pytest.mark.parametrize(
+    ("state", "silence_s", "verdict"),
+    [
+        (State.READY, 1.6, "suspect"),
+        (State.READY, 14.8, "suspect"),
+        (State.READY, 15.1, "dead"),
+        (State.DRAINING, 2.6, "dead"),  # it has taken its leave
+    ],
+)
+def test_gateway_may_be_silent_for_longer(
+    world: World, state: State, silence_s: float, verdict: str
+) -> None:
+    """What it owns runs on while it pauses."""
+    world.beat("gateway-0", role=Role.GATEWAY, state=state)
+    world.run(silence_s)
+    assert world.verdict("gateway-0") == verdict
+
+
+def test_gateways_next_life_ends_the_silence_of_the_last(world: World) -> None:
+    world.beat("gateway-0", "1", role=Role.GATEWAY)
+    world.run(2)
+    world.beat("gateway-0", "2", role=Role.GATEWAY)
+    assert [life for change, life in world.news() if change is Change.DIED] == ["1"]
 
 
 def test_peers_note_who_took_our_name_while_we_were_silent(world: World) -> None:

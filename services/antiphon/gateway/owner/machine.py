@@ -215,15 +215,16 @@ class Owner:
                 self._abandon(request, lost)
         return self._take()
 
-    def noticed(self, batch: NoticeBatch) -> list[Action]:
+    def noticed(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
         """End what the leader has given up, unless a later attempt is being shown.
 
         What it had accepted and lacks now is submitted again; anything else is under way to it.
+        `offset_ms` makes the leader's times ours.
         """
         stale = self._term is not None and batch.leader < self._term
         if batch.gateway != self._process or stale:
             return []
-        if batch.not_after_unix_ms < self._clock.unix_ms():
+        if batch.not_after_unix_ms + offset_ms < self._clock.unix_ms():
             return []
         for lost in batch.requests:
             request = self._requests.get(lost.request_id)

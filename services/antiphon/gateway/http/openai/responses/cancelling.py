@@ -52,5 +52,7 @@ class Cancelling:
         name = record.response.id
         self._entrance.abort(name, exact=True)
         not_after_unix_ms = self._runtime.clock.unix_ms() + round(_AGAIN_S * 1000)
-        message = AbortRequests(prefix=name, not_after_unix_ms=not_after_unix_ms)
+        message = AbortRequests(
+            prefix=name, sender=self._runtime.process, not_after_unix_ms=not_after_unix_ms
+        )
         self._runtime.bus.publish(ABORT, message, model=ModelName(record.response.model))
