@@ -12,6 +12,10 @@ class SupervisorConfig(Config):
 
     start_timeout_s: Annotated[Seconds, Help("How long all services may take to be ready.")] = 60.0
     stop_timeout_s: Annotated[Seconds, Help("How long a process may take to leave.")] = 25.0
+    hang_timeout_s: Annotated[
+        Seconds,
+        Help("Maximum time without an answer on its health port before a process is restarted."),
+    ] = 60.0
     run_path: Annotated[
         str, Help("Folder for the merged settings and the logs; empty: a temporary one.")
     ] = ""

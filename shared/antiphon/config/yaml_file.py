@@ -46,20 +46,26 @@ def write_yaml(settings: Settings, path: Path) -> None:
 
     Whoever reads meanwhile reads all of it, or all of what was there before.
     """
+    text = yaml_text(settings)
+    descriptor, new = mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(new).replace(path)
+    except BaseException:
+        Path(new).unlink()
+        raise
+
+
+def yaml_text(settings: Settings) -> str:
+    """Format all but secrets."""
     tree = {
         group.name: {
             field.name: value_at(settings, field) for field in group.fields if not field.secret
         }
         for group in groups()
     }
-    descriptor, new = mkstemp(prefix=f".{path.name}.", dir=path.parent)  # with mode 600
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            yaml.safe_dump(tree, file, sort_keys=False, allow_unicode=True)
-        Path(new).replace(path)
-    except BaseException:
-        Path(new).unlink()
-        raise
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def _mapping(tree: object, where: str) -> dict[str, object]:

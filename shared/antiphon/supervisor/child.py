@@ -8,16 +8,17 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from antiphon.config.yaml_file import write_yaml
+from antiphon.config.yaml_file import write_yaml, yaml_text
 from antiphon.supervisor.restarts import Restarts
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from antiphon.config.settings import Settings
     from antiphon.wire.ids import InstanceId
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_TAIL_CHARS = 2000
+_OWN_ERRORS = 2
 LOG_BYTES_MAX = 32 * 1024 * 1024
 """Of a log and of the one before it: a process that runs for months must not fill the disk."""
 
@@ -41,19 +43,22 @@ class Child:
     environment: Mapping[str, str]
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
+    _settings_written: bool = False
 
     @property
     def log_path(self) -> Path:
         """Where its lines go."""
         return self.log_folder / f"{self.instance}.log"
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Its command line; the same that a container runs."""
+    def command(self, config: Path) -> tuple[str, ...]:
+        """Its command line, with its settings in this file; the same that a container runs."""
         module = f"antiphon.{'model_worker' if self.role is Role.WORKER else self.role}"
-        config = ("--config", str(self.config))
         parent = ("--parent-pid", str(os.getpid()))
-        return (sys.executable, "-m", module, *config, "--instance", self.instance, *parent)
+        return (
+            *(sys.executable, "-m", module, "--config", str(config)),
+            *("--instance", self.instance),
+            *parent,
+        )
 
     async def start(self) -> None:
         """Start a life of it.
@@ -62,20 +67,64 @@ class Child:
         services in order.
 
         Raises:
-            OSError: The machine has no room for one more process, or for its log.
+            OSError: The machine has no room for one more process.
         """
-        # Written again for each life: a temporary folder may be cleaned under a long one.
-        self.log_folder.mkdir(parents=True, exist_ok=True)
-        write_yaml(self.settings, self.config)
-        with self.log_path.open("ab") as output:
+        with ExitStack() as opened:
+            config, descriptors = self._find_settings(opened)
+            output = self._open_log(opened)
             self.process = await asyncio.create_subprocess_exec(
-                *self.command,
+                *self.command(config),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=dict(self.environment),
                 start_new_session=True,
+                pass_fds=descriptors,
             )
+
+    def _open_log(self, opened: ExitStack) -> int:
+        """Return where it writes: our own error output, where its log cannot be opened.
+
+        A full disk must not keep a process from being started again.
+        """
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        try:
+            self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self.log_path, flags, 0o600)
+        except OSError as error:
+            fields = {"instance": self.instance, "reason": str(error)}
+            log.warning("log not opened; its lines come here", extra=fields)
+            return _OWN_ERRORS
+        opened.callback(os.close, descriptor)
+        with suppress(OSError):
+            os.fchmod(descriptor, 0o600)  # one of an earlier version was readable by all
+        return descriptor
+
+    def _find_settings(self, opened: ExitStack) -> tuple[Path, tuple[int, ...]]:
+        """Return the file of its settings, and what the process must inherit to read it.
+
+        The file is written by the first life, and again if it was cleaned away under a long one.
+        Where there is no room for that, the settings are handed over in memory.
+
+        Raises:
+            OSError: There is neither.
+        """
+        if self._settings_written and self.config.exists():
+            return self.config, ()
+        try:
+            self.config.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_yaml(self.settings, self.config)
+        except OSError as error:
+            if not self._settings_written or not hasattr(os, "memfd_create"):
+                raise
+            fields = {"instance": self.instance, "reason": str(error)}
+            log.warning("settings not written; handed over in memory", extra=fields)
+            descriptor = os.memfd_create(self.config.name)
+            opened.callback(os.close, descriptor)
+            os.write(descriptor, yaml_text(self.settings).encode())
+            return Path(f"/proc/self/fd/{descriptor}"), (descriptor,)
+        self._settings_written = True
+        return self.config, ()
 
     @property
     def alive(self) -> bool:
@@ -130,7 +179,10 @@ class Child:
         """
         try:
             if self.log_path.stat().st_size > LOG_BYTES_MAX:
-                shutil.copyfile(self.log_path, self.log_path.with_suffix(".1.log"))
+                before = self.log_path.with_suffix(".1.log")
+                before.touch(mode=0o600)
+                before.chmod(0o600)
+                shutil.copyfile(self.log_path, before)
                 os.truncate(self.log_path, 0)
         except OSError as error:
             log.warning("log not trimmed", extra={"reason": str(error)})

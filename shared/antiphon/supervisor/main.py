@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import tempfile
 from contextlib import contextmanager
@@ -69,6 +70,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 
 
+def _keep_private(folder: Path) -> None:
+    """Shut others out of a folder that is only ours: one that others use too is left as it is."""
+    names = {path.name for path in folder.iterdir()}
+    if folder.stat().st_uid == os.geteuid() and (not names or "settings.yaml" in names):
+        folder.chmod(0o700)
+
+
 @contextmanager
 def _run_folder(settings: Settings) -> Generator[Path]:
     """Yield the folder for merged settings and logs; a temporary one goes with the supervisor."""
@@ -76,6 +84,7 @@ def _run_folder(settings: Settings) -> Generator[Path]:
         folder = Path(settings.supervisor.run_path).expanduser()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _keep_private(folder)
         except OSError as error:
             raise ConfigError(f"supervisor.run_path: {folder}: {error.strerror}") from error
         yield folder

@@ -41,6 +41,11 @@ class Readiness:
         """Those that have not been ready yet."""
         return frozenset(self._waiting)
 
+    def health_port(self, instance: InstanceId) -> int | None:
+        """Where a process answers for its health, by its last heartbeat."""
+        heartbeat = self.heartbeats.get(instance)
+        return None if heartbeat is None else heartbeat.health_port
+
     def _deliver(self, delivery: Delivery) -> None:
         try:
             heartbeat = delivery.read(HEARTBEAT)

@@ -19,6 +19,7 @@ from antiphon.config.tenants import read_tenants
 from antiphon.service.model import model_files, tokenizer_folder
 from antiphon.supervisor.broker import Broker
 from antiphon.supervisor.child import Child
+from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.passwords import Passwords
 from antiphon.supervisor.ports import free_port, is_free
 from antiphon.supervisor.progress import StartProgress
@@ -108,7 +109,8 @@ class Stack:
             readiness = await self._wait_ready(url, stop)
             if not stop.is_set():
                 self._announce(url, readiness)
-                await self._keep(stop)
+                async with self._listening(url, readiness):
+                    await self._keep(stop, readiness)
         finally:
             await self._stop(now)
 
@@ -247,9 +249,15 @@ class Stack:
         example = EXAMPLE.format(host=host, port=port, key=key)
         self._console.print(example, highlight=False, soft_wrap=True)
 
-    async def _keep(self, stop: asyncio.Event) -> None:
+    async def _keep(self, stop: asyncio.Event, readiness: Readiness) -> None:
         """Keep everything running until `stop`."""
-        keeps = [self._trim_logs, *(child.keep for child in self._children)]
+        hangs = HangWatch(
+            self._children,
+            readiness.health_port,
+            self._settings.health,
+            self._settings.supervisor.hang_timeout_s,
+        )
+        keeps = [self._trim_logs, hangs.keep, *(child.keep for child in self._children)]
         if self._broker is not None:
             keeps.append(self._broker.keep)
         async with asyncio.TaskGroup() as group:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import signal
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from antiphon.config.load import child_environment
+from antiphon.config.process import HealthConfig
 from antiphon.config.settings import Settings
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child
+from antiphon.supervisor.hangs import HangWatch
+from antiphon.supervisor.ports import free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.testing.wait import until
 from antiphon.wire.base import Role
@@ -18,17 +25,14 @@ from antiphon.wire.ids import InstanceId
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
-
 
 class Program(Child):
     """A child that runs a line of Python in place of a service."""
 
     line = ""
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        return (sys.executable, "-S", "-c", self.line)
+    def command(self, config: Path) -> tuple[str, ...]:
+        return (sys.executable, "-S", "-c", self.line, str(config))
 
 
 def program(folder: Path, line: str) -> Program:
@@ -61,21 +65,116 @@ async def test_a_service_that_cannot_start_is_tried_again(tmp_path: Path):
     assert not service.alive
 
 
-async def test_a_start_that_the_machine_refuses_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_service_start_that_the_machine_refuses_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     service = program(tmp_path, "import time; time.sleep(60)")
     await service.start()
-    service.log_path.rename(tmp_path / "old.log")
-    service.log_path.mkdir()  # a log that cannot be opened
     async with asyncio.TaskGroup() as group:
         keep = group.create_task(service.keep())
-        service.kill()
-        await until(lambda: "service did not start" in caplog.text)
-        service.log_path.rmdir()
+        with monkeypatch.context() as refusing:
+            refusing.setattr("asyncio.create_subprocess_exec", no_process)
+            service.kill()
+            await until(lambda: "service did not start" in caplog.text)
         await until(lambda: service.alive)
         keep.cancel()
     await service.stop(1.0)
+
+
+async def no_process(*_: object, **__: object) -> None:
+    raise OSError(errno.EAGAIN, "no more processes")
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+@pytest.mark.parametrize("cleaned", [False, True])
+async def test_service_is_started_again_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleaned: bool, capfd: pytest.CaptureFixture
+):
+    """Its settings are those of before, or come in memory, and its lines go to our own output."""
+    shows = "import sys; print(len(open(sys.argv[1]).read()), flush=True)"
+    service = program(tmp_path, shows)
+    await service.start()
+    await service.died()
+    size = service.log_tail()
+    assert int(size) > 1000
+    monkeypatch.setattr(module, "write_yaml", full)
+    service.log_path.unlink()
+    service.log_path.mkdir()  # a log that cannot be opened
+    if cleaned:
+        service.config.unlink()
+    await service.start()
+    await service.died()
+    assert service.process is not None
+    assert service.process.returncode == 0
+    assert size in capfd.readouterr().err
+
+
+async def test_service_files_are_readable_by_their_owner_only(tmp_path: Path):
+    service = program(tmp_path, "print('much text')")
+    service.log_folder.mkdir(mode=0o700)
+    service.log_path.touch(mode=0o644)  # of an earlier version
+    await service.start()
+    await service.died()
+    service.log_path.write_text("x" * (module.LOG_BYTES_MAX + 1))
+    service.trim_log()
+    modes = {
+        path.name: oct(path.stat().st_mode & 0o777)
+        for path in (service.config, *service.log_folder.iterdir())
+    }
+    assert modes == {
+        "settings.yaml": "0o600",
+        "tokenizer-0.log": "0o600",
+        "tokenizer-0.1.log": "0o600",
+    }
+    other = program(tmp_path / "new", "")
+    await other.start()
+    await other.died()
+    for folder in (other.log_folder, other.config.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+ANSWERS = """
+import http.server, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", int({port})), Health)
+print("listens", flush=True)
+server.serve_forever()
+"""
+
+
+async def test_frozen_service_is_killed_and_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """One that answers is left alone, and so is one that has just started."""
+    port = free_port("127.0.0.1")
+    service = program(tmp_path, ANSWERS.format(port=port))
+    await service.start()
+    watch = HangWatch([service], lambda _: port, HealthConfig(), timeout_s=0.4, probe_s=0.1)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(service.keep()), group.create_task(watch.keep())]
+        await until(lambda: "listens" in service.log_tail())
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.0\r\n\r\n")
+            assert await reader.read(4) == b"HTTP"
+            writer.close()
+        first = service.process
+        assert first is not None
+        assert first.returncode is None
+        first.send_signal(signal.SIGSTOP)
+        await until(lambda: service.log_tail().count("listens") == 2)
+        assert first.returncode == -signal.SIGKILL
+        for task in tasks:
+            task.cancel()
+    await service.stop(1.0)
+    messages = [record.message for record in caplog.records]
+    assert messages == ["service does not answer", "service hangs and is killed", "service died"]
 
 
 async def test_a_long_log_begins_anew_under_the_running_process(
