@@ -171,7 +171,8 @@ class Entrance:
         # The seed is drawn before the first wait: in the order in which requests come.
         sampling = ask.sampling if ask.pool is not None else self._seeds.fill(ask.sampling)
         priority = hold.tenant.priority(ask.priority)
-        ask = msgspec.structs.replace(ask, priority=priority, sampling=sampling)
+        salt = self._access.cache_salt(ask)
+        ask = msgspec.structs.replace(ask, priority=priority, sampling=sampling, cache_salt=salt)
         try:
             return await self._enter(ask, new_request_id(), hold, room)
         except BaseException:

@@ -38,6 +38,13 @@ class AccessConfig(Config):
             "again when it changes. Empty: there are no tenants."
         ),
     ] = ""
+    share_prefix_cache: Annotated[
+        bool,
+        Help(
+            "Whether tenants find each other's cached prefixes. Otherwise each finds its own only, "
+            "and cannot measure what others have asked."
+        ),
+    ] = False
     allowed_origins: Annotated[
         str,
         Help(

@@ -39,6 +39,11 @@ def cache_salt(salt: str | None, extra_key: str | None = None) -> bytes:
     return _named(b"antiphon.salt.v1", (salt or "").encode(), (extra_key or "").encode())
 
 
+def tenant_salt(tenant: str, salt: bytes) -> bytes:
+    """Keep a tenant's prefixes from all others, whatever salt its requests bring beside."""
+    return _named(b"antiphon.tenant.v1", tenant.encode(), salt)
+
+
 def salted(root: bytes, salt: bytes) -> bytes:
     """A world within another one, for those who brought the same salt; without one, that one."""
     return _named(b"antiphon.salted.v1", root, salt) if salt else root

@@ -30,8 +30,14 @@ def write_keys(file: Path, tenants: Mapping[str, Limits]) -> None:
     file.write_bytes(msgspec.json.encode({"tenants": entries}))
 
 
-def keyed(folder: Path, tenants: Mapping[str, Limits], **config: str) -> AccessConfig:
+def keyed(
+    folder: Path,
+    tenants: Mapping[str, Limits],
+    *,
+    share_prefix_cache: bool = False,
+    **config: str,
+) -> AccessConfig:
     """Settings with a keys file in a folder."""
     file = folder / "keys.json"
     write_keys(file, tenants)
-    return AccessConfig(keys_file=str(file), **config)
+    return AccessConfig(keys_file=str(file), share_prefix_cache=share_prefix_cache, **config)

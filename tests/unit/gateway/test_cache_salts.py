@@ -7,16 +7,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.unit.gateway.cluster import MODEL, House, house
+from tests.unit.gateway.keyed import keyed
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
 from antiphon.client import Client
+from antiphon.config.access import AccessConfig
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.digests import BLOCK_TOKENS, block_digests, cache_salt, namespace, salted
+from antiphon.wire.digests import (
+    BLOCK_TOKENS,
+    block_digests,
+    cache_salt,
+    namespace,
+    salted,
+    tenant_salt,
+)
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 MINE = {"cache_salt": "mine"}
 BOTH = {"cache_salt": "mine", "extra_key": "room 5"}
@@ -105,3 +115,41 @@ def test_what_was_said_is_not_readable_on_the_bus() -> None:
     secret = "a long secret that nobody should read"
     assert secret.encode() not in base64.b64encode(cache_salt(secret)) + cache_salt(secret)
     assert len(cache_salt(secret)) == 32
+
+
+@pytest.mark.parametrize("said", [{}, MINE])
+async def test_tenants_share_no_prefixes_unless_the_operator_says_so(
+    tmp_path: Path, said: dict[str, str]
+) -> None:
+    ids = [7] * BLOCK_TOKENS
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}} | said
+    own = cache_salt(said.get("cache_salt"))
+    tenants = {"acme": {}, "globex": {}}
+    for shared in (False, True):
+        access = keyed(tmp_path, tenants, api_key="sk-plain", share_prefix_cache=shared)
+        async with house(access=access) as at:
+            for key in ("sk-acme", "sk-globex", "sk-acme", "sk-plain"):
+                headers = {"Authorization": f"Bearer {key}"}
+                for path, sent in (("/generate", body), (CHAT, {"messages": HI} | said)):
+                    status, reply, _ = await post(at, path, sent, **headers)
+                    assert status == 200, reply
+            submits, encodes = at.cluster.submits, at.cluster.encodes
+        salts = [submit.cache_salt for submit in submits[::2]]
+        if shared:
+            assert salts == [own] * 4
+        else:
+            assert salts == [tenant_salt(name, own) for name in ("acme", "globex", "acme")] + [own]
+            assert len(set(salts)) == 3
+        # Worker, digests of ids and digests of texts go by one salt.
+        assert [submit.cache_salt for submit in submits[1::2]] == salts
+        assert [each.cache_salt for each in encodes if each.prompt != "-"] == salts
+        roots = [salted(namespace("", ""), salt) for salt in salts]
+        named = [submit.block_digests for submit in submits[::2]]
+        assert named == [block_digests(root, pack_ids(ids)) for root in roots]
+
+
+async def test_one_key_for_all_changes_no_digest() -> None:
+    async with house(access=AccessConfig(api_key="sk-plain")) as at:
+        headers = {"Authorization": "Bearer sk-plain"}
+        await post(at, COMPLETE, {"prompt": "hi"}, **headers)
+        assert [submit.cache_salt for submit in at.cluster.submits] == [b""]

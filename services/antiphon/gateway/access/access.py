@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.config.tenants import TenantConfig
 from antiphon.gateway.access.keys import Caller, Keyring, Rank, digest_of
 from antiphon.gateway.access.tenant import Hold, Limit, Refused, Tenant
+from antiphon.wire.digests import tenant_salt
 from antiphon.wire.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 
@@ -155,6 +156,17 @@ class Access:
         if isinstance(hold, Refused):
             raise _limited(hold)
         return hold
+
+    def cache_salt(self, ask: Ask) -> bytes:
+        """Who may share a request's cached prefixes: its tenant, unless all tenants share them.
+
+        The tenant `default`, which holds the keys of the command line, has the cache of a server
+        without keys: no other tenant finds that.
+        """
+        shared = self._config.share_prefix_cache or ask.tenant == DEFAULT_TENANT
+        if shared or not self.guarded:
+            return ask.cache_salt
+        return tenant_salt(ask.tenant, ask.cache_salt)
 
     def reserve(self, hold: Hold, ask: Ask, *, prompt_tokens: int, tokens_max: int) -> int:
         """Charge all that a request may need; return how many tokens each answer may have.
