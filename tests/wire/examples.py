@@ -422,6 +422,7 @@ EVERY: tuple[Message, ...] = (
                 cache_salt=DIGESTS[0],
                 waited_ms=1500,
                 steps=True,
+                tenant=TenantId("acme"),
                 deadline_unix_ms=DEADLINE,
                 traceparent=TRACE,
             ),

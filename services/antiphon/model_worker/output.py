@@ -453,6 +453,7 @@ def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
                 sampling=admit.sampling,
                 priority=admit.priority,
                 cache_salt=admit.cache_salt,
+                tenant=admit.tenant,
                 waited_ms=admit.waited_ms,
                 deadline_unix_ms=held.due_ms,
             ),

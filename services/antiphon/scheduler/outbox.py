@@ -135,6 +135,7 @@ def admit_of(entry: Entry, now: float) -> Admit:
         cache_salt=submit.cache_salt,
         waited_ms=round((now - entry.queued_at) * 1000),
         steps=binding.steps,
+        tenant=submit.tenant,
         deadline_unix_ms=submit.deadline_unix_ms,
         traceparent=submit.traceparent,
     )

@@ -12,6 +12,8 @@ WHITESPACE_MAX = 256
 Characters = Annotated[int, Meta(ge=1, le=WHITESPACE_MAX, extra={"unit": "characters"})]
 Entries = Annotated[int, Meta(ge=1, extra={"unit": "entries"})]
 
+Properties = Annotated[int, Meta(ge=1, extra={"unit": "properties"})]
+
 
 class GrammarConfig(Config):
     """Answers of a given form: JSON of a schema, text of a regular expression or a grammar."""
@@ -28,11 +30,24 @@ class GrammarConfig(Config):
     ] = False
     compile_timeout_s: Annotated[
         Seconds, Help("A grammar that takes longer to compile is refused for a while.")
-    ] = 20.0
+    ] = 10.0
+    properties_max: Annotated[
+        Properties,
+        Help(
+            "Maximum number of properties of a JSON schema, those of all its objects together; "
+            "checked before it is compiled."
+        ),
+    ] = 1000
     follow_timeout_s: Annotated[
         Seconds, Help("An answer of which one token takes longer to follow ends as overloaded.")
     ] = 10.0
-    workers: Annotated[Threads, Help("Grammars compiled at once, at low priority.")] = 1
+    workers: Annotated[
+        Threads,
+        Help(
+            "Grammars compiled at once, at low priority, and one more of a tenant that has none "
+            "among them; tenants take turns."
+        ),
+    ] = 1
     cache_entries: Annotated[
         Entries, Help("Most compiled grammars kept, those that do not compile included.")
     ] = 256

@@ -11,7 +11,7 @@ from antiphon.wire.base import Attempt, Message, Process, Term, Value
 from antiphon.wire.details import TokenDetails
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
-from antiphon.wire.ids import InstanceId, RequestId
+from antiphon.wire.ids import DEFAULT_TENANT, InstanceId, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams, StopStrings
 
 
@@ -35,6 +35,7 @@ class Admit(Value, tag=True):
         cache_salt: Its pages are found only by those who brought the same.
         waited_ms: How long it has waited to be started: its time in the queue goes on from there.
         steps: Its detokenizer reads `TokenStep`.
+        tenant: Whose request it is: tenants take turns where a worker compiles grammars.
     """
 
     request_id: RequestId
@@ -50,6 +51,7 @@ class Admit(Value, tag=True):
     cache_salt: CacheSalt = b""
     waited_ms: int = 0
     steps: bool = False
+    tenant: TenantId = DEFAULT_TENANT
     deadline_unix_ms: int
     traceparent: str | None = None
 

@@ -13,7 +13,7 @@ from antiphon.model_worker.batching.processors import looks_back
 from antiphon.wire.base import FinishReason
 from antiphon.wire.details import TokenDetails, join
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
         adapter_digest: The adapter that was on; empty without one.
         priority: Who goes first, where the operator has priorities on; 0 is nobody's.
         cache_salt: Its pages are found only by those who brought the same; empty: by all others.
+        tenant: Whose request it is.
         waited_ms: How long it had waited to be started when it came here.
     """
 
@@ -59,6 +60,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     adapter_digest: str = ""
     priority: int = 0
     cache_salt: bytes = b""
+    tenant: TenantId = DEFAULT_TENANT
     waited_ms: int = 0
     deadline_unix_ms: int
 

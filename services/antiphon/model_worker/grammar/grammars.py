@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.request import RequestState
+    from antiphon.wire.ids import TenantId
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Grammars:
     What was compiled is kept, and so is what cannot be: the second request of a kind waits for
     nothing. What took too long may not the next time, on an idler machine: it is refused for a
     while, and for twice as long each time that it is tried in vain. A choice waits for its own
-    grammar only.
+    grammar only, and tenants take turns in having theirs compiled.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Grammars:
         # Beginning a choice is short work, and waits for nobody's compile; but an answer that is
         # followed again from its beginning may take as long as it did.
         self._beginnings = CompileThreads(BEGINNINGS_MAX, nice=0)
-        self._compiling: dict[Source, asyncio.Task[Compiled | ErrorReply]] = {}
+        self._compiling: dict[tuple[TenantId, Source], asyncio.Task[Compiled | ErrorReply]] = {}
         self._kept: RecentlyUsed[Source, Compiled | ErrorReply] = RecentlyUsed(
             entries_max=config.cache_entries, bytes_max=config.cache_bytes, size_bytes=_size_bytes
         )
@@ -127,13 +128,13 @@ class Grammars:
         asked = Source(grammar.kind, grammar.text)
         compiled = self._kept.get(asked)
         if compiled is None:
-            compiled = await asyncio.shield(self._compile(asked))
+            compiled = await asyncio.shield(self._compile(asked, state.tenant))
         if isinstance(compiled, ErrorReply):
             raise decode_error(compiled)
         begin = functools.partial(_begin, compiled, state, self._vocab_size)
         timeout_s = self._config.follow_timeout_s
         try:
-            return await self._beginnings.run(begin, timeout_s)
+            return await self._beginnings.run(begin, timeout_s, state.tenant)
         except TimeoutError:
             message = f"grammar: the answer takes longer than {timeout_s:g} s to follow"
             raise Overloaded(message, retry_after_s=PAUSE_S) from None
@@ -142,19 +143,28 @@ class Grammars:
         """Begin no more choices. Compiles that run are left to end with the process."""
         self._executor.shutdown(wait=False)
 
-    def _compile(self, asked: Source) -> asyncio.Task[Compiled | ErrorReply]:
-        if asked not in self._compiling:
-            self._compiling[asked] = self._group.create_task(self._fill(asked), name="grammar")
-        return self._compiling[asked]
+    def _compile(self, asked: Source, tenant: TenantId) -> asyncio.Task[Compiled | ErrorReply]:
+        # For each tenant by itself: none waits for the turn of another one that asked the same.
+        name = (tenant, asked)
+        if name not in self._compiling:
+            fill = self._fill(asked, tenant)
+            self._compiling[name] = self._group.create_task(fill, name="grammar")
+        return self._compiling[name]
 
-    async def _fill(self, asked: Source) -> Compiled | ErrorReply:
+    async def _fill(self, asked: Source, tenant: TenantId) -> Compiled | ErrorReply:
         """Compile a grammar, or find out why not, and keep either."""
         timeout_s = self._config.compile_timeout_s
         try:
             self._late.check(asked)
             compiler = await self._opened()
-            job = functools.partial(_check_and_compile, compiler, asked, self._whitespace_max)
-            made = await self._threads.run(job, timeout_s)
+            job = functools.partial(
+                _check_and_compile,
+                compiler,
+                asked,
+                self._whitespace_max,
+                self._config.properties_max,
+            )
+            made = await self._threads.run(job, timeout_s, tenant)
         except TimeoutError:
             return encode_error(self._late.note(asked, timeout_s))
         except InvalidRequest as error:
@@ -167,7 +177,7 @@ class Grammars:
             log.exception("grammar not compiled", extra={"kind": asked.kind})
             return encode_error(Internal("the grammar of this request could not be compiled"))
         finally:
-            del self._compiling[asked]
+            del self._compiling[tenant, asked]
         self._kept.put(asked, made)
         return made
 
@@ -180,9 +190,11 @@ class Grammars:
         return compiler
 
 
-def _check_and_compile(compiler: Compiler, asked: Source, whitespace_max: int) -> Compiled:
+def _check_and_compile(
+    compiler: Compiler, asked: Source, whitespace_max: int, properties_max: int
+) -> Compiled:
     """In a compile thread, and under its deadline: looking a schema over takes its time, too."""
-    return compiler.compile(source_of(asked, whitespace_max))
+    return compiler.compile(source_of(asked, whitespace_max, properties_max))
 
 
 def _begin(compiled: Compiled, state: RequestState, vocab_size: int) -> Guide:

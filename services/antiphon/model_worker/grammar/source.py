@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from antiphon.model_worker.grammar.schema import PATTERN_MAX, hold, read_json
 from antiphon.model_worker.grammar.tags import RULES_MAX, read_tags
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from antiphon.wire.schemas import Json
 
 _CHARACTERS_MAX = {
     GrammarKind.JSON_SCHEMA: GRAMMAR_TEXT_MAX,
@@ -16,6 +21,7 @@ _CHARACTERS_MAX = {
     GrammarKind.EBNF: RULES_MAX,
     GrammarKind.STRUCTURAL_TAG: GRAMMAR_TEXT_MAX,
 }
+PROPERTIES_MAX = 1000
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -26,7 +32,9 @@ class Source(msgspec.Struct, frozen=True):
     text: str
 
 
-def source_of(grammar: Grammar | Source, whitespace_max: int) -> Source:
+def source_of(
+    grammar: Grammar | Source, whitespace_max: int, properties_max: int = PROPERTIES_MAX
+) -> Source:
     """Check a grammar without compiling it.
 
     Raises:
@@ -44,9 +52,29 @@ def source_of(grammar: Grammar | Source, whitespace_max: int) -> Source:
         raise InvalidRequest("grammar: the text holds a NUL character", param="grammar")
     if kind is GrammarKind.JSON_SCHEMA:
         schema = read_json(text)
+        _check_properties(schema, properties_max)
         hold(schema)
         return Source(kind, msgspec.json.encode(schema).decode())
     if kind is GrammarKind.STRUCTURAL_TAG:
+        _check_properties(read_json(text), properties_max)
         tags = read_tags(text, whitespace_max)
         return Source(kind, msgspec.json.encode(tags).decode())
     return Source(kind, text)
+
+
+def _check_properties(schema: Json, properties_max: int) -> None:
+    """Refuse a schema whose properties are too many: compiling takes the square of their number."""
+    count, parts = 0, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            properties = part.get("properties")
+            count += len(properties) if isinstance(properties, dict) else 0
+            parts += part.values()
+    if count > properties_max:
+        message = (
+            f"grammar: {count} properties, more than {properties_max} (grammar.properties_max)"
+        )
+        raise InvalidRequest(message, param="grammar")

@@ -8,23 +8,30 @@ import functools
 import os
 import sys
 import threading
+from collections import Counter
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
+from antiphon.model_worker.grammar.places import Places
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.wire.ids import TenantId
+
 T = TypeVar("T")
 
 LOST_MAX = 4
 """Compiles past their time that may still run: each holds memory, and a little of a core."""
+TENANT_LOST_MAX = 2
+"""The same of one tenant, so that it does not refuse the grammars of the others."""
 _NICE = 10
 _RETRY_AFTER_S = 5.0
 
 
 class CompileThreads:
-    """Runs at most `workers` jobs at once, each in a thread of its own.
+    """Runs at most `workers` jobs at once, each in a thread of its own; tenants take turns.
 
     No executor: a compile cannot be interrupted, and an executor's threads are waited for when the
     process ends. One that takes too long gives up its place and runs on, a few of them at most.
@@ -32,30 +39,27 @@ class CompileThreads:
 
     def __init__(self, workers: int, nice: int = _NICE) -> None:
         self._nice = nice
-        self._places = asyncio.Semaphore(workers)
-        self._lost = 0
+        self._places = Places(workers)
+        self._lost: Counter[TenantId] = Counter()
 
-    async def run(self, job: Callable[[], T], timeout_s: float) -> T:
+    async def run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
         """Run a job and return what it does.
 
         Raises:
             TimeoutError: It ran longer than `timeout_s`.
             Overloaded: It had no place for as long; or too many before it run on.
         """
-        if self._lost >= LOST_MAX:
+        if self._lost.total() >= LOST_MAX or self._lost[tenant] >= TENANT_LOST_MAX:
             raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._places.acquire()
-        except TimeoutError:
-            message = "too many grammars are being compiled"
-            raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
-        try:
-            return await self._run(job, timeout_s)
-        finally:
-            self._places.release()
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._places.place(tenant, timeout_s=timeout_s))
+            except TimeoutError:
+                message = "too many grammars are being compiled"
+                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+            return await self._run(job, timeout_s, tenant)
 
-    async def _run(self, job: Callable[[], T], timeout_s: float) -> T:
+    async def _run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         body = functools.partial(_body, job, done, loop, self._nice)
@@ -65,11 +69,13 @@ class CompileThreads:
                 return await asyncio.shield(done)
         finally:
             if not done.done():
-                self._lost += 1
-                done.add_done_callback(self._found)
+                self._lost[tenant] += 1
+                done.add_done_callback(functools.partial(self._found, tenant))
 
-    def _found(self, done: asyncio.Future[T]) -> None:
-        self._lost -= 1
+    def _found(self, tenant: TenantId, done: asyncio.Future[T]) -> None:
+        self._lost[tenant] -= 1
+        if not self._lost[tenant]:
+            del self._lost[tenant]
         done.exception()  # nobody waits for it any more
 
 

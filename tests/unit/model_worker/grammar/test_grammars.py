@@ -15,17 +15,20 @@ from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.batching.guide import Guide
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.places import WAITING_MAX, Places
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.output import Run
 from antiphon.testing.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 from antiphon.wire.grammar import Grammar, GrammarKind
-from antiphon.wire.ids import RequestId
+from antiphon.wire.ids import DEFAULT_TENANT, RequestId, TenantId
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+
+ACME, GLOBEX, INITECH = TenantId("acme"), TenantId("globex"), TenantId("initech")
 
 
 class Bench:
@@ -43,11 +46,11 @@ class Bench:
         self.opened += 1
         return self.compiler
 
-    async def guide(self, text: str) -> Guide:
-        return await self.grammars.guide(state_of(text))
+    async def guide(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> Guide:
+        return await self.grammars.guide(msgspec.structs.replace(state_of(text), tenant=tenant))
 
-    def ask(self, text: str) -> asyncio.Task[Guide]:
-        return self.group.create_task(self.guide(text))
+    def ask(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> asyncio.Task[Guide]:
+        return self.group.create_task(self.guide(text, tenant))
 
     async def until_begun(self) -> None:
         """Until a slow compile has begun."""
@@ -181,9 +184,9 @@ async def test_what_was_late_once_may_not_be_the_next_time() -> None:
 async def test_a_monster_is_compiled_ever_more_seldom() -> None:
     async with benched(workers=1, compile_timeout_s=0.02) as bench:
         waits: list[float] = []
-        for _ in range(4):
+        for tenant in (ACME, GLOBEX) * 2:
             with pytest.raises(Overloaded) as caught:
-                await bench.guide("slow")
+                await bench.guide("slow", tenant)
             assert caught.value.retry_after_s is not None
             waits.append(caught.value.retry_after_s)
             bench.now += waits[-1]
@@ -193,17 +196,100 @@ async def test_a_monster_is_compiled_ever_more_seldom() -> None:
 
 async def test_too_many_that_take_too_long_refuse_more_until_they_are_done() -> None:
     async with benched(compile_timeout_s=0.02) as bench:
-        for number in range(4):
+        for number, tenant in enumerate((ACME, ACME, GLOBEX, GLOBEX)):
             with pytest.raises(Overloaded, match="longer than"):
-                await bench.guide(f"slow{'a' * number}")
+                await bench.guide(f"slow{'a' * number}", tenant)
         with pytest.raises(Overloaded):
-            await bench.guide("b")
+            await bench.guide("b", INITECH)
         bench.compiler.released.set()
         async with asyncio.timeout(10):
             while True:
                 with contextlib.suppress(Overloaded):
                     assert first(await bench.guide("b")) == 4
                     return
+
+
+async def test_grammars_of_one_tenant_that_take_too_long_refuse_only_its_own() -> None:
+    async with benched(compile_timeout_s=0.02) as bench:
+        for number in range(2):
+            with pytest.raises(Overloaded, match="longer than"):
+                await bench.guide(f"slow{'a' * number}", ACME)
+        with pytest.raises(Overloaded, match="too many"):
+            await bench.guide("b", ACME)
+        assert first(await bench.guide("b", GLOBEX)) == 4
+
+
+async def test_small_grammar_of_a_tenant_waits_for_no_large_ones_of_another() -> None:
+    async with benched(workers=1) as bench:
+        large = [bench.ask(f"slow{'a' * number}", ACME) for number in range(8)]
+        await bench.until_begun()
+        assert first(await bench.guide("b", GLOBEX)) == 4
+        assert bench.compiler.compiled == {"slow": 1, "b": 1}
+        bench.compiler.released.set()
+        await asyncio.gather(*large)
+
+
+async def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
+    places, order = Places(1), list[str]()
+    events = [asyncio.Event() for _ in range(2)]
+
+    async def work(tenant: TenantId, name: str, until: asyncio.Event | None = None) -> None:
+        async with places.place(tenant, timeout_s=20):
+            order.append(name)
+            if until is not None:
+                await until.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for tenant, event in zip((ACME, GLOBEX), events, strict=True):
+            group.create_task(work(tenant, f"{tenant} 0", event))
+        await until(lambda: len(order) == 2)
+        for number in (1, 2, 3):
+            group.create_task(work(ACME, f"acme {number}"))
+        group.create_task(work(INITECH, "initech 1"))
+        left = group.create_task(work(INITECH, "initech 2"))
+        group.create_task(work(INITECH, "initech 3"))
+        group.create_task(work(GLOBEX, "globex 1"))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert len(order) == 2, "one place, and one for a tenant that has none"
+        for event in events:
+            event.set()
+    assert order[2:] == [
+        "acme 1", "initech 1", "globex 1", "acme 2", "initech 3", "acme 3",
+    ]  # fmt: skip
+    assert not places._running
+    assert not places._waiting
+
+
+async def test_tenant_may_have_only_so_many_grammars_waiting() -> None:
+    async with benched(workers=1) as bench:
+        asked = [bench.ask(f"slow{'a' * number}", ACME) for number in range(WAITING_MAX + 1)]
+        await bench.until_begun()
+        with pytest.raises(Overloaded, match="wait to be compiled"):
+            await bench.guide("b", ACME)
+        assert first(await bench.guide("b", GLOBEX)) == 4
+        bench.compiler.released.set()
+        await asyncio.gather(*asked)
+
+
+async def test_schema_with_too_many_properties_is_refused_before_it_is_compiled() -> None:
+    async with benched(properties_max=20) as bench:
+        inner = {"type": "object", "properties": {f"p{number}": True for number in range(10)}}
+        for count, refused in ((9, False), (10, True)):
+            outer = {f"o{number}": inner for number in range(count // 9)}
+            outer |= {f"x{number}": {"type": "string"} for number in range(count)}
+            text = msgspec.json.encode({"type": "object", "properties": outer}).decode()
+            grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+            sampling = SamplingParams(max_new_tokens=9, grammar=grammar)
+            state = msgspec.structs.replace(state_of("a"), sampling=sampling)
+            if refused:
+                with pytest.raises(InvalidRequest, match="21 properties, more than 20"):
+                    await bench.grammars.guide(state)
+                assert sum(bench.compiler.compiled.values()) == 1
+            else:
+                with contextlib.suppress(Exception):
+                    await bench.grammars.guide(state)
+                assert sum(bench.compiler.compiled.values()) == 1
 
 
 async def test_a_grammar_that_finds_no_place_may_come_again() -> None:
