@@ -292,9 +292,9 @@ async def test_what_is_wrong_is_a_clear_error(client: AsyncOpenAI) -> None:
             await client.responses.create(**asked)
         return caught.value
 
-    search = await refused(tools=[{"type": "web_search"}])
-    assert isinstance(search, openai.BadRequestError)
-    assert search.param == "tools[0].type"
+    nameless = await refused(tools=[{"type": "function"}])
+    assert isinstance(nameless, openai.BadRequestError)
+    assert nameless.param == "tools[0].name"
     too_long = await refused(input="word " * 20_000, stream=True)
     assert (too_long.status_code, too_long.param) == (400, "input")
     assert (await refused(model="other")).status_code == 404

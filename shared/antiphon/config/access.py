@@ -31,6 +31,14 @@ class AccessConfig(Config):
         Help("Key of an operator. Where it is set, no other one flushes, pauses or aborts."),
         Secret(),
     ] = ""
+    reasoning_key: Annotated[
+        Key,
+        Help(
+            "Secret that seals reasoning which clients of /v1/responses carry, the same at every "
+            "gateway; empty: api_key or admin_api_key, else one that lasts as long as the process."
+        ),
+        Secret(),
+    ] = ""
     keys_file: Annotated[
         str,
         Help(

@@ -40,10 +40,15 @@ BEGUN = web.RequestKey("begun", bool)
 REQUEST_ID = web.RequestKey("request_id", str)
 """Set on a request that is owned, so that its error names it too."""
 
+WARNINGS = web.RequestKey("warnings", list[str])
+"""Set on a request of which something was left out: each is told by a header."""
+
 _BODY_S = 60.0
 _LEAVE_S = 5.0
 IDLE_S = 75.0
 """How long a connection may wait for its next request, and take for its headers."""
+_WARNINGS_MAX = 16
+_WARNING_CHARACTERS_MAX = 256
 _TOO_MANY_HEADERS = "Too many headers received"
 """How the parser says that; it has no class of its own for it."""
 
@@ -137,11 +142,26 @@ def failure(error: EngineError, request: web.BaseRequest) -> web.Response:
     return response
 
 
+def warning(text: str) -> str:
+    """Write a header `Warning`: 299 is of any kind, and lasts."""
+    printable = text[:_WARNING_CHARACTERS_MAX].encode("ascii", "replace").decode()
+    safe = "".join(letter if letter.isprintable() else "?" for letter in printable)
+    quoted = safe.replace("\\", "\\\\").replace('"', '\\"')
+    return f'299 antiphon "{quoted}"'
+
+
+def warn(request: web.Request, texts: Iterable[str]) -> None:
+    """Tell the client of these by headers of the reply."""
+    request.setdefault(WARNINGS, []).extend(texts)
+
+
 async def _name(request: web.Request, response: web.StreamResponse) -> None:
     """Name the request by the header that its family has for that."""
     header = shape_of(request.path).id_header
     if header is not None and (request_id := request.get(REQUEST_ID)) is not None:
         response.headers[header] = request_id
+    for text in request.get(WARNINGS, [])[:_WARNINGS_MAX]:
+        response.headers.add(hdrs.WARNING, warning(text))
 
 
 class _Runner(web.AppRunner):

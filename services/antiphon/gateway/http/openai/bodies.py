@@ -208,6 +208,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"]
 
 
+Verbosity = Literal["low", "medium", "high"]
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -233,6 +236,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     reasoning_effort: Annotated[
         Effort | Annotated[float, Meta(ge=0, lt=1)] | None,
         _is("For the chat template; none also sets enable_thinking and thinking to false."),
+    ] = None
+    verbosity: Annotated[
+        Verbosity | None, _is("For the chat template, which may read it or not.")
     ] = None
     return_prompt_token_ids: Annotated[
         bool | None, _is("Tells the ids of the prompt in each choice.")

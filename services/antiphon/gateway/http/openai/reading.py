@@ -295,6 +295,8 @@ def _options(body: ChatBody) -> str | None:
         options["reasoning_effort"] = body.reasoning_effort
     if body.reasoning_effort == "none":
         options |= {"enable_thinking": False, "thinking": False}
+    if body.verbosity is not None:
+        options["verbosity"] = body.verbosity
     options |= body.chat_template_kwargs or {}
     return msgspec.json.encode(options).decode() if options else None
 

@@ -44,7 +44,6 @@ CHAT: Mapping[str, Refused] = {
     "web_search_options": Refused("there is no web search"),
     "store": Refused("chats are not stored", (False,)),
     "service_tier": Refused("there are no tiers", ("auto", "default")),
-    "verbosity": Refused("the model has no verbosity", ("medium",)),
 }
 
 COMPLETION: Mapping[str, Refused] = {

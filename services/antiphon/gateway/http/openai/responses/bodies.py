@@ -8,7 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.limits import Messages, Tools
-from antiphon.gateway.http.openai.bodies import Effort, Json, Sampled, TokensMax, TopLogprobs
+from antiphon.gateway.http.openai.bodies import (
+    Effort,
+    Json,
+    Sampled,
+    TokensMax,
+    TopLogprobs,
+    Verbosity,
+)
 
 METADATA_MAX = 16
 InputItems = Messages[Json]
@@ -46,7 +53,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the text is like."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +82,10 @@ class ResponsesBody(Sampled, frozen=True, kw_only=True):
     max_output_tokens: Annotated[
         TokensMax | None, _is("Longest answer; what the context leaves unless said.")
     ] = None
-    tools: Annotated[FunctionTools | None, _is("Functions that the model may call.")] = None
+    tools: Annotated[
+        FunctionTools | None,
+        _is("Functions, custom tools and namespaces; built-in tools are left out."),
+    ] = None
     tool_choice: Annotated[
         str | Json | None, _is("auto, none, required, or one function by its name.")
     ] = None
@@ -86,13 +96,14 @@ class ResponsesBody(Sampled, frozen=True, kw_only=True):
     reasoning: Annotated[ReasoningOptions | None, _is("How much the model thinks.")] = None
     include: Annotated[
         Annotated[list[str], Meta(max_length=64)] | None,
-        _is("What is told besides: `message.output_text.logprobs`."),
+        _is("What is told besides: `message.output_text.logprobs`, `reasoning.encrypted_content`."),
     ] = None
     top_logprobs: Annotated[
         TopLogprobs | None, _is("Tells log-probabilities, and of so many of the likeliest.")
     ] = None
     truncation: Annotated[
-        Literal["disabled", "auto"] | None, _is("What is too long is refused, not cut.")
+        Literal["disabled", "auto"] | None,
+        _is("`auto` leaves out the oldest items of what is too long; else it is refused."),
     ] = None
     metadata: Annotated[Metadata | None, _is("The client's labels; told with the response.")] = None
     user: Annotated[str | None, _is("The client's; told with the response.")] = None

@@ -49,11 +49,15 @@ def draft(
         safety_identifier=body.safety_identifier,
         store=store,
         temperature=sampling.temperature,
-        text=TextSaid(format=_format(body.text)),
+        text=TextSaid(
+            format=_format(body.text),
+            verbosity=(body.text or TextOptions()).verbosity or "medium",
+        ),
         tool_choice=body.tool_choice or "auto",
-        tools=list(said.tools),
+        tools=list(said.tools.told),
         top_logprobs=body.top_logprobs or 0,
         top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
     )
 

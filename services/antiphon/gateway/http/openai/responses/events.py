@@ -132,6 +132,22 @@ class ArgumentsDone(OfItem, frozen=True, kw_only=True, tag="response.function_ca
     arguments: str
 
 
+class CustomInputDelta(
+    OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    """More of a custom tool's input."""
+
+    delta: str
+
+
+class CustomInputDone(
+    OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+):
+    """All of a custom tool's input."""
+
+    input: str
+
+
 class Broken(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
     """The stream breaks off; the response goes on, and its events can be asked for again."""
 

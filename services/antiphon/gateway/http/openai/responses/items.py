@@ -82,7 +82,21 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     status: Status | None = None
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+
+class CustomCallItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool; `input` is text of any form."""
+
+    id: str | None = None
+    status: Status | None = None
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
 
 
 class CallOutputItem(
@@ -96,21 +110,46 @@ class CallOutputItem(
     output: str | Parts[InputText]
 
 
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallOutputItem(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    """What a call of a custom tool has come to."""
+
+    id: str | None = None
+    status: Status | None = None
+    call_id: str
+    output: str | list[InputText]
+
+
+Item = (
+    MessageItem | ReasoningItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem
+)
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 _KINDS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "reasoning": ReasoningItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CustomCallOutputItem,
 }
 _PREFIXES: Mapping[type[Item], str] = {
     MessageItem: "msg",
     ReasoningItem: "rs",
     CallItem: "fc",
     CallOutputItem: "fco",
+    CustomCallItem: "ctc",
+    CustomCallOutputItem: "ctco",
 }
+_BUILT_IN = frozenset(
+    {
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+        *("tool_search_call", "tool_search_output"),
+    }
+)
+"""What other servers' own tools leave in a conversation; the model is shown nothing of it."""
 _PARTS = {
     "content": ("input_text", "output_text", "refusal"),
     "output": ("input_text",),
@@ -138,10 +177,14 @@ def read_item(raw: Object, at: str) -> Item:
         for field, known in _PARTS.items():
             _check_parts(raw.get(field), known, f"{at}.{field}")
     item = decode(msgspec.json.encode(raw), kind, at)
-    if isinstance(item, ReasoningItem) and item.encrypted_content is not None:
-        text = f"{at}.encrypted_content: only thinking in plain text can be read here"
-        raise Unsupported(text, param=f"{at}.encrypted_content")
     return item if item.id else msgspec.structs.replace(item, id=new_id(kind))
+
+
+def left_out(raw: Object) -> str | None:
+    """The type of an item that tells of a built-in tool of another server; None: it is no such."""
+    name = raw.get("type")
+    kind: object = None if name is None else decode(name, object)
+    return kind if isinstance(kind, str) and kind in _BUILT_IN else None
 
 
 def text_of(content: str | list[Part] | list[InputText]) -> str:

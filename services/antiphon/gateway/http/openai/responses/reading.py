@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
@@ -11,7 +12,6 @@ import msgspec
 
 from antiphon.gateway.ask import Ask
 from antiphon.gateway.http.chats import plain
-from antiphon.gateway.http.fields import decode
 from antiphon.gateway.http.openai import reading
 from antiphon.gateway.http.openai.bodies import ChatBody, JsonSchemaFormat, ResponseFormat, Sampled
 from antiphon.gateway.http.openai.responses.bodies import (
@@ -25,10 +25,17 @@ from antiphon.gateway.http.openai.responses.items import (
     InputText,
     Item,
     MessageItem,
+    ReasoningItem,
+    ReasoningText,
+    left_out,
     new_id,
     read_item,
 )
-from antiphon.gateway.http.openai.responses.replies import FunctionTool
+from antiphon.gateway.http.openai.responses.tools import (
+    ResponseTools,
+    model_name,
+    read_response_tools,
+)
 from antiphon.gateway.http.openai.responses.turns import turns
 from antiphon.gateway.http.openai.speech import Hearing
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -41,17 +48,26 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.formats import Formats
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = {
-    "reasoning.encrypted_content": "thinking is told as it is, in items of type reasoning",
-    "message.input_image.image_url": "images are not read here",
-}
+SEALED = "reasoning.encrypted_content"
+_NOT_TOLD = frozenset(
+    {
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("message.input_image.image_url", "computer_call_output.output.image_url"),
+        "code_interpreter_call.outputs",
+    }
+)
+"""What is only of built-in tools and of images: there is none to tell of."""
 _CALLED: tuple[tuple[re.Pattern[str], str], ...] = (
     # What a chat calls it, and what a response does.
     (re.compile(r"^messages\[\d+\][\w.\[\]]*"), "input"),
-    (re.compile(r"^tools\[(\d+)\]\.function\b"), r"tools[\1]"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
     (re.compile(r"^response_format\b"), "text.format"),
 )
+
+
+_TOOL = re.compile(r"^tools\[(\d+)\](?:\.function\b)?")
+
+Unsealed = Callable[[str, str], str]
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,17 +77,19 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
         id: Of the response, and what its request is called.
         body: As it was sent.
         items: What is new in the conversation.
-        tools: As they are told again.
-        insists: Whether the client has said of one that it is strict; unsaid, they are, too.
+        tools: Those that it offers.
         logprobs: Whether log-probabilities are told.
+        sealed: Whether reasoning is told sealed, too.
+        warnings: What of the body was left out.
     """
 
     id: str
     body: ResponsesBody
     items: tuple[Item, ...]
-    tools: tuple[FunctionTool, ...]
-    insists: bool
+    tools: ResponseTools
     logprobs: bool
+    sealed: bool
+    warnings: tuple[str, ...]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,34 +99,43 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     hearing: Hearing
 
 
-def said(body: ResponsesBody) -> Said:
+def said(body: ResponsesBody, unsealed: Unsealed) -> Said:
     """Read all of a body that can be read without what came before it.
+
+    Args:
+        body: What was sent.
+        unsealed: Reads sealed reasoning; the second argument is where it stands.
 
     Raises:
         InvalidRequest: `param` names the field at fault.
     """
-    _check_options(body)
-    check_include(body.include or [])
+    _check_choice(body.tool_choice)
+    tools, include = read_response_tools(body.tools or []), body.include or []
+    items, item_warnings = _items(body.input, unsealed)
+    warnings = [*_options_left_out(body), *tools.warnings, *item_warnings, *check_include(include)]
     return Said(
         id=f"resp_{uuid4().hex}",
         body=body,
-        items=_items(body.input),
-        tools=tuple(_tool(tool, index) for index, tool in enumerate(body.tools or [])),
-        insists=any(_says_strict(tool) for tool in body.tools or []),
-        logprobs=bool(body.include or body.top_logprobs),
+        items=items,
+        tools=tools,
+        logprobs=LOGPROBS in include or bool(body.top_logprobs),
+        sealed=SEALED in include,
+        warnings=tuple(warnings),
     )
 
 
-def check_include(names: Sequence[str]) -> None:
-    """Refuse what cannot be told besides.
+def check_include(names: Sequence[str]) -> list[str]:
+    """Check what is to be told besides; return warnings of what there is none of.
 
     Raises:
-        Unsupported: Says which, and why.
+        InvalidRequest: It is not known.
     """
     for index, name in enumerate(names):
-        if name != LOGPROBS:
-            why = _INCLUDES.get(name, "there are no built-in tools")
-            raise Unsupported(f"include: '{name}': {why}", param=f"include[{index}]")
+        if name not in {LOGPROBS, SEALED} | _NOT_TOLD:
+            known = f"{LOGPROBS} and {SEALED} are"
+            text = f"include: '{name}' is not known; {known}"
+            raise InvalidRequest(text, param=f"include[{index}]")
+    return [f"include: there is no {name}" for name in names if name in _NOT_TOLD]
 
 
 def asked(said: Said, items: Sequence[Item], formats: Formats) -> Asked:
@@ -118,8 +145,8 @@ def asked(said: Said, items: Sequence[Item], formats: Formats) -> Asked:
         InvalidRequest: `param` names the field at fault.
     """
     body = said.body
-    with _called_otherwise():
-        posted = reading.chat(_chat(said, items), formats, insists=said.insists)
+    with _called_otherwise(said.tools.places):
+        posted = reading.chat(_chat(said, items), formats, insists=said.tools.insists)
     (ask,) = posted.asks
     forms = {"response_format": "text.format"}
     ask = msgspec.structs.replace(
@@ -145,82 +172,87 @@ def _chat(said: Said, items: Sequence[Item]) -> ChatBody:
         logprobs=said.logprobs,
         top_logprobs=body.top_logprobs,
         response_format=_form((body.text or TextOptions()).format),
-        tools=[_chat_tool(tool) for tool in said.tools] or None,
-        tool_choice=body.tool_choice,
+        tools=list(said.tools.chat) or None,
+        tool_choice=_choice(body.tool_choice, said.tools),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=reasoning.effort,
+        verbosity=(body.text or TextOptions()).verbosity,
         chat_template_kwargs=body.chat_template_kwargs,
     )
 
 
-def _items(given: str | list[Json]) -> tuple[Item, ...]:
+def _items(given: str | list[Json], unsealed: Unsealed) -> tuple[tuple[Item, ...], Sequence[str]]:
+    """The items of an input, and warnings of those that were left out."""
     if isinstance(given, str):
         content = [InputText(text=given)]
-        return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),)
+        return (MessageItem(id=new_id(MessageItem), role="user", content=list(content)),), ()
     if not given:
         raise InvalidRequest("input: a conversation has items", param="input")
-    return tuple(read_item(item, f"input[{index}]") for index, item in enumerate(given))
+    items: list[Item] = []
+    warnings: list[str] = []
+    for index, raw in enumerate(given):
+        at = f"input[{index}]"
+        kind = left_out(raw)
+        if kind is not None:
+            warnings.append(f"{at} was left out: the model is shown no {kind}")
+            continue
+        items.append(_unsealed(read_item(raw, at), unsealed, at))
+    return tuple(items), warnings
 
 
-def _check_options(body: ResponsesBody) -> None:
-    """Refuse values that are known and not served, of fields that are."""
-    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+def _unsealed(item: Item, unsealed: Unsealed, at: str) -> Item:
+    """Put the reasoning that a client has carried where the model reads it."""
+    if not isinstance(item, ReasoningItem) or item.encrypted_content is None:
+        return item
+    text = unsealed(item.encrypted_content, f"{at}.encrypted_content")
+    return msgspec.structs.replace(item, content=[ReasoningText(text=text)])
+
+
+def _options_left_out(body: ResponsesBody) -> list[str]:
+    """Warnings of options that change nothing here."""
+    reasoning = body.reasoning or ReasoningOptions()
     stream = body.stream_options or ResponsesStreamOptions()
-    no_summary = "the model writes no summaries; its thinking is told as it is"
-    for field, value, neutral, why in (
-        ("truncation", body.truncation, "disabled", "what is too long is refused, not cut"),
-        ("service_tier", body.service_tier, "default", "there are no tiers"),
-        ("text.verbosity", text.verbosity, "medium", "the model has no verbosity"),
-        ("reasoning.summary", reasoning.summary, "auto", no_summary),
-        ("reasoning.generate_summary", reasoning.generate_summary, "auto", no_summary),
-        (
-            "stream_options.include_obfuscation",
-            stream.include_obfuscation,
-            False,
-            "streams are not padded",
-        ),
-    ):
-        if value not in (None, neutral) and (field, value) != ("service_tier", "auto"):
-            raise Unsupported(f"{field}: {why}", param=field)
-    _check_choice(body.tool_choice)
+    summary = reasoning.summary or reasoning.generate_summary
+    return [
+        warning
+        for applies, warning in (
+            (
+                body.service_tier not in (None, "auto", "default"),
+                "service_tier: there is one tier",
+            ),
+            (
+                summary not in (None, "auto"),
+                "reasoning.summary: the model writes none; its thinking is told as it is",
+            ),
+            (bool(stream.include_obfuscation), "stream_options: streams are not padded"),
+        )
+        if applies
+    ]
 
 
 def _check_choice(choice: str | Json | None) -> None:
     if not isinstance(choice, dict):
         return
     kind = plain(choice.get("type"), "tool_choice.type")
-    if kind != "function":
-        text = f"tool_choice.type: only 'function' is supported, not {kind!r}"
+    if kind not in ("function", "custom"):
+        text = f"tool_choice.type: 'function' and 'custom' are supported, not {kind!r}"
         raise Unsupported(text, param="tool_choice.type")
 
 
-def _tool(raw: Json, index: int) -> FunctionTool:
-    at = f"tools[{index}]"
-    tool = cast("dict[str, object]", plain(raw, at))
-    kind = tool.get("type")
-    if kind != "function":
-        text = f"{at}.type: only tools of type 'function' are supported: there is no {kind!r} here"
-        raise Unsupported(text, param=f"{at}.type")
-    tool["strict"] = tool.get("strict") is not False
-    return decode(msgspec.json.encode(tool), FunctionTool, at)
-
-
-def _says_strict(raw: Json) -> bool:
-    tool = plain(raw, "tools")
-    return isinstance(tool, dict) and tool.get("strict") is True
-
-
-def _chat_tool(tool: FunctionTool) -> Json:
-    """As chats write it."""
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    given = {name: value for name, value in function.items() if value is not None}
-    whole = {"type": "function", "function": given}
-    return msgspec.json.decode(msgspec.json.encode(whole), type=dict[str, msgspec.Raw])
+def _choice(choice: str | Json | None, tools: ResponseTools) -> str | Json | None:
+    """As chats write it, with the name that the model sees."""
+    if not isinstance(choice, dict):
+        return choice
+    said = cast("dict[str, object]", plain(choice, "tool_choice"))
+    name, namespace = said.get("name"), said.get("namespace")
+    if isinstance(name, str):
+        within = namespace if isinstance(namespace, str) else None
+        seen = model_name(name, within)
+        names = [model for model, each in tools.targets.items() if each.name == name]
+        if seen not in tools.targets and len(names) == 1:
+            (seen,) = names
+        said = {"type": "function", "name": seen}
+    return msgspec.json.decode(msgspec.json.encode(said), type=dict[str, msgspec.Raw])
 
 
 def _form(given: TextFormat | None) -> ResponseFormat | None:
@@ -232,17 +264,17 @@ def _form(given: TextFormat | None) -> ResponseFormat | None:
 
 
 @contextmanager
-def _called_otherwise() -> Generator[None]:
-    """Name fields as responses call them in what a chat refuses."""
+def _called_otherwise(places: Sequence[str]) -> Generator[None]:
+    """Name fields as responses call them in what a chat refuses; `places` are those of tools."""
     try:
         yield
     except InvalidRequest as error:
-        error.param = None if error.param is None else _renamed(error.param)
-        error.message = _renamed(error.message)
+        error.param = None if error.param is None else _renamed(error.param, places)
+        error.message = _renamed(error.message, places)
         raise
 
 
-def _renamed(text: str) -> str:
+def _renamed(text: str, places: Sequence[str]) -> str:
     for pattern, name in _CALLED:
         text = pattern.sub(name, text)
-    return text
+    return _TOOL.sub(lambda found: places[int(found[1])], text)

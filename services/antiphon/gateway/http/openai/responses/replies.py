@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.http.openai.bodies import Effort, Json
+from antiphon.gateway.http.openai.bodies import Effort, Json, Verbosity
 from antiphon.gateway.http.openai.responses.items import Item, OutputItem
+from antiphon.gateway.http.openai.responses.tools import ResponseTool
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Usage
@@ -52,15 +53,6 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool = True
-
-
 class ReasoningSaid(msgspec.Struct, frozen=True, kw_only=True):
     """What was said of the thinking."""
 
@@ -72,7 +64,7 @@ class TextSaid(msgspec.Struct, frozen=True, kw_only=True):
     """What was said of the text; a format as it was sent."""
 
     format: Json
-    verbosity: Literal["medium"] = "medium"
+    verbosity: Verbosity = "medium"
 
 
 class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,10 +94,10 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     text: TextSaid
     tool_choice: str | Json
-    tools: list[FunctionTool]
+    tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["disabled", "auto"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
 

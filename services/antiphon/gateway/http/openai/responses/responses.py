@@ -16,11 +16,14 @@ from antiphon.gateway.http.openai.responses.reading import asked, check_include,
 from antiphon.gateway.http.openai.responses.records import Record, Records
 from antiphon.gateway.http.openai.responses.refused import RESPONSES
 from antiphon.gateway.http.openai.responses.replies import ItemList, ResponseDeleted, ResponseReply
+from antiphon.gateway.http.openai.responses.seals import Seals
+from antiphon.gateway.http.openai.responses.shortening import TRIES_MAX, shortened
 from antiphon.gateway.http.openai.responses.voice import ResponseVoice
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.server import warn
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.wire.errors import InvalidRequest, UnknownResponse, Unsupported
+from antiphon.wire.errors import InvalidRequest, PromptTooLong, UnknownResponse, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.openai.responses.items import Item
     from antiphon.gateway.http.openai.responses.reading import Said
     from antiphon.gateway.http.openai.responses.voice import Keep
+    from antiphon.gateway.parsing.formats import Formats
     from antiphon.gateway.stream import Stream
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName, TenantId
@@ -61,6 +65,7 @@ class Responses:
         self._runtime = runtime
         self._model = model
         self._records = Records(runtime)
+        self._seals = Seals(runtime.settings.access)
         self._cancelling = Cancelling(runtime, entrance, self._records)
 
     def operations(self) -> list[Operation]:
@@ -116,14 +121,46 @@ class Responses:
         formats = await formats_of(
             self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
         )
-        heard = await self._answering.read(request, ResponsesBody, said, RESPONSES)
-        body, tenant = heard.body, tenant_of(request)
+        tenant = tenant_of(request)
+
+        def unsealed(sealed: str, at: str) -> str:
+            return self._seals.open(sealed, tenant, at)
+
+        heard = await self._answering.read(
+            request, ResponsesBody, lambda body: said(body, unsealed), RESPONSES
+        )
+        body = heard.body
+        warn(request, heard.warnings)
         kept = await self._records.wanted(body)
         items = [*await self._before(tenant, heard), *heard.items]
         if kept:
             self._records.check_size(items)
+        shown = items
+        for _ in range(TRIES_MAX if body.truncation == "auto" else 0):
+            try:
+                return await self._answer(request, heard, items, shown, formats, kept=kept)
+            except PromptTooLong as error:
+                shorter = shortened(shown, error)
+                if shorter is None:
+                    raise
+                warn(request, [f"input: {len(shown) - len(shorter)} items were left out"])
+                shown = shorter
+        return await self._answer(request, heard, items, shown, formats, kept=kept)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        heard: Said,
+        items: list[Item],
+        shown: list[Item],
+        formats: Formats,
+        *,
+        kept: bool,
+    ) -> web.StreamResponse:
+        """Answer a conversation, of which the model is shown a part."""
+        body, tenant = heard.body, tenant_of(request)
         # The conversation may be long, whatever the length of this body.
-        asking = await self._answering.apart(lambda: asked(heard, items, formats))
+        asking = await self._answering.apart(lambda: asked(heard, shown, formats))
         ask = await marked(asking.ask, self._tokenizers)
 
         async def voice(streams: Sequence[Stream]) -> ResponseVoice:
@@ -135,6 +172,8 @@ class Responses:
                 logprobs=heard.logprobs,
                 now=self._now,
                 keep=self._keeping(tenant, heard, items, stream) if kept else None,
+                targets=heard.tools.targets,
+                seal=(lambda text: self._seals.seal(text, tenant)) if heard.sealed else None,
             )
 
         if body.background:
@@ -160,7 +199,7 @@ class Responses:
         return json_reply(voice.response)
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
-        check_include(request.query.getall("include", []))
+        warn(request, check_include(request.query.getall("include", [])))
         record = await self._found(request)
         if request.query.get("stream") != "true":
             return json_reply(record.response)
@@ -179,7 +218,7 @@ class Responses:
         return json_reply(record.response)
 
     async def _input_items(self, request: web.Request) -> web.StreamResponse:
-        check_include(request.query.getall("include", []))
+        warn(request, check_include(request.query.getall("include", [])))
         record = await self._found(request)
         return json_reply(page_of(record.items, request.query))
 

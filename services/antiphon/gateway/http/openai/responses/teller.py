@@ -10,6 +10,8 @@ from antiphon.gateway.http.openai.logprobs import TokenLogprob
 from antiphon.gateway.http.openai.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
     ItemAdded,
     ItemDone,
     PartAdded,
@@ -21,6 +23,7 @@ from antiphon.gateway.http.openai.responses.events import (
 )
 from antiphon.gateway.http.openai.responses.items import (
     CallItem,
+    CustomCallItem,
     MessageItem,
     OutputItem,
     OutputText,
@@ -28,6 +31,7 @@ from antiphon.gateway.http.openai.responses.items import (
     ReasoningText,
     new_id,
 )
+from antiphon.gateway.http.openai.responses.tools import ToolTarget, custom_input
 from antiphon.gateway.parsing.events import (
     CallArguments,
     CallBegin,
@@ -38,11 +42,12 @@ from antiphon.gateway.parsing.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from antiphon.gateway.http.openai.responses.events import ResponseEvent
     from antiphon.gateway.http.openai.responses.items import Status
 
+_NO_TARGETS: Mapping[str, ToolTarget] = {}
 _NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
 
@@ -73,10 +78,23 @@ class Teller:
         items: Those that are over.
     """
 
-    def __init__(self, number: Callable[[], int]) -> None:
-        """Nothing was said yet; `number` gives the next sequence number."""
+    def __init__(
+        self,
+        number: Callable[[], int],
+        targets: Mapping[str, ToolTarget] = _NO_TARGETS,
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
+        """Nothing was said yet.
+
+        Args:
+            number: Gives the next sequence number.
+            targets: What the tools are to the client, by the names that the model sees.
+            seal: Seals reasoning that the client carries; None: it is not asked for.
+        """
         self.items: list[OutputItem] = []
         self._number = number
+        self._targets = targets
+        self._seal = seal
         self._open: _Open | None = None
 
     def hear(
@@ -89,17 +107,12 @@ class Teller:
             case Reasoning(text):
                 yield from self._reasoning(text)
             case CallBegin():
-                item = CallItem(
-                    id=new_id(CallItem),
-                    status="in_progress",
-                    call_id=event.id,
-                    name=event.name,
-                    arguments="",
-                )
-                yield from self._begin(item)
+                yield from self._begin(self._call(event))
             case CallArguments():
                 told = self._told()
                 told.pieces.append(event.text)
+                if isinstance(told.item, CustomCallItem):
+                    return  # the input is a string inside: it is told once it is whole
                 yield ArgumentsDelta(
                     sequence_number=self._number(),
                     item_id=told.id,
@@ -136,7 +149,10 @@ class Teller:
                     text=told.text,
                 )
                 yield self._part_done(told, thought)
-                done = msgspec.structs.replace(told.item, status=status, content=[thought])
+                sealed = None if self._seal is None else self._seal(told.text)
+                done = msgspec.structs.replace(
+                    told.item, status=status, content=[thought], encrypted_content=sealed
+                )
             case CallItem():
                 yield ArgumentsDone(
                     sequence_number=self._number(),
@@ -146,8 +162,42 @@ class Teller:
                     arguments=told.text,
                 )
                 done = msgspec.structs.replace(told.item, status=status, arguments=told.text)
+            case CustomCallItem():
+                text = custom_input(told.text)
+                yield from self._input(told, text)
+                done = msgspec.structs.replace(told.item, status=status, input=text)
         self.items.append(done)
         yield ItemDone(sequence_number=self._number(), output_index=told.index, item=done)
+
+    def _call(self, event: CallBegin) -> CallItem | CustomCallItem:
+        """A call as the client knows the tool."""
+        target = self._targets.get(event.name) or ToolTarget(event.name)
+        if target.custom:
+            return CustomCallItem(
+                id=new_id(CustomCallItem),
+                status="in_progress",
+                call_id=event.id,
+                name=target.name,
+                namespace=target.namespace,
+                input="",
+            )
+        return CallItem(
+            id=new_id(CallItem),
+            status="in_progress",
+            call_id=event.id,
+            name=target.name,
+            namespace=target.namespace,
+            arguments="",
+        )
+
+    def _input(self, told: _Open, text: str) -> Iterator[ResponseEvent]:
+        """The input of a custom tool."""
+        yield CustomInputDelta(
+            sequence_number=self._number(), item_id=told.id, output_index=told.index, delta=text
+        )
+        yield CustomInputDone(
+            sequence_number=self._number(), item_id=told.id, output_index=told.index, input=text
+        )
 
     def _content(self, text: str, logprobs: Sequence[TokenLogprob]) -> Iterator[ResponseEvent]:
         if self._open is None or not isinstance(self._open.item, MessageItem):

@@ -10,10 +10,13 @@ from antiphon.gateway.http.openai.bodies import FunctionCall, ToolCall, Turn
 from antiphon.gateway.http.openai.responses.items import (
     CallItem,
     CallOutputItem,
+    CustomCallItem,
+    CustomCallOutputItem,
     MessageItem,
     ReasoningItem,
     text_of,
 )
+from antiphon.gateway.http.openai.responses.tools import custom_arguments, model_name
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -49,7 +52,7 @@ def turns(items: Sequence[Item], instructions: str | None) -> list[Turn]:
     growing: _Growing | None = None
     called: set[str] = set()
     for item in items:
-        if isinstance(item, CallItem):
+        if isinstance(item, CallItem | CustomCallItem):
             called.add(item.call_id)
         if _said_by_model(item):
             if growing is None or not _fits(growing, item):
@@ -68,14 +71,14 @@ def _closed(growing: _Growing | None) -> list[Turn]:
 
 
 def _said_by_model(item: Item) -> bool:
-    return isinstance(item, ReasoningItem | CallItem) or (
+    return isinstance(item, ReasoningItem | CallItem | CustomCallItem) or (
         isinstance(item, MessageItem) and item.role == "assistant"
     )
 
 
 def _fits(growing: _Growing, item: Item) -> bool:
     """Whether it follows in the order that templates write: thinking, content, calls."""
-    if isinstance(item, CallItem):
+    if isinstance(item, CallItem | CustomCallItem):
         return True
     if growing.calls or growing.content is not None:
         return False
@@ -90,14 +93,19 @@ def _add(growing: _Growing, item: Item) -> None:
         case MessageItem():
             growing.content = text_of(item.content)
         case CallItem():
-            function = FunctionCall(name=item.name, arguments=item.arguments or "{}")
+            name = model_name(item.name, item.namespace)
+            function = FunctionCall(name=name, arguments=item.arguments or "{}")
             growing.calls.append(ToolCall(id=item.call_id, function=function))
-        case CallOutputItem():
+        case CustomCallItem():
+            name = model_name(item.name, item.namespace)
+            function = FunctionCall(name=name, arguments=custom_arguments(item.input))
+            growing.calls.append(ToolCall(id=item.call_id, function=function))
+        case CallOutputItem() | CustomCallOutputItem():
             raise AssertionError("no output of a call is the model's")
 
 
 def _turn(item: Item, called: set[str]) -> Turn:
-    if isinstance(item, CallOutputItem):
+    if isinstance(item, CallOutputItem | CustomCallOutputItem):
         if item.call_id not in called:
             text = f"there is no call with the call_id '{item.call_id}' before its output"
             raise InvalidRequest(text, param="input")

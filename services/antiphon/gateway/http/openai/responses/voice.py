@@ -34,13 +34,14 @@ from antiphon.wire.base import FinishReason
 from antiphon.wire.details import join_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from antiphon.gateway.chorus import Answer
     from antiphon.gateway.http.openai.logprobs import TokenLogprob
     from antiphon.gateway.http.openai.responses.events import ResponseEvent
     from antiphon.gateway.http.openai.responses.items import Status
     from antiphon.gateway.http.openai.responses.replies import ResponseReply, State
+    from antiphon.gateway.http.openai.responses.tools import ToolTarget
     from antiphon.gateway.http.openai.speech import Hearing
     from antiphon.wire.base import Usage
     from antiphon.wire.details import DetailPiece
@@ -74,6 +75,8 @@ class ResponseVoice(Voice):
         logprobs: bool,
         now: Callable[[], int],
         keep: Keep | None = None,
+        targets: Mapping[str, ToolTarget],
+        seal: Callable[[str], str] | None = None,
     ) -> None:
         """Nothing was said yet.
 
@@ -84,6 +87,8 @@ class ResponseVoice(Voice):
             logprobs: Whether log-probabilities are told.
             now: Seconds since 1970.
             keep: Keeps the response as it stands; None: it is not kept.
+            targets: What the tools are to the client, by the names that the model sees.
+            seal: Seals reasoning that the client carries; None: it is not asked for.
         """
         self.response = begun
         self._now = now
@@ -94,7 +99,7 @@ class ResponseVoice(Voice):
         self._reason = FinishReason.STOP
         self._speech = Speech(hearing, inside=inside)
         self._numbers = itertools.count()
-        self._teller = Teller(self._number)
+        self._teller = Teller(self._number, targets, seal)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """The response, ended."""
