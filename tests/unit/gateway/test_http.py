@@ -107,7 +107,7 @@ async def test_chat_stream_has_role_text_end_usage_and_done_in_this_order() -> N
     assert chunks[1]["choices"][0]["delta"] == {"content": "Hel", "reasoning_content": None}
     assert chunks[-2]["choices"][0] == {
         "index": 0,
-        "delta": {},
+        "delta": {"reasoning_content": None},
         "logprobs": None,
         "finish_reason": "stop",
         "matched_stop": 2,

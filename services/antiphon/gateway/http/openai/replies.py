@@ -89,8 +89,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[CallBody] | UnsetType = UNSET
 
 
-class NoDelta(msgspec.Struct, frozen=True):
-    """Nothing more: the choice has ended."""
+class NoDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing more: the choice has ended. Clients of SGLang's read `reasoning_content` here too."""
+
+    reasoning_content: None = None
+    hidden_states: list[list[float]] | UnsetType = UNSET
 
 
 class Extras(msgspec.Struct, frozen=True, kw_only=True):
