@@ -392,8 +392,12 @@ async def test_a_last_message_of_the_assistant_begins_the_answer(at: House) -> N
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
         ({"output_config": {"task_budget": {"total": 1}}}, "output_config.task_budget"),
         ({"container": "c"}, "container"),
-        ({"speed": "fast"}, "speed"),
-        ({"context_management": {"edits": [{"type": "x"}]}}, "context_management"),
+        ({"mcp_servers": [{"name": "m"}]}, "mcp_servers"),
+        ({"compaction": {"type": "x"}}, "compaction"),
+        (
+            {"context_management": {"edits": [{"type": "compact_20260112"}]}},
+            "context_management.edits[0].type",
+        ),
     ],
 )
 async def test_a_bad_request_is_told_in_one_shape_and_names_the_field(
@@ -642,3 +646,57 @@ async def test_a_strict_tool_that_nothing_can_hold_is_refused() -> None:
         assert status == 400
         message = cast("dict[str, str]", reply["error"])["message"]
         assert message.startswith("tools[0].strict: no grammar writes calls in the form llama3")
+
+
+async def test_beta_fields_that_change_nothing_are_ignored_with_a_warning(at: House) -> None:
+    body = HELLO | {
+        "thread": {"type": "create"},
+        "speed": "fast",
+        "billing_policy": {"type": "billing_policy"},
+        "diagnostics": {"previous_message_id": "m"},
+        "fallbacks": [{"model": "other"}],
+        "fallback_credit_token": "t",
+        "user_profile_id": "u",
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    }
+    for path, said in ((MESSAGES, body), (f"{MESSAGES}/count_tokens", body)):
+        status, reply, headers = await post(at, path, said)
+        assert status == 200, reply
+        warnings = headers.getall("Warning")  # pyright: ignore[reportAttributeAccessIssue]
+        named = {each.split('"')[1].split(" ")[0] for each in warnings}
+        assert named == set(body) - set(HELLO)
+
+
+async def test_tool_runner_of_the_beta_runs_its_tool(thinker: House) -> None:
+    ran: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: Where.
+        """
+        ran.append(city)
+        thinker.cluster.script = ("Sunny", ".")
+        return "sunny"
+
+    thinker.cluster.script = (
+        '<tool_call>\n{"name": "get_weather", "arg',
+        'uments": {"city": "Paris"}}\n</tool_call>',
+        "",
+    )
+    async with client(thinker) as opened:
+        runner = opened.beta.messages.tool_runner(
+            model=MODEL,
+            max_tokens=16,
+            tools=[get_weather],
+            messages=[{"role": "user", "content": "Weather?"}],
+        )
+        message = await runner.until_done()
+    assert ran == ["Paris"]
+    assert message.content[0].type == "text"
+    assert message.content[0].text == "Sunny."
+    last = thinker.cluster.encodes[-1].messages
+    assert last is not None
+    assert [turn.role for turn in last] == ["user", "assistant", "tool"]

@@ -27,7 +27,7 @@ from antiphon.gateway.http.openai.responses.events import (
     TextDelta,
     TextDone,
 )
-from antiphon.gateway.http.openai.responses.items import CallItem, MessageItem, ReasoningItem
+from antiphon.gateway.http.openai.responses.items import CallItem, CustomCallItem, OutputItem
 from antiphon.gateway.http.openai.responses.teller import Teller
 from antiphon.gateway.parsing.events import (
     CallArguments,
@@ -404,7 +404,7 @@ class Follower:
         self.part = False
         self.grown = ""
         self.closed: str | None = None
-        self.done: list[MessageItem | ReasoningItem | CallItem] = []
+        self.done: list[OutputItem] = []
 
     def follow(self, event: ResponseEvent) -> None:
         match event:
@@ -446,6 +446,8 @@ def _texts(teller: Teller) -> list[tuple[str, str]]:
     for item in teller.items:
         if isinstance(item, CallItem):
             told.append(("call", item.arguments))
+        elif isinstance(item, CustomCallItem):
+            told.append(("call", item.input))
         else:
             assert item.content is not None
             assert not isinstance(item.content, str)

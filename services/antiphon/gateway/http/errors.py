@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SERVER_ERROR = 500
+_ERROR_CODE = "error_code"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,10 +38,14 @@ class ErrorEnvelope(msgspec.Struct, frozen=True):
 
 
 class MessagesError(msgspec.Struct, frozen=True):
-    """What went wrong; the message begins with the field at fault, if one is."""
+    """What went wrong; the message begins with the field at fault, if one is.
+
+    `details` says what the SDKs act on, as that a thread is not held here.
+    """
 
     type: str
     message: str
+    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
@@ -95,7 +100,9 @@ def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErr
         text = f"{error.param}: {text}"
     fallback = "api_error" if error.status >= _SERVER_ERROR else "invalid_request_error"
     kind = _MESSAGES_TYPES.get(_messages_status(error), fallback)
-    return MessagesErrorEnvelope("error", MessagesError(kind, text), request_id)
+    code = error.details.get(_ERROR_CODE)
+    details = msgspec.UNSET if code is None else {_ERROR_CODE: code}
+    return MessagesErrorEnvelope("error", MessagesError(kind, text, details), request_id)
 
 
 def plain(error: EngineError) -> PlainError:

@@ -161,6 +161,19 @@ class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True):
     user_id: str | None = None
 
 
+class Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation that the server holds; there are none here."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
+class ContextManagement(msgspec.Struct, frozen=True, kw_only=True):
+    """How a conversation is shortened before the model reads it."""
+
+    edits: list[Json] | None = None
+
+
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     """What messages and their count share."""
 
@@ -184,6 +197,23 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True):
     output_format: Annotated[
         OutputFormat | None, _is("The older name of `output_config.format`.")
     ] = None
+    thread: Annotated[
+        Thread | None, _is("`create` is ignored: nothing is held. There is nothing to `continue`.")
+    ] = None
+    context_management: Annotated[
+        ContextManagement | None,
+        _is("Ignored: the conversation is used as it is sent. Compaction is refused."),
+    ] = None
+    speed: Annotated[Literal["standard", "fast"] | None, _is("Ignored: there is one speed.")] = None
+    billing_policy: Annotated[Json | None, _is("Ignored: nothing is billed.")] = None
+    diagnostics: Annotated[
+        Json | None, _is("Ignored: what earlier requests had in common is not kept.")
+    ] = None
+    fallbacks: Annotated[Json | list[Json] | str | None, _is("Ignored: one model is served.")] = (
+        None
+    )
+    fallback_credit_token: Annotated[Json | str | None, _is("Ignored: one model is served.")] = None
+    user_profile_id: Annotated[str | None, _is("Ignored: a label.")] = None
     cache_control: Annotated[
         Json | None, _is("Changes nothing: prefixes are found in the cache without marks.")
     ] = None

@@ -12,7 +12,7 @@ from antiphon.gateway.http.budgets import budgeted
 from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
-from antiphon.gateway.http.server import REQUEST_ID
+from antiphon.gateway.http.server import REQUEST_ID, warn
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.service.deadline import deadline_in
 from antiphon.wire.codec import id_count
@@ -97,6 +97,7 @@ class Messages:
             return reading.messages(body, formats)
 
         posted = await self._answering.read(request, MessagesBody, make, refused.MESSAGES)
+        warn(request, posted.warnings)
         ask = await marked(posted.ask, self._tokenizers)
         if posted.budget is not None:
             ask = await budgeted(
@@ -115,11 +116,13 @@ class Messages:
     async def _count(self, request: web.Request) -> web.Response:
         formats = await self._formats()
 
-        def make(body: CountBody) -> Ask:
+        def make(body: CountBody) -> tuple[Ask, list[str]]:
             _check_version(request)
-            return reading.prompt(body, formats)
+            warnings = reading.left_out(body)
+            return reading.prompt(body, formats), warnings
 
-        ask = await self._answering.read(request, CountBody, make, refused.COUNT)
+        ask, warnings = await self._answering.read(request, CountBody, make, refused.COUNT)
+        warn(request, warnings)
         if ask.model not in (None, self._model):
             raise UnknownModel.of(str(ask.model))
         request[REQUEST_ID] = request_id = new_request_id()

@@ -8,7 +8,11 @@ import msgspec
 
 from antiphon.gateway.ask import Ask, Sampling, Thinking
 from antiphon.gateway.http.anthropic.blocks import Display
-from antiphon.gateway.http.anthropic.bodies import OutputConfig, ThinkingBody
+from antiphon.gateway.http.anthropic.bodies import (
+    ContextManagement,
+    OutputConfig,
+    ThinkingBody,
+)
 from antiphon.gateway.http.anthropic.turns import begun, conversation
 from antiphon.gateway.http.chats import held, plain, shown, tool_plan
 from antiphon.gateway.http.forms import one_form
@@ -58,12 +62,14 @@ class Posted(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         budget: After how many tokens the thinking is ended; None: never.
+        warnings: What of the body is ignored.
     """
 
     ask: Ask
     stream: bool
     telling: Telling
     budget: int | None
+    warnings: list[str]
 
 
 def messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> Posted:
@@ -72,6 +78,8 @@ def messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> Posted:
     Raises:
         InvalidRequest: `param` names the field at fault.
     """
+    # First: what goes on from a thread brings only what is new, and that by itself is malformed.
+    warnings = left_out(body)
     plan, form = _plan(body, formats), _form(body)
     ask = msgspec.structs.replace(
         _prompt(body, plan, formats.reasoning, door="messages"),
@@ -98,6 +106,7 @@ def messages(body: MessagesBody, formats: Formats = NO_FORMATS) -> Posted:
             tokens_max=body.max_tokens, hearing=hearing, display=_display(body.thinking)
         ),
         budget=_budget(body.thinking, body.max_tokens),
+        warnings=warnings,
     )
 
 
@@ -125,6 +134,42 @@ def _prompt(
         thinking=None if reasoning is None else Thinking(format=reasoning, switched=switched),
         model_defaults=True,
     )
+
+
+def left_out(body: PromptBody) -> list[str]:
+    """Warnings of fields of Anthropic's betas that change nothing here.
+
+    Raises:
+        InvalidRequest: The conversation goes on from one that would have to be held here.
+        Unsupported: It is to be summarised.
+    """
+    if body.thread is not None and body.thread.type == "continue":
+        raise InvalidRequest(
+            "conversations are not held here: send all of the messages",
+            param="thread.previous_message_id",
+            details={"error_code": "thread_not_found"},
+        )
+    edits = (body.context_management or ContextManagement()).edits or []
+    for index, edit in enumerate(edits):
+        kind = plain(edit.get("type"), f"context_management.edits[{index}].type")
+        if not isinstance(kind, str) or not kind.startswith("clear_"):
+            at = f"context_management.edits[{index}].type"
+            raise Unsupported("conversations are not summarised here", param=at)
+    kept = all(plain(edit.get("keep"), "context_management") == "all" for edit in edits)
+    return [
+        f"{field} is ignored: {why}"
+        for field, applies, why in (
+            ("thread", body.thread is not None, "nothing is held; send all of the messages"),
+            ("context_management", not kept, "the conversation is used as it is sent"),
+            ("speed", body.speed == "fast", "there is one speed"),
+            ("billing_policy", bool(body.billing_policy), "nothing is billed"),
+            ("diagnostics", bool(body.diagnostics), "earlier requests are not kept"),
+            ("fallbacks", bool(body.fallbacks), "one model is served"),
+            ("fallback_credit_token", bool(body.fallback_credit_token), "one model is served"),
+            ("user_profile_id", bool(body.user_profile_id), "it is a label"),
+        )
+        if applies
+    ]
 
 
 def _options(body: PromptBody, switched: bool | None) -> str | None:
