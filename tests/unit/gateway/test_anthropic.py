@@ -435,13 +435,22 @@ async def test_a_number_that_nobody_can_read_is_refused(at: House, said: bytes, 
         assert (await reply.json())["error"]["message"].startswith(field)
 
 
-async def test_two_forms_of_an_answer_and_a_form_of_a_call_are_refused(at: House) -> None:
+async def test_two_forms_of_an_answer_are_refused(at: House) -> None:
     form = {"output_config": {"format": {"type": "json_schema", "schema": {}}}}
-    for said in (
-        form | {"output_format": {"type": "json_schema", "schema": {}}},
-        form | {"tools": [TOOL], "tool_choice": {"type": "any"}},
-    ):
-        assert (await post(at, MESSAGES, HELLO | said))[0] == 400
+    said = form | {"output_format": {"type": "json_schema", "schema": {}}}
+    assert (await post(at, MESSAGES, HELLO | said))[0] == 400
+
+
+@pytest.mark.parametrize("kind", ["any", "auto"])
+async def test_form_of_an_answer_goes_with_tools(thinker: House, kind: str) -> None:
+    form = {"output_config": {"format": {"type": "json_schema", "schema": {"title": "F"}}}}
+    said = form | {"tools": [TOOL], "tool_choice": {"type": kind}}
+    status, reply, _ = await post(thinker, MESSAGES, HELLO | said)
+    assert status == 200, reply
+    grammar = thinker.cluster.submits[0].sampling.grammar
+    assert grammar is not None
+    assert str(TOOL["name"]) in grammar.text
+    assert ('"title":"F"' in grammar.text) is (kind == "auto")
 
 
 @pytest.mark.parametrize("field", ["output_format", "output_config"])

@@ -154,7 +154,6 @@ async def test_a_form_begins_behind_the_thinking(at: House) -> None:
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
             "tool_choice",
         ),
-        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice"),
     ],
 )
 async def test_tools_that_cannot_be_called_are_refused(at: House, said: Body, param: str) -> None:
@@ -298,3 +297,60 @@ async def test_a_model_of_no_known_form_is_offered_no_tools(
         assert status == 400
         assert named in json.dumps(reply)
         assert not world.cluster.encodes
+
+
+FORM: Body = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "f", "schema": {"type": "object", "title": "F"}},
+    }
+}
+
+
+async def test_tools_go_with_a_response_format(at: House) -> None:
+    body: Body = {"messages": HI, "tools": TOOLS} | FORM
+    status, reply, _ = await post(at, CHAT, body)
+    assert status == 200, reply
+    (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+    assert _called(choice["message"]["tool_calls"]) == [("look", {"at": "Rome"})]
+    grammar = at.cluster.submits[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.STRUCTURAL_TAG
+    assert '"title":"F"' in grammar.text
+    assert "look" in grammar.text
+    at.cluster.script = ('{"a": ', "1}")
+    _, reply, _ = await post(at, CHAT, body)
+    (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+    assert choice["message"]["content"] == '{"a": 1}'
+    assert choice["message"]["tool_calls"] is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+async def test_call_that_has_to_be_wins_over_a_response_format(at: House, choice: object) -> None:
+    body: Body = {"messages": HI, "tools": TOOLS, "tool_choice": choice} | FORM
+    status, reply, _ = await post(at, CHAT, body)
+    assert status == 200, reply
+    grammar = at.cluster.submits[0].sampling.grammar
+    assert grammar is not None
+    assert '"title":"F"' not in grammar.text
+    assert "look" in grammar.text
+
+
+async def test_response_format_is_all_where_no_tool_may_be_called(at: House) -> None:
+    body: Body = {"messages": HI, "tools": TOOLS, "tool_choice": "none"} | FORM
+    await post(at, CHAT, body)
+    grammar = at.cluster.submits[0].sampling.grammar
+    assert grammar is not None
+    assert "look" not in grammar.text
+    assert '"title":"F"' in grammar.text
+
+
+async def test_call_of_a_tool_that_was_not_offered_is_text(at: House) -> None:
+    at.cluster.script = (CALL.replace("look", "smell"), "")
+    body: Body = {"messages": HI, "tools": TOOLS}
+    _, reply, _ = await post(at, CHAT, body)
+    (choice,) = cast("list[dict[str, Body]]", reply["choices"])
+    assert choice["message"]["content"] == '{"name": "smell", "arguments": {"at": "Rome"}}'
+    assert choice["finish_reason"] == "stop"
+    streamed = await _streamed(at, body)
+    assert streamed["content"] == choice["message"]["content"]

@@ -8,7 +8,7 @@ import msgspec
 
 from antiphon.gateway.http.fields import decode
 from antiphon.gateway.parsing.tools.choice import Mode, plan_tools
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import Unsupported
 
 if TYPE_CHECKING:
     from antiphon.gateway.ask import Ask
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.parsing.tools.choice import ToolChoice, ToolPlan
     from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.gateway.parsing.tools.tool import Tool
+    from antiphon.wire.grammar import Grammar
     from antiphon.wire.schemas import Json
 
 
@@ -34,7 +35,7 @@ def tool_plan(
     format_: ToolFormat | None,
     *,
     parallel: bool,
-    formed: bool,
+    form: Grammar | None,
     insists: bool = True,
 ) -> ToolPlan:
     """What the tools of a request come to.
@@ -44,21 +45,18 @@ def tool_plan(
         choice: What it says of them.
         format_: How this model writes calls; None: it is not known.
         parallel: Whether there may be several calls in an answer.
-        formed: Whether the answer has a form of its own.
+        form: The form of an answer that is no call. An answer that has to be a call has none: the
+            call wins, as at OpenAI.
         insists: Whether strict tools have to be held; or are where that can be done.
 
     Raises:
-        InvalidRequest: They contradict the form of the answer.
         Unsupported: The model may call as it likes, and nobody knows how it would, or no grammar
             can hold it to the schemas of strict tools.
     """
     if choice.mode is Mode.AUTO and tools and format_ is None:
         text = "tools: it is not known how this model calls them: set gateway.tool_call_parser"
         raise Unsupported(text, param="tools")
-    if choice.mode is Mode.REQUIRED and formed:
-        text = "tool_choice: an answer that has to be a call has no other form"
-        raise InvalidRequest(text, param="tool_choice")
-    return plan_tools(tools, choice, format_, parallel=parallel, insists=insists)
+    return plan_tools(tools, choice, format_, parallel=parallel, insists=insists, form=form)
 
 
 def shown(plan: ToolPlan) -> str | None:
@@ -68,10 +66,12 @@ def shown(plan: ToolPlan) -> str | None:
 
 
 def held(ask: Ask, plan: ToolPlan, reasoning: ReasoningFormat | None) -> Ask:
-    """Hold the answer to calls where it has to be some, and let their marks be seen."""
+    """Hold the answer to what was planned, and let the marks of calls be seen."""
     sampling, field = ask.sampling, ask.grammar_field
     if plan.grammar is not None and sampling.grammar is None:
-        sampling, field = msgspec.structs.replace(sampling, grammar=plan.grammar), "tools"
+        field = "tools"
+    if plan.grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=plan.grammar)
     special = bool((plan.format and plan.format.special) or (reasoning and reasoning.special))
     stop = msgspec.structs.replace(
         ask.stop, skip_special_tokens=ask.stop.skip_special_tokens and not special

@@ -39,7 +39,7 @@ content.
 * White space before and after calls and thinking, up to 16 characters, is not content.
 * A call ends the thinking that it stands in.
 * A mark that no call follows is content, as it is.
-* A call of a tool that was not offered is dropped.
+* A call of a tool that was not offered is text: a line `{"name": ..., "arguments": ...}`.
 * A call that breaks, or is cut off, keeps what was said; it does not count as a call in
   `finish_reason`. What stands between it and its end is dropped.
 * Text after a call is content.
@@ -62,6 +62,9 @@ schemas are held as on the page of [grammars](grammars.md), and one that could n
 refused. So is a `strict` tool under `auto` where no grammar can write the model's form; only
 `/v1/responses`, whose tools are strict unless they say otherwise, takes such a tool as it is. Held
 so, an answer in the form `json` is a list of calls, or a text that does not begin like JSON.
+
+With a form of the answer (`response_format`, `regex`, ...) `auto` holds the answer to calls, or to
+that form: one grammar has both. A call that has to be wins, and the form counts for nothing.
 
 Names are 1 to 128 letters, digits, dots, dashes and underscores. Parameters are a JSON schema of
 an object, whose form is checked; types that databases and programs speak of (`varchar`, `int`,

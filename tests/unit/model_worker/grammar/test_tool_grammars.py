@@ -22,6 +22,7 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
+    from antiphon.gateway.parsing.tools.format import ToolFormat
     from antiphon.model_worker.grammar.matcher import Compiler
     from antiphon.service.vocabulary import Vocabulary
     from antiphon.wire.schemas import Json
@@ -157,6 +158,41 @@ def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
     ):
         assert not accepts(loose), loose
     for text in answers(plan, plan.grammar, compiled, vocabulary):
+        check(parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text)))
+
+
+@pytest.mark.parametrize("format_", FORMED, ids=lambda format_: format_.names[0])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Grammar(
+            kind=GrammarKind.JSON_SCHEMA,
+            text='{"type": "object", "properties": {"sum": {"type": "integer"}},'
+            ' "required": ["sum"], "additionalProperties": false}',
+        ),
+        Grammar(kind=GrammarKind.REGEX, text=r"\{\"sum\": [0-9]+\}"),
+        Grammar(kind=GrammarKind.EBNF, text='root ::= "{\\"sum\\": 5}"'),
+    ],
+    ids=lambda form: form.kind.value,
+)
+def test_form_of_an_answer_goes_with_calls(
+    format_: ToolFormat, form: Grammar, compiled: Compile, vocabulary: Vocabulary
+):
+    plan = plan_tools(TOOLS, read_choice("auto", TOOLS), format_, parallel=True, form=form)
+    only = plan_tools(TOOLS, read_choice("required", TOOLS), format_, parallel=True)
+    assert plan.grammar is not None
+    assert only.grammar is not None
+    ready = compiled(plan.grammar)
+
+    def accepts(text: str) -> bool:
+        state = ready.begin(())
+        return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
+
+    assert accepts('{"sum": 5}')
+    assert not accepts('{"total')
+    assert not accepts("Well")
+    for text in answers(plan, only.grammar, compiled, vocabulary):
+        assert accepts(text)
         check(parse(AnswerParser(tools=plan.format, offer=plan.offer()), list(text)))
 
 

@@ -236,10 +236,11 @@ def _grammar(given: OutputFormat | None) -> Grammar | None:
 def _plan(body: PromptBody, formats: Formats) -> ToolPlan:
     tools = _tools(body.tools or [])
     said = body.tool_choice
-    choice, formed = _choice(body, tools), _form(body) is not None
+    choice, formed = _choice(body, tools), _form(body)
+    form = None if formed is None else formed.grammar
     parallel = not (said and said.disable_parallel_tool_use)
     try:
-        return tool_plan(tools, choice, formats.tools, parallel=parallel, formed=formed)
+        return tool_plan(tools, choice, formats.tools, parallel=parallel, form=form)
     except Unsupported as error:
         raise Unsupported(_ours(error.message), param=_ours(error.param or "tools")) from error
 

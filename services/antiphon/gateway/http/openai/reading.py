@@ -272,7 +272,7 @@ def _plan(body: ChatBody, format_: ToolFormat | None, *, insists: bool) -> ToolP
         read_choice(plain(body.tool_choice, "tool_choice"), tools),
         format_,
         parallel=body.parallel_tool_calls is not False,
-        formed=_form(body) is not None,
+        form=form.grammar if (form := _form(body)) is not None else None,
         insists=insists,
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.parsing.nodes import node_of
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 
@@ -45,7 +46,7 @@ def after_thinking(
         thinking = {"type": "optional", "content": thinking}
     tag: Json = {
         "type": "structural_tag",
-        "format": {"type": "sequence", "elements": [thinking, _node(grammar)]},
+        "format": {"type": "sequence", "elements": [thinking, node_of(grammar)]},
     }
     try:
         text = msgspec.json.encode(tag).decode()
@@ -54,43 +55,3 @@ def after_thinking(
             "the form of the answer is nested too deep", param="grammar"
         ) from error
     return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
-
-
-def _node(grammar: Grammar) -> Json:
-    """The grammar as a part of a structural tag."""
-    match grammar.kind:
-        case GrammarKind.JSON_OBJECT:
-            return {"type": "json_schema", "json_schema": {"type": "object"}}
-        case GrammarKind.JSON_SCHEMA:
-            return {"type": "json_schema", "json_schema": _decoded(grammar.text)}
-        case GrammarKind.REGEX:
-            return {"type": "regex", "pattern": grammar.text}
-        case GrammarKind.EBNF:
-            return {"type": "grammar", "grammar": grammar.text}
-        case GrammarKind.STRUCTURAL_TAG:
-            return _tags(_decoded(grammar.text))
-
-
-def _decoded(text: str) -> Json:
-    """A text that is not JSON stays one: what compiles the grammar refuses it, and says why."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return text
-
-
-def _tags(tag: Json) -> Json:
-    if not isinstance(tag, dict) or "structures" not in tag:
-        return tag.get("format") if isinstance(tag, dict) else tag
-    structures = tag["structures"]
-    tags: list[Json] = [
-        {
-            "type": "tag",
-            "begin": structure.get("begin"),
-            "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
-            "end": structure.get("end"),
-        }
-        for structure in (structures if isinstance(structures, list) else [])
-        if isinstance(structure, dict)
-    ]
-    return {"type": "triggered_tags", "triggers": tag.get("triggers", []), "tags": tags}

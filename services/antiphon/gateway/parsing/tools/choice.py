@@ -20,6 +20,7 @@ from antiphon.gateway.parsing.tools.format import ToolFormat
 from antiphon.gateway.parsing.tools.grammar import (
     calls_list,
     calls_only,
+    calls_or,
     calls_or_text,
     calls_within,
 )
@@ -114,6 +115,7 @@ def plan_tools(
     *,
     parallel: bool,
     insists: bool = True,
+    form: Grammar | None = None,
 ) -> ToolPlan:
     """Decide what the model sees, what it is held to and how its answer is read.
 
@@ -123,20 +125,35 @@ def plan_tools(
         format_: How this model writes calls; None: it is not known.
         parallel: Whether there may be several calls in an answer.
         insists: Whether strict tools have to be held; or are where that can be done.
+        form: The form of an answer that is no call. An answer that has to be a call has none.
 
     Raises:
         Unsupported: A tool is strict, the model may call it as it likes, and no grammar can hold
             what it writes.
     """
     if not tools or choice.mode is Mode.NONE:
-        return ToolPlan()
+        return ToolPlan(grammar=form)
     calls_max = None if parallel else 1
+    if choice.mode is Mode.AUTO and form is not None:
+        plan = _required(tools, format_, tools, calls_max)
+        assert plan.grammar is not None, "a call that has to be is held to its form"
+        return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, form))
     if choice.mode is Mode.AUTO:
         return ToolPlan(tools, format_, _held(tools, format_, insists=insists), calls_max)
     if choice.name is not None:
         callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
     else:
         callable_ = tools
+    return _required(tools, format_, callable_, calls_max)
+
+
+def _required(
+    tools: tuple[Tool, ...],
+    format_: ToolFormat | None,
+    callable_: tuple[Tool, ...],
+    calls_max: int | None,
+) -> ToolPlan:
+    """An answer that is calls, as the model writes them where a grammar can, else as JSON."""
     if format_ is None or format_.form is None:
         return ToolPlan(tools, JSON_CALLS, calls_list(callable_, calls_max), calls_max)
     return ToolPlan(tools, format_, calls_only(callable_, format_.form, calls_max), calls_max)

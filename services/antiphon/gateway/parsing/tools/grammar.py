@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.gateway.parsing.nodes import node_of
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
@@ -96,6 +97,12 @@ def calls_within(tools: Sequence[Tool], form: Form) -> Grammar:
         "tags": tags,
         "excludes": list(form.excludes),
     }
+    return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
+
+
+def calls_or(calls: Grammar, form: Grammar) -> Grammar:
+    """Calls and nothing else, or an answer of a form."""
+    format_: Json = {"type": "or", "elements": [node_of(calls), node_of(form)]}
     return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
 
 

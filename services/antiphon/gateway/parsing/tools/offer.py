@@ -16,7 +16,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         schemas: The schema of the arguments of each tool, by name.
         calls_before: Calls in the conversation before this answer; some formats count on.
         calls_max: Most calls; what follows is dropped. None: any number.
-        forward_unknown: Whether calls of tools that are not offered count; else they are dropped.
+        forward_unknown: Whether calls of tools that are not offered count; else they are text.
     """
 
     schemas: Mapping[str, Json] = {}
