@@ -1,7 +1,8 @@
-"""The two models that the benchmarks serve: common shapes, random weights, a tokenizer of 8192.
+"""The models that the benchmarks serve: common shapes, random weights, a tokenizer of 8192.
 
 Speed depends on shapes and not on what the weights say, so nothing has to be downloaded. A fixed
-seed gives the same folders everywhere, in the form that Hugging Face reads and so every peer.
+seed gives the same folders everywhere, in the form that Hugging Face reads and so every peer. One
+more has real weights, widened to bf16 from the package that `--model-path smollm2` serves.
 
     python -m tests.bench.models
 """
@@ -45,6 +46,8 @@ class Shape(msgspec.Struct, frozen=True):
 
     Attributes:
         biases: Whether the query, key and value projections have them, as in Qwen2.
+        vocabulary: Tokens that there are logits for.
+        packaged: The short name of a model whose weights are taken, not drawn; empty: none.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Shape(msgspec.Struct, frozen=True):
     intermediate: int
     rope_theta: float
     biases: bool = False
+    vocabulary: int = VOCABULARY
+    packaged: str = ""
 
     @property
     def weights_count(self) -> int:
@@ -62,7 +67,7 @@ class Shape(msgspec.Struct, frozen=True):
         head = self.hidden // self.heads
         attention = 2 * self.hidden * head * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + (
-            VOCABULARY * self.hidden
+            self.vocabulary * self.hidden
         )
 
     @property
@@ -73,7 +78,10 @@ class Shape(msgspec.Struct, frozen=True):
 
 LLAMA_135M = Shape("llama-135m", 576, 30, 9, 3, 1536, 10_000.0)
 QWEN_05B = Shape("qwen2.5-0.5b", 896, 24, 14, 2, 4864, 1_000_000.0, biases=True)
-SHAPES = {shape.name: shape for shape in (LLAMA_135M, QWEN_05B)}
+SMOLLM2 = Shape(
+    "smollm2-135m", 576, 30, 9, 3, 1536, 100_000.0, vocabulary=49_152, packaged="smollm2"
+)
+SHAPES = {shape.name: shape for shape in (LLAMA_135M, QWEN_05B, SMOLLM2)}
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,11 @@ def made(shape: Shape, cache: Path = CACHE) -> Model:
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        _write_tokenizer(folder)
-        _write_weights(shape, folder)
+        if shape.packaged:
+            _widen(shape.packaged, folder, cache)
+        else:
+            _write_tokenizer(folder)
+            _write_weights(shape, folder)
         (folder / "ready").touch()
     return Model(shape, folder)
 
@@ -153,6 +164,40 @@ def _write_weights(shape: Shape, folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _widen(name: str, folder: Path, cache: Path) -> None:
+    """Write a packaged GGUF file as a folder of bf16, which every peer reads."""
+    from msgspec.structs import replace  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    from antiphon.config.settings import Settings  # noqa: PLC0415
+    from antiphon.model_worker.model.formats.gguf import read_gguf_files  # noqa: PLC0415
+    from antiphon.service.model import model_files  # noqa: PLC0415
+    from antiphon.supervisor.fetching import fetched  # noqa: PLC0415
+
+    base = Settings()
+    settings = replace(
+        base,
+        model=replace(base.model, path=name),
+        load=replace(base.load, download_folder=str(cache)),
+    )
+    fetched(settings, Console())
+    files = model_files(settings)
+    for file in files.folder.iterdir():
+        shutil.copy(file, folder)
+    card = json.loads((folder / "tokenizer_config.json").read_text())
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(card | said, indent=2) + "\n")
+    wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
+    stored = read_gguf_files(files.weights, wanted, mapped=True)
+    tensors = {
+        each: tensor.decode(tensor.data.read()).bfloat16().contiguous()
+        for each, tensor in stored.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _config(shape: Shape) -> PretrainedConfig:
     from transformers import LlamaConfig, Qwen2Config  # noqa: PLC0415
 
@@ -174,7 +219,7 @@ def _config(shape: Shape) -> PretrainedConfig:
 
 
 def main() -> None:
-    """Make the models that are named, or both."""
+    """Make the models that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.models")
     parser.add_argument("names", nargs="*", choices=[*SHAPES, []], default=[])
     parser.add_argument("--cache", type=Path, default=CACHE)

@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Figure, Machine, figure, machine
-from tests.bench.models import SHAPES, VOCABULARY, Shape
+from tests.bench.models import SHAPES, Shape
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import Format, PackedWeight
@@ -76,7 +76,7 @@ def sizes(shape: Shape) -> Iterator[tuple[int, int]]:
         yield shape.hidden, shape.hidden
         yield shape.hidden, 2 * shape.intermediate
         yield shape.intermediate, shape.hidden
-    yield shape.hidden, VOCABULARY
+    yield shape.hidden, shape.vocabulary
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tests.bench.models import LLAMA_135M, QWEN_05B
+from tests.bench.models import LLAMA_135M, QWEN_05B, SMOLLM2
 from tests.bench.peers.limits import output_limit, prefill_s
 from tests.bench.serving.datasets import RandomLengths, SharedPrefix
 
@@ -145,5 +145,7 @@ CASES = (
     _prefill(),
     _decode(QWEN_05B, 1, 2, 1.0, 1.2),
     _decode(QWEN_05B, 16, 32, 1.1, 1.5),
+    _decode(SMOLLM2, 1, 4, 1.0, 1.2),
+    _decode(SMOLLM2, 16, 48, 1.1, 1.5),
 )
 """The burst gives 8 tokens out, so that nobody's first token waits for another's last."""

@@ -165,7 +165,7 @@ _TURNS = ("eot_token_id", "eom_token_id")
 def _scaling(file: _File) -> Json:
     """How positions beyond the trained ones are turned."""
     if ROPE_FACTORS in file.tensors:
-        return {"rope_scaling": _llama3_scaling(file)}
+        return _llama3_scaling(file)
     kind = file.text("rope.scaling.type")
     factor = file.number("rope.scaling.factor")
     if kind in (None, "none"):
@@ -189,6 +189,8 @@ def _llama3_scaling(file: _File) -> Json:
     with path.open("rb") as stream:
         stream.seek(tensor.start)
         factors = struct.unpack(f"<{tensor.count}f", stream.read(4 * tensor.count))
+    if set(factors) == {1.0}:
+        return {}
     low, high, trained = _LLAMA3
     base = file.number("rope.freq_base") or 10_000.0
     expected = [
@@ -197,13 +199,14 @@ def _llama3_scaling(file: _File) -> Json:
     ]
     if any(abs(ours / factor - 1) > _CLOSE for ours, factor in zip(expected, factors, strict=True)):
         raise file.refuse(f"{ROPE_FACTORS} is not the scaling of Llama 3")
-    return {
+    scaling: Json = {
         "rope_type": "llama3",
         "factor": max(factors),
         "low_freq_factor": low,
         "high_freq_factor": high,
         "original_max_position_embeddings": trained,
     }
+    return {"rope_scaling": scaling}
 
 
 def _llama3_factor(wavelength: float, factor: float) -> float:

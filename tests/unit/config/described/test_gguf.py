@@ -203,6 +203,9 @@ def test_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    tensors = {"rope_freqs.weight": np.ones(8, np.float32)}
+    plain = write(tmp_path / "c.gguf", tokenizer=byte_level(), tensors=tensors)
+    assert "rope_scaling" not in config_of(plain, tmp_path)
     tensors = {"rope_freqs.weight": llama3_factors(32.0) * 1.1}
     other = write(tmp_path / "b.gguf", tokenizer=byte_level(), tensors=tensors)
     with pytest.raises(ConfigError, match="is not the scaling of Llama 3"):

@@ -1,0 +1,166 @@
+"""Perplexity of a real model over our own prose: ours, and transformers' of the same GGUF file.
+
+    python -m tests.bench.prose --json FILE
+    python -m tests.bench.prose --ids               print the windows, for any other reader
+
+The text is a copy of docs/ that stays as it is. Its first 4,096 tokens, without special ones, are
+four windows of 1,024, each read by itself; all tokens of a window but its first are scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.nn.functional as F  # noqa: N812
+from msgspec.structs import replace
+from rich.console import Console
+from tests.bench.figures import Machine, machine
+from tests.models.stepper import spy_on_logits
+from tests.models.test_llama_parity import stepper
+
+from antiphon.config.models import packaged
+from antiphon.config.settings import Settings
+from antiphon.model_worker.runner.open import open_model
+from antiphon.service.model import model_files, tokenizer_folder
+from antiphon.service.tokenizer_file import open_tokenizer
+from antiphon.supervisor.fetching import fetched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from antiphon.config.model_files import ModelFiles
+
+PROSE = Path(__file__).parent / "prose.txt"
+MODEL = "smollm2"
+WINDOW, WINDOWS = 1024, 4
+PAGE_TOKENS, CHUNK = 16, 256
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One reader of the file. `change` is against transformers' float32, as a share."""
+
+    reader: str
+    perplexity: float
+    change: float
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One run."""
+
+    machine: Machine
+    model: str
+    file_sha256: str
+    tokens: int
+    results: list[Result]
+
+
+def windows(ids: Sequence[int]) -> list[Sequence[int]]:
+    """Cut the first tokens of a text into windows."""
+    assert len(ids) >= WINDOW * WINDOWS, f"the text has {len(ids)} tokens"
+    return [ids[start : start + WINDOW] for start in range(0, WINDOW * WINDOWS, WINDOW)]
+
+
+def perplexity(logits: Callable[[Sequence[int]], Tensor], texts: Sequence[Sequence[int]]) -> float:
+    """Of all tokens of the texts but the first of each.
+
+    Args:
+        logits: Of every token of a text, (T, V).
+        texts: Their ids.
+    """
+    losses = [
+        F.cross_entropy(logits(ids)[:-1].double(), torch.tensor(ids[1:]), reduction="none")
+        for ids in texts
+    ]
+    return math.exp(float(torch.cat(losses).mean()))
+
+
+def ours(files: ModelFiles, dtype: str) -> Callable[[Sequence[int]], Tensor]:
+    """Our own runner, chunk by chunk over pages; opened anew for each text."""
+
+    def logits(ids: Sequence[int]) -> Tensor:
+        pages = WINDOW // PAGE_TOKENS + 2
+        model = open_model(files, page_tokens=PAGE_TOKENS, pages=pages, dtype=dtype)
+        seen = spy_on_logits(model.runner)
+        one = stepper(model, [list(ids)])
+        for _ in range(0, len(ids), CHUNK):
+            one.step({0: CHUNK}, all_logits=True)
+        return torch.cat(seen)
+
+    return logits
+
+
+def theirs(files: ModelFiles) -> Callable[[Sequence[int]], Tensor]:
+    """transformers' model in float32, with the numbers that the file's blocks stand for."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(files.folder)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    read: Any = load_gguf_checkpoint(files.weights[0], return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing  # tied
+    model.tie_weights()
+
+    def logits(ids: Sequence[int]) -> Tensor:
+        return model(torch.tensor([list(ids)])).logits[0]
+
+    return logits
+
+
+def measure(files: ModelFiles, texts: Sequence[Sequence[int]]) -> Report:
+    """Score the texts with every reader."""
+    readers = {
+        "transformers, float32": lambda: theirs(files),
+        "antiphon, float32": lambda: ours(files, "float32"),
+        "antiphon, bfloat16": lambda: ours(files, "bfloat16"),
+    }
+    results: list[Result] = []
+    for name, reader in readers.items():
+        found = perplexity(reader(), texts)
+        first = results[0].perplexity if results else found
+        results.append(Result(name, round(found, 5), round(found / first - 1, 6)))
+        gc.collect()
+    wheel = packaged(MODEL)
+    assert wheel is not None
+    return Report(machine(), MODEL, wheel.member_sha256, WINDOW * WINDOWS, results)
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ids", action="store_true")
+    parser.add_argument("--download-dir", default="")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    base = Settings()
+    settings = replace(
+        base,
+        model=replace(base.model, path=MODEL),
+        load=replace(base.load, download_folder=arguments.download_dir),
+    )
+    console = Console()
+    fetched(settings, console)
+    tokenizer = open_tokenizer(tokenizer_folder(settings))
+    texts = windows(tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids)
+    if arguments.ids:
+        print(msgspec.json.encode(texts).decode())
+        return
+    with torch.inference_mode():
+        report = measure(model_files(settings), texts)
+    for result in report.results:
+        console.print(f"{result.reader:<24} {result.perplexity:8.4f}  {result.change:+.3%}")
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Perplexity over the pinned prose is computed as its page says."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from tests.bench.prose import PROSE, WINDOW, WINDOWS, Report, perplexity, windows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+RESULTS = PROSE.parent / "results" / "prose.json"
+
+
+def test_perplexity_of_a_guess_among_all_tokens_is_their_number() -> None:
+    found = perplexity(lambda ids: torch.zeros(len(ids), 50), [[1, 2, 3], [4, 5]])
+    assert found == pytest.approx(50)
+
+
+def test_perplexity_scores_each_token_by_the_logits_before_it() -> None:
+    def foretold(ids: Sequence[int]) -> Tensor:
+        logits = torch.full((len(ids), 10), -50.0)
+        for at, token in enumerate(ids[1:]):
+            logits[at, token] = 50.0
+        return logits
+
+    assert perplexity(foretold, [[3, 1, 4], [1, 5]]) == pytest.approx(1)
+    shifted = perplexity(lambda ids: foretold(ids).roll(1, 0), [[3, 1, 4, 1, 5]])
+    assert shifted > math.e
+
+
+def test_windows_are_the_first_tokens_of_the_text() -> None:
+    ids = list(range(WINDOW * WINDOWS + 7))
+    assert [token for window in windows(ids) for token in window] == ids[:-7]
+    with pytest.raises(AssertionError, match="the text has 5 tokens"):
+        windows(ids[:5])
+
+
+def test_committed_perplexities_are_those_of_transformers() -> None:
+    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
+    assert report.tokens == WINDOW * WINDOWS
+    changes = {result.reader: result.change for result in report.results}
+    assert abs(changes["antiphon, float32"]) < 1e-5
+    assert abs(changes["antiphon, bfloat16"]) < 0.01
