@@ -10,7 +10,7 @@ from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 from antiphon.scheduler.actions import Returned
 from antiphon.scheduler.rules import Rules
 from antiphon.wire.base import Role, State
-from antiphon.wire.heartbeat import RunningRequest
+from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
 from antiphon.wire.ids import RequestId
 from antiphon.wire.submit import OpenRequest
 
@@ -93,6 +93,57 @@ def test_who_gives_back_gets_nothing_before_it_has_spoken_again() -> None:
     first.beat()
     stage.listen()
     assert [one.request_id for one in stage.admits(first)] == ["r0", "other"]
+
+
+def refuses(worker: Actor, stage: Stage, *, refuses: bool = True) -> None:
+    """Say that the leader's commands are refused, or are not any more."""
+    assert stage.leader.term is not None
+    refused = RefusedCommands(leader=stage.leader.term, seq=1, reason=Refusal.LATE)
+    worker.load = msgspec.structs.replace(worker.load, refused=refused if refuses else None)
+    worker.beat()
+    stage.listen()
+
+
+def test_worker_that_refuses_commands_loses_what_it_lacks_and_gets_nothing_new() -> None:
+    stage = Stage()
+    _, first, _ = stage.usual()
+    stage.submit("r0")
+    (admit,) = stage.admits(first)
+    second = stage.enter(Role.WORKER, "worker-1")
+    stage.heard.clear()
+    refuses(first, stage)  # it holds nothing of it
+    (again,) = stage.admits(second)
+    assert (again.request_id, again.attempt > admit.attempt) == ("r0", True)
+    for number in range(1, 4):
+        stage.submit(f"r{number}")
+        stage.pass_s(0.5)
+    assert stage.admits(first) == []
+    refuses(first, stage, refuses=False)
+    stage.submit("late")
+    stage.pass_s(0.5)
+    assert stage.admits(first), "it is tried again"
+
+
+def test_worker_that_refuses_commands_keeps_what_it_runs() -> None:
+    stage = Stage()
+    first, second, (admit,) = bound_to_one_of_two(stage)
+    first.runs(running(admit))
+    refuses(first, stage)
+    stage.pass_s(3.0)
+    assert stage.admits(second) == []
+    assert stage.aborts(first) == []
+
+
+def test_worker_that_refused_another_leader_is_given_work() -> None:
+    stage = Stage()
+    _, first, _ = stage.usual()
+    assert stage.leader.term is not None
+    other = msgspec.structs.replace(stage.leader.term, number=0)
+    refused = RefusedCommands(leader=other, seq=1, reason=Refusal.CLOCK)
+    first.load = msgspec.structs.replace(first.load, refused=refused)
+    first.beat()
+    stage.submit("r0")
+    assert stage.admits(first)
 
 
 def test_what_everybody_gave_back_is_given_out_again() -> None:
