@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-engine bench-peers docs up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ bench-loading: setup  ## Rate and memory of loading a model, against the disk an
 
 bench-serving: setup  ## Load on a server, open or closed loop; ARGS='--arrival poisson:4 --json FILE'
 	$(BIN)/python -m tests.bench.serving $(ARGS)
+
+bench-bodies: setup  ## Large bodies of one client beside 8 streams of another tenant; ARGS='--rounds 1'
+	$(BIN)/python -m tests.bench.bodies $(ARGS)
+	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-steps: setup  ## One step: deterministic and not, what is beside the layers, and torch
 	$(BIN)/python -m tests.bench.kernels.steps --json tests/bench/results/steps.json $(ARGS)

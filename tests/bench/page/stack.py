@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.bench import planning
+from tests.bench import bodies, planning
 from tests.bench.page.markdown import markdown, who
 
 if TYPE_CHECKING:
@@ -27,6 +27,14 @@ SERVICES_HEAD = """
 Of one core, in percent, while a worker that computes nothing says {tokens_per_s:.0f} tokens a
 second to 16 clients over HTTP: medians of {rounds} rounds. The worker is left out:
 [tests/bench/services_cpu.py](../tests/bench/services_cpu.py).
+"""
+BODIES_HEAD = """
+## Large bodies of one client
+
+One client posts a large body while {streams} chats of another tenant stream: p99 of their gaps in
+ms, without the body and with it, {rounds} windows of each in turn. The difference is the median of
+the pairs; it has to be at most {most:g} ms. No stream ended early, and none was refused:
+[tests/bench/bodies.py](../tests/bench/bodies.py).
 """
 SOAK_HEAD = """
 ## Ten minutes of random load
@@ -64,6 +72,32 @@ def services(report: Report) -> Iterable[str]:
         (
             (name, f"{median(shares):.1f} ({min(shares):.1f}-{max(shares):.1f})")
             for name, shares in lines
+        ),
+    )
+
+
+def large_bodies(report: bodies.Report) -> Iterable[str]:
+    rounds = max(len(case.pairs) for case in report.cases)
+    yield (
+        BODIES_HEAD.format(streams=report.streams, rounds=rounds, most=bodies.DIFFERENCE_MS_MAX)
+        + "\n"
+    )
+    load = report.machine.load
+    yield f"{who(report.machine)}; load average {load:g} at the end.\n\n"
+    yield markdown(
+        ("body", "MB", "status", "reply, ms", "p99 without", "p99 with", "longest", "difference"),
+        (
+            (
+                f"{case.name}, `{case.path}`",
+                f"{case.size_bytes / 1e6:.1f}",
+                ", ".join(sorted({str(pair.status) for pair in case.pairs})),
+                f"{median(pair.reply_ms for pair in case.pairs):.0f}",
+                f"{median(pair.quiet_ms for pair in case.pairs):.0f}",
+                f"{median(pair.loud_ms for pair in case.pairs):.0f}",
+                f"{max(pair.longest_ms for pair in case.pairs):.0f}",
+                f"**{case.difference_ms:+.0f}**",
+            )
+            for case in report.cases
         ),
     )
 

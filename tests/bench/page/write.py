@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from tests.bench import loading, planning, share, soak
+from tests.bench import bodies, loading, planning, share, soak
 from tests.bench.__main__ import Report as ServicesReport
 from tests.bench.crowd.report import CrowdReport
 from tests.bench.figures import INSTRUCTIONS
@@ -14,7 +14,7 @@ from tests.bench.page.against_peers import OnProcessor, peers
 from tests.bench.page.crowd import crowd
 from tests.bench.page.engine import grammar, int8_weights, radix, waiting
 from tests.bench.page.open_load import PLOT, open_load
-from tests.bench.page.stack import planned, services, soaked
+from tests.bench.page.stack import large_bodies, planned, services, soaked
 from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.peers.report import PeersReport
 from tests.bench.serving import int8
@@ -26,7 +26,8 @@ HEAD = """# Benchmarks
 Written by `make bench-peers` from the files in `tests/bench/results`, which hold every figure.
 Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
 (../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
-`make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`.
+`make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`,
+`make bench-bodies`.
 Nothing is measured while anybody else is at work.
 """
 
@@ -66,6 +67,8 @@ def page(results: Path) -> str:
         parts += services(msgspec.json.decode(file.read_bytes(), type=ServicesReport))
     if (file := results / "crowd.json").exists():
         parts += crowd(msgspec.json.decode(file.read_bytes(), type=CrowdReport))
+    if (file := results / "bodies.json").exists():
+        parts += large_bodies(bodies.read(file))
     if (file := results / "soak.json").exists():
         parts += soaked(msgspec.json.decode(file.read_bytes(), type=soak.Result))
     return "".join(parts)

@@ -23,11 +23,15 @@ from antiphon.gateway.http import body_reader, fields, limits
 from antiphon.gateway.http.body_reader import BodyReader, Done, Job, done_with
 from antiphon.gateway.http.native.parsing import ParseBody
 from antiphon.gateway.http.openai import reading
-from antiphon.wire.errors import decode_error
-from antiphon.wire.tokenize import MESSAGES_MAX, PoolingCard
+from antiphon.wire.codec import decode, encode
+from antiphon.wire.embed import TEXTS_MAX, EmbedRequest
+from antiphon.wire.errors import InvalidRequest, decode_error
+from antiphon.wire.generate import IDS_MAX, GenerateRequest
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.tokenize import MESSAGES_MAX, ChatMessage, PoolingCard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Json = dict[str, Any]
 
@@ -276,6 +280,34 @@ async def test_loop_is_held_by_no_part_of_a_large_text(monkeypatch: pytest.Monke
             )
         assert sizes == []
         assert (status, at.cluster.submits) == (413, []), reply  # no message of the bus holds it
+
+
+@pytest.mark.parametrize("form", [encode, msgspec.json.encode], ids=("msgpack", "json"))
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        (
+            GenerateRequest(
+                key=ClientKey("k"),
+                model=MODEL,
+                messages=(ChatMessage(role="user", content="a"),) * (MESSAGES_MAX + 1),
+            ),
+            "messages",
+        ),
+        (
+            GenerateRequest(key=ClientKey("k"), model=MODEL, prompt_ids=(1,) * (IDS_MAX + 1)),
+            "prompt_ids",
+        ),
+        (EmbedRequest(model=MODEL, prompt_ids=((1,) * (IDS_MAX + 1),)), "prompt_ids"),
+        (EmbedRequest(model=MODEL, texts=("a",) * (TEXTS_MAX + 1)), "texts"),
+    ],
+    ids=("messages", "ids", "rows to embed", "texts to embed"),
+)
+def test_message_of_a_client_with_too_many_values_is_refused(
+    message: GenerateRequest | EmbedRequest, place: str, form: Callable[[object], bytes]
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"length <= \d+ - at `\$\.{place}"):
+        decode(form(message), (GenerateRequest, EmbedRequest))
 
 
 async def test_reader_leaves_no_child_behind() -> None:
