@@ -99,7 +99,7 @@ BODIES = (
     Body("500,000 input_ids", "/generate", lambda: {"input_ids": [1] * 500_000}),
     Body("8 rows of 70,000 ids", "/generate", lambda: {"input_ids": [[1] * 70_000] * 8}),
     Body(
-        "a tool of 0.5 MB",
+        "a tool of 0.3 MB",
         "/v1/chat/completions",
         lambda: {"messages": TURNS, "tools": [TOOL], "max_tokens": 1},
     ),

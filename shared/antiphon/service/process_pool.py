@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
 from antiphon.service.parent import die_with
@@ -32,9 +33,10 @@ _RETRY_S = 1.0
 class ProcessPool:
     """Runs jobs in children that are started when they are needed, and again if they end.
 
-    Jobs beyond the number of children wait in order; beyond `waiting_max` they are refused. A child
-    whose job is cancelled, late, or too large for its memory is killed: there is no other way to
-    stop such work.
+    Jobs beyond the number of children wait: those of one owner in order, the owners in turns, so
+    that an owner with many jobs delays another's by one. Beyond `waiting_max` of an owner, or
+    `owners_max` that wait, a job is refused. A child whose job is cancelled, late, or too large for
+    its memory is killed: there is no other way to stop such work.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class ProcessPool:
         command: Sequence[str],
         *,
         processes: int = 1,
-        waiting_max: int = 64,
+        waiting_max: int = 16,
+        owners_max: int = 64,
         memory_bytes_max: int = 2 * 1024**3,
     ) -> None:
         """Nothing is started yet.
@@ -50,13 +53,15 @@ class ProcessPool:
         Args:
             command: Arguments of the interpreter; the child has to call `serve`.
             processes: Most children.
-            waiting_max: Most jobs that wait for one.
+            waiting_max: Most jobs of one owner that wait.
+            owners_max: Most owners whose jobs wait.
             memory_bytes_max: Most address space of a child.
         """
         self._command = tuple(command)
-        self._free = asyncio.Semaphore(processes)
-        self._waiting = 0
+        self._free = processes
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._waiting_max = waiting_max
+        self._owners_max = owners_max
         self._memory_bytes_max = memory_bytes_max
         self._idle: list[asyncio.subprocess.Process] = []
         self._busy: set[asyncio.subprocess.Process] = set()
@@ -67,28 +72,21 @@ class ProcessPool:
         """The children that live."""
         return tuple(child.pid for child in (*self._idle, *self._busy))
 
-    async def run(self, job: bytes, *, timeout_s: float) -> bytes:
-        """Return what a child makes of a job.
+    async def run(self, job: bytes, *, timeout_s: float, owner: str = "") -> bytes:
+        """Return what a child makes of a job of an owner's.
 
         Raises:
             Overloaded: Too many jobs wait.
             DeadlineExceeded: There was no result in time.
             Internal: The child ended, as if the job needs more memory than it may have.
         """
-        if self._waiting >= self._waiting_max:
-            text = f"{self._waiting} large requests wait to be read, the limit"
-            raise Overloaded(text, retry_after_s=_RETRY_S)
         try:
             async with asyncio.timeout(timeout_s):
-                self._waiting += 1
-                try:
-                    await self._free.acquire()
-                finally:
-                    self._waiting -= 1
+                await self._turn(owner)
                 try:
                     return await self._exchange(job)
                 finally:
-                    self._free.release()
+                    self._next()
         except TimeoutError:
             raise DeadlineExceeded(f"not read within {timeout_s:g} s") from None
 
@@ -102,6 +100,48 @@ class ProcessPool:
         for child in children:
             async with asyncio.timeout(_LEAVE_S):
                 await child.wait()
+
+    async def _turn(self, owner: str) -> None:
+        """Wait for a free child."""
+        if self._free:
+            self._free -= 1
+            return
+        places = self._waiting.get(owner, ())
+        if len(places) >= self._waiting_max or (
+            owner not in self._waiting and len(self._waiting) >= self._owners_max
+        ):
+            text = f"{len(places)} large requests wait to be read, the limit"
+            raise Overloaded(text, retry_after_s=_RETRY_S)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except BaseException:
+            self._give_up(owner, turn)
+            raise
+
+    def _give_up(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """Take a job whose caller left out of the row, or pass its turn on if it has come."""
+        turns = self._waiting.get(owner, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
+        elif turn.done() and not turn.cancelled():
+            self._next()
+
+    def _next(self) -> None:
+        """Give a free child to the next owner, who goes to the end of the row."""
+        while self._waiting:
+            owner, turns = next(iter(self._waiting.items()))
+            del self._waiting[owner]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
     async def _exchange(self, job: bytes) -> bytes:
         child = await self._child()

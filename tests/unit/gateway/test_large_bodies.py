@@ -313,7 +313,7 @@ def test_message_of_a_client_with_too_many_values_is_refused(
 async def test_reader_leaves_no_child_behind() -> None:
     reader = BodyReader()
     body = msgspec.json.encode({"text": "a" * 300_000, "tools": [], "tool_call_parser": "hermes"})
-    await reader.read(body, ParseBody, lambda read: read, {})
+    await reader.read(body, ParseBody, lambda read: read, {}, "acme")
     assert len(reader.pool.pids) == 1
     await reader.close()
     assert reader.pool.pids == ()

@@ -101,6 +101,39 @@ async def test_pool_refuses_jobs_beyond_its_bound(tmp_path: Path) -> None:
         assert len(await asyncio.gather(*jobs)) == 2
 
 
+async def test_pool_takes_owners_in_turns(tmp_path: Path) -> None:
+    """An owner with many jobs delays another's by one."""
+    async with pool() as made, asyncio.TaskGroup() as group:
+        free = tmp_path / "free"
+        order: list[str] = []
+
+        async def job(owner: str, number: int) -> None:
+            result = await made.run(b"wait " + bytes(free), timeout_s=20, owner=owner)
+            assert result
+            order.append(f"{owner}{number}")
+
+        for number in range(4):
+            group.create_task(job("a", number))
+        for number in range(2):
+            group.create_task(job("b", number))
+        await until(lambda: made.pids != ())
+        free.touch()
+    assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
+
+
+async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(tmp_path: Path) -> None:
+    async with pool() as made:
+        free = tmp_path / "free"
+        loop = asyncio.get_running_loop()
+        jobs = [loop.create_task(made.run(b"wait " + bytes(free), timeout_s=20)) for _ in range(4)]
+        await until(lambda: made.pids != ())
+        jobs[1].cancel()
+        jobs[2].cancel()
+        free.touch()
+        assert len(await asyncio.gather(jobs[0], jobs[3])) == 2
+        assert (await made.run(b"after", timeout_s=20)).endswith(b" after")
+
+
 async def test_pool_bounds_the_memory_of_a_child() -> None:
     async with pool() as made:
         assert await made.run(b"large", timeout_s=20) == b"too large"

@@ -107,7 +107,7 @@ class Answering:
         """
         with self._metrics.refusals():
             body = await read_json(request, self._limit(bytes_max))
-            made, unknown = await self._bodies.read(body, kind, make, refused)
+            made, unknown = await self._bodies.read(body, kind, make, refused, tenant_of(request))
             self._metrics.unknown_fields.inc(unknown)
             return made
 
@@ -128,7 +128,12 @@ class Answering:
         with self._metrics.refusals():
             body = await read_json(request, self._body_bytes_max)
             json, unknown = await self._bodies.compute(
-                body, kind, work, refused, inline_bytes_max=inline_bytes_max
+                body,
+                kind,
+                work,
+                refused,
+                tenant_of(request),
+                inline_bytes_max=inline_bytes_max,
             )
             self._metrics.unknown_fields.inc(unknown)
             return web.Response(body=json, content_type="application/json")

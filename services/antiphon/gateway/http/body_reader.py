@@ -86,8 +86,11 @@ class BodyReader:
         kind: type[B],
         make: Callable[[B], T],
         refused: Mapping[str, Refused],
+        tenant: str,
     ) -> tuple[T, int]:
         """Decode a body and make of it what is needed; count its fields that are not known.
+
+        Large bodies of tenants are read in turns.
 
         Raises:
             InvalidRequest: As `fields.read` does, or `make`.
@@ -96,7 +99,7 @@ class BodyReader:
         if limits.is_small(body):
             read, unknown = fields.read(body, kind, refused)
             return make(read), unknown
-        done = await self._done(body, kind, refused, "")
+        done = await self._done(body, kind, refused, "", tenant)
         read = fields.decode(done.json, kind)
         return await self.apart(lambda: make(read)), done.unknown
 
@@ -112,6 +115,7 @@ class BodyReader:
         kind: type[B],
         work: Callable[[B], msgspec.Struct],
         refused: Mapping[str, Refused],
+        tenant: str,
         *,
         inline_bytes_max: int,
     ) -> tuple[bytes, int]:
@@ -122,6 +126,7 @@ class BodyReader:
             kind: Its type.
             work: A function of a module, by whose name the child finds it.
             refused: Fields that are refused.
+            tenant: Whose it is.
             inline_bytes_max: Larger bodies go to the child.
 
         Raises:
@@ -131,7 +136,7 @@ class BodyReader:
         if len(body) <= inline_bytes_max and limits.is_small(body):
             read, unknown = fields.read(body, kind, refused)
             return msgspec.json.encode(work(read)), unknown
-        done = await self._done(body, kind, refused, _name(work))
+        done = await self._done(body, kind, refused, _name(work), tenant)
         return done.json, done.unknown
 
     async def close(self) -> None:
@@ -140,10 +145,15 @@ class BodyReader:
         await self.pool.close()
 
     async def _done(
-        self, body: bytes, kind: type[msgspec.Struct], refused: Mapping[str, Refused], work: str
+        self,
+        body: bytes,
+        kind: type[msgspec.Struct],
+        refused: Mapping[str, Refused],
+        work: str,
+        tenant: str,
     ) -> Done:
         job = msgspec.msgpack.encode(Job(_name(kind), dict(refused), work, body))
-        result = await self.pool.run(job, timeout_s=_CHILD_S)
+        result = await self.pool.run(job, timeout_s=_CHILD_S, owner=tenant)
         done = msgspec.msgpack.decode(result, type=Done)
         if done.error is not None:
             raise decode_error(done.error)
