@@ -6,13 +6,18 @@ block and belong in one thread.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from antiphon.kv_storage.memory import Page
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +46,33 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def put(self, page: Page) -> bool:
-        """Write a page; False where it does not fit or the disk refuses."""
+    def touch(self, digests: Iterable[bytes]) -> None:
+        """Make pages the most recently used ones, the last most of all; a later life knows it."""
+        for digest in digests:
+            if digest in self._sizes:
+                self._sizes.move_to_end(digest)
+                with contextlib.suppress(OSError):  # a file that is gone is found out when read
+                    os.utime(self._path(digest))
+
+    def put(self, page: Page, keep: Container[bytes] = ()) -> bool:
+        """Write a page; False where it does not fit beside `keep`, or the disk refuses."""
         if page.digest in self._sizes:
             self._sizes.move_to_end(page.digest)
             return True
         size = len(page.data) + CHECKSUM_BYTES
         if size > self._bytes_max:
             return False
-        while self.bytes_held + size > self._bytes_max:
-            self._drop(next(iter(self._sizes)))
+        free, leaving = self._bytes_max - self.bytes_held, list[bytes]()
+        for old in self._sizes:
+            if free >= size:
+                break
+            if old not in keep:
+                leaving.append(old)
+                free += self._sizes[old]
+        if free < size:
+            return False
+        for old in leaving:
+            self._drop(old)
         partial = self._path(page.digest).with_suffix(".partial")
         try:
             with partial.open("wb") as file:
@@ -85,7 +107,7 @@ class DiskTier:
 
     def _find_pages(self) -> None:
         """Take up what an earlier life left, oldest first."""
-        found: list[tuple[float, bytes, int]] = []
+        found: list[tuple[int, bytes, int]] = []
         for entry in os.scandir(self._folder):
             digest = _digest_of(entry.name)
             if digest is None:
@@ -93,7 +115,7 @@ class DiskTier:
                     Path(entry.path).unlink(missing_ok=True)
                 continue
             status = entry.stat()
-            found.append((status.st_mtime, digest, status.st_size))
+            found.append((status.st_mtime_ns, digest, status.st_size))
         for _, digest, size in sorted(found):
             self._sizes[digest] = size
             self.bytes_held += size

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,15 @@ class MemoryTier:
             self._pages.move_to_end(digest)
         return page
 
-    def put(self, page: Page) -> list[Page] | None:
+    def touch(self, digest: bytes) -> None:
+        """Make a page the most recently used one, if it is here."""
+        if digest in self._pages:
+            self._pages.move_to_end(digest)
+
+    def put(self, page: Page, keep: Container[bytes] = ()) -> list[Page] | None:
         """Take a page in; return what had to leave, or None if there is no room for it.
 
-        Nothing leaves for a page that would not fit even then.
+        Nothing leaves for a page that would not fit even then, and none of `keep` does.
         """
         if page.digest in self._pages:
             self._pages.move_to_end(page.digest)
@@ -50,7 +59,7 @@ class MemoryTier:
         for old in self._pages.values():
             if free >= len(page.data):
                 break
-            if not self._pins[old.digest]:
+            if not self._pins[old.digest] and old.digest not in keep:
                 leaving.append(old)
                 free += len(old.data)
         if free < len(page.data):

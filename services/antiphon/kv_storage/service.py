@@ -16,11 +16,11 @@ from antiphon.service.deadline import time_left_s
 from antiphon.service.endpoint import Answer, Endpoint
 from antiphon.service.service import Report, Runtime
 from antiphon.service.sockets import CannotStart, address_for_others, bind
-from antiphon.transfer.fetch import BlobCorrupt, BlobGone, fetch
+from antiphon.transfer.fetch import fetch_while
 from antiphon.transfer.server import BlobServer
 from antiphon.wire.base import Role
 from antiphon.wire.claim import Claim
-from antiphon.wire.errors import RequestTooLarge
+from antiphon.wire.parts import parts
 from antiphon.wire.routes import KV_CONTROL
 from antiphon.wire.storage import (
     GetPages,
@@ -35,12 +35,14 @@ from antiphon.wire.storage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName
 
 SWEEP_S = 1.0
+BATCH_BYTES = 64 * 1024**2
+"""About how much of one put is in memory beside the tiers."""
 
 Request = PutPages | LookupPages | GetPages | ReleaseLease
 Reply = PagesStored | PagesFound | PagesLeased | LeaseReleased
@@ -103,21 +105,45 @@ class KvStorageService:
         stored: list[bytes] = []
         clock = self._runtime.clock
         due_at = clock.now() + time_left_s(request, clock)
-        for offer in request.pages:
-            timeout_s = max(0.0, due_at - clock.now())
-            reachable = offer.parent is None or offer.parent in self._store
-            if reachable and (offer.digest in self._store or await self._take(offer, timeout_s)):
-                stored.append(offer.digest)
+        for offers in parts(request.pages, _size, BATCH_BYTES):
+            lacking = [offer for offer in offers if offer.digest not in self._store]
+            fetched = await self._fetch(lacking, due_at)
+            for offer in offers:
+                reachable = offer.parent is None or offer.parent in self._store
+                if reachable and await self._keep(offer, fetched, stored):
+                    stored.append(offer.digest)
+        await self._store.touch(stored)
         return PagesStored(stored=tuple(stored))
 
-    async def _take(self, offer: PageOffer, timeout_s: float) -> bool:
-        try:
-            data = await fetch(
-                offer.claim, timeout_s=timeout_s, bytes_max=self._config.page_bytes_max
-            )
-        except (BlobGone, BlobCorrupt, RequestTooLarge):
+    async def _keep(
+        self, offer: PageOffer, fetched: Mapping[bytes, bytearray], stored: Sequence[bytes]
+    ) -> bool:
+        if offer.digest in self._store:
+            return True
+        data = fetched.get(offer.digest)
+        if data is None:
             return False
-        return await self._store.put(Page(offer.digest, data, offer.claim.digest))
+        # Those before it in its chain stay: without them nobody would find it.
+        return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
+
+    async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:
+        """Fetch pages over one connection an address; those that cannot be had are left out."""
+        bytes_max = self._config.page_bytes_max
+        by_address: dict[str, list[PageOffer]] = {}
+        for offer in offers:
+            by_address.setdefault(offer.claim.address, []).append(offer)
+        fetched: dict[bytes, bytearray] = {}
+        for group in by_address.values():
+            wanted = [offer for offer in group if offer.claim.size_bytes <= bytes_max]
+            while wanted and (left_s := due_at - self._runtime.clock.now()) > 0:
+                got = await fetch_while(
+                    [offer.claim for offer in wanted], timeout_s=left_s, bytes_max=bytes_max
+                )
+                digests = [offer.digest for offer in wanted]
+                fetched |= dict(zip(digests, got, strict=False))
+                # The one after those that came cannot be had; the others may be.
+                wanted = wanted[len(got) + 1 :]
+        return fetched
 
     async def _get(self, request: GetPages) -> PagesLeased:
         lease = self._leases.grant(min(request.lease_s, self._config.lease_s_max))
@@ -126,6 +152,7 @@ class KvStorageService:
             if page is None:
                 break
             self._leases.add(lease, page)
+        await self._store.touch([page.digest for page in lease.pages.values()])
         if not lease.pages:
             self._leases.release(
                 lease.name
@@ -157,3 +184,7 @@ class KvStorageService:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._leases.sweep()
+
+
+def _size(offer: PageOffer) -> int:
+    return offer.claim.size_bytes

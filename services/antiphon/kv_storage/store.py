@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
     from concurrent.futures import Executor
 
     from antiphon.kv_storage.disk import DiskTier
@@ -34,13 +34,26 @@ class PageStore:
         """Count the pages of the chain that are held, up to the first that is not."""
         return next((i for i, digest in enumerate(chain) if digest not in self), len(chain))
 
-    async def put(self, page: Page) -> bool:
-        """Keep a page; False if nothing has room for it."""
-        leaving = self._memory.put(page)
+    async def put(self, page: Page, keep: Container[bytes] = ()) -> bool:
+        """Keep a page; False if nothing has room for it beside `keep`."""
+        # What leaves memory for a disk is still held.
+        leaving = self._memory.put(page, keep if self._disk is None else ())
         if leaving is None:
-            return await self._to_disk([page])
-        await self._to_disk(leaving)
+            return await self._to_disk([page], keep)
+        await self._to_disk(leaving, keep)
         return True
+
+    async def touch(self, chain: Sequence[bytes]) -> None:
+        """A chain was of use: its end is evicted before its beginning, without which none is found.
+
+        Pages are used from the first on, so by that alone the beginning would go first.
+        """
+        backwards = list(reversed(chain))
+        for digest in backwards:
+            self._memory.touch(digest)
+        if self._disk is not None and backwards:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self._disk.touch, backwards)
 
     async def load(self, digest: bytes) -> Page | None:
         """Return a page that is in memory then, or None: lost, or no room for it."""
@@ -58,10 +71,10 @@ class PageStore:
         await self._to_disk(leaving)
         return self._memory.get(digest)
 
-    async def _to_disk(self, pages: Sequence[Page]) -> bool:
+    async def _to_disk(self, pages: Sequence[Page], keep: Container[bytes] = ()) -> bool:
         """Write pages; False if one was not written."""
         if self._disk is None:
             return not pages
         loop = asyncio.get_running_loop()
-        written = [await loop.run_in_executor(self._thread, self._disk.put, p) for p in pages]
+        written = [await loop.run_in_executor(self._thread, self._disk.put, p, keep) for p in pages]
         return all(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import socket
@@ -50,8 +51,31 @@ async def fetch_all(
         BlobGone: The holder is not there, has not got it, or was too slow.
         BlobCorrupt: Size or checksum is not what was claimed.
     """
+    blobs: list[bytearray] = []
+    await _fetch_into(blobs, claims, timeout_s=timeout_s, bytes_max=bytes_max)
+    return blobs
+
+
+async def fetch_while(
+    claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
+) -> list[bytearray]:
+    """Fetch as `fetch_all` does, up to the first claim that cannot be had.
+
+    Raises:
+        RequestTooLarge: A claim names more.
+        InvalidRequest: The claims are of several addresses, or malformed.
+    """
+    blobs: list[bytearray] = []
+    with contextlib.suppress(BlobGone, BlobCorrupt):
+        await _fetch_into(blobs, claims, timeout_s=timeout_s, bytes_max=bytes_max)
+    return blobs
+
+
+async def _fetch_into(
+    blobs: list[bytearray], claims: Sequence[Claim], *, timeout_s: float, bytes_max: int
+) -> None:
     if not claims:
-        return []
+        return
     address = claims[0].address
     for claim in claims:
         if claim.size_bytes > bytes_max:
@@ -62,25 +86,23 @@ async def fetch_all(
     host, port = _host_and_port(address)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _fetch(host, port, claims, tokens)
+            await _fetch(host, port, claims, tokens, blobs)
     except (Hangup, TimeoutError, OSError) as error:
         raise BlobGone(f"{address} did not send what it claimed to hold") from error
 
 
 async def _fetch(
-    host: str, port: int, claims: Sequence[Claim], tokens: Sequence[bytes]
-) -> list[bytearray]:
+    host: str, port: int, claims: Sequence[Claim], tokens: Sequence[bytes], blobs: list[bytearray]
+) -> None:
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connection:
         connection.setblocking(False)  # noqa: FBT003  # the name says it
         await loop.sock_connect(connection, (host, port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await write(connection, HELLO)
-        blobs: list[bytearray] = []
         for claim, token in zip(claims, tokens, strict=True):
             await write(connection, token)
             blobs.append(await _receive(connection, claim))
-        return blobs
 
 
 async def _receive(connection: socket.socket, claim: Claim) -> bytearray:

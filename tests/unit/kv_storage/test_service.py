@@ -38,6 +38,7 @@ from antiphon.wire.storage import (
 )
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
@@ -324,3 +325,39 @@ async def test_whatever_is_asked_at_a_time_what_is_leased_is_right(
                     group.create_task(use(worker))
         # With every lease released, memory has room again.
         assert await worker.put(worker.offer(pages_of(5, 50))) == chain_of(pages_of(5, 50))
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+async def test_end_of_a_chain_is_evicted_before_its_beginning(tier: str, tmp_path: Path) -> None:
+    file_bytes = PAGE_BYTES + 32
+    sizes: dict[str, float | str] = {"ram_bytes_max": 4 * PAGE_BYTES}
+    if tier == "disk":  # memory holds none of them
+        sizes = {"ram_bytes_max": 10, "disk_path": str(tmp_path / "pages")}
+        sizes["disk_bytes_max"] = 4 * file_bytes
+    old, new = pages_of(3, 1), pages_of(2, 2)
+    async with node(**sizes) as worker:
+        await worker.put(worker.offer(old))
+        assert await worker.put(worker.offer(new)) == chain_of(new)
+        assert await worker.held(chain_of(old)) == 2
+        # A chain that is longer than the tier keeps its beginning, not its end.
+        long = pages_of(6, 3)
+        assert await worker.put(worker.offer(long)) == chain_of(long)[:4]
+        assert await worker.held(chain_of(long)) == 4
+
+
+async def test_pages_of_a_put_are_fetched_over_one_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections = 0
+    serve = BlobServer._serve
+
+    async def counted(self: BlobServer, connection: socket.socket) -> None:
+        nonlocal connections
+        connections += 1
+        await serve(self, connection)
+
+    monkeypatch.setattr(BlobServer, "_serve", counted)
+    pages = pages_of(20)
+    async with node() as worker:
+        assert await worker.put(worker.offer(pages)) == chain_of(pages)
+    assert connections == 1
