@@ -90,12 +90,17 @@ class IncrementalDecoder:
 
     def _forget(self) -> None:
         """Keep the fewest of the last ids that still tell what half a character becomes."""
-        for start in range(len(self._held) - 1, 0, -1):
-            certain = _certain(self._text(self._held[start:]))
-            if certain:
-                # A character before the broken one: so the broken one begins within these.
-                self._context, self._held, self._shown = [], self._held[start:], certain
-                return
+        waiting = len(self._text([*self._context, *self._held])) - len(self._shown)
+        texts = [(start, self._text(self._held[start:])) for start in range(1, len(self._held))]
+        for whole in (True, False):
+            for start, text in reversed(texts):
+                shown = text[: len(text) - waiting]
+                # Best is a whole character before the broken one. Where each token ends inside of
+                # one, these begin inside of one, too: then so many bytes that the broken one is
+                # among them to its beginning.
+                if shown and REPLACEMENT not in shown if whole else len(text) > BROKEN_MAX:
+                    self._context, self._held, self._shown = [], self._held[start:], shown
+                    return
         # Half a character, and special tokens that are skipped.
         self._held = [token for token in self._held if self._writes([token])]
 

@@ -203,7 +203,9 @@ class ModelWorker:
         self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
         self._announcer = Announcer(self._runtime.process, cache.events_max)
         self._mailbox = Mailbox(live_max)
-        self._reports = Reports(relay=self._relay, take=self._follow)
+        self._reports = Reports(
+            relay=self._relay, take=self._follow, wait_s=self._settings.batching.stall_limit_s
+        )
         self._loop = BatchingLoop(
             engine.batching,
             engine.runner,

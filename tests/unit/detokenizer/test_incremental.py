@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -191,6 +192,24 @@ def test_text_whose_tokens_all_end_inside_a_character_comes_out_whole_and_in_tim
     pieces = [decoder.push(token) for token in range(len(cuts))]
     assert pieces == ["", *text]
     assert not decoder.holds
+
+
+@given(st.lists(st.tuples(st.sampled_from("aé漢😀👍🏽"), st.integers(1, 5)), max_size=40))
+@example([("漢", 3), ("😀", 3), ("👍", 1), ("🏽", 3), ("😀", 1), ("😀", 2)] * 3)
+def test_characters_cut_anywhere_come_out_whole(drawn: list[tuple[str, int]]):
+    data = "".join(character for character, _ in drawn).encode()
+    cuts: list[bytes] = []
+    for _, width in itertools.cycle(drawn or [("", 1)]):
+        if not data:
+            break
+        cuts.append(data[:width])
+        data = data[width:]
+    decoder = IncrementalDecoder(
+        lambda ids, _: b"".join(cuts[token] for token in ids).decode(errors="replace"), True
+    )
+    pieces = [decoder.push(token) for token in range(len(cuts))]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join([*pieces, decoder.flush()]) == "".join(character for character, _ in drawn)
 
 
 def test_half_a_character_before_many_skipped_tokens_stays_cheap_and_whole():

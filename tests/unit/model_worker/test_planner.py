@@ -330,6 +330,23 @@ def test_nobody_waits_for_a_prompt_of_another_salt() -> None:
     assert steps.go() == [(0, 1), (1, 1), (2, 1)]
 
 
+def test_cached_tokens_count_no_work_of_the_request_itself_after_a_retraction() -> None:
+    steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256, context_tokens=200)
+    steps.add(1, 30, max_new_tokens=60, ignore_eos=True)
+    for _ in range(40):
+        steps.go()
+    (request,) = (
+        steps.batching.running.values()
+        if isinstance(steps.batching.running, dict)
+        else steps.batching.running
+    )
+    steps.batching._planner.retract(request)
+    steps.go()
+    assert (request.retractions, request.cached_tokens) == (1, 0)
+    assert request.found_tokens > request.prompt_tokens, "it found nothing again"
+    assert {p.cached_tokens for p in steps.batching.take_progress()} == {0}
+
+
 def test_a_salt_stays_with_a_request_over_other_weights() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     salts = (b"a" * 32, b"a" * 32, b"b" * 32)

@@ -40,12 +40,12 @@ def report(step: int, *, steady: bool = False) -> StepReport:
 class Taker:
     """Both ends: turns as the event loop takes them, and what was relayed."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 60.0) -> None:
         self.turns: list[list[tuple[int, bool]]] = []
         self.relayed: list[int] = []
         self.relays = False
         self.meanwhile: StepReport | None = None
-        self.reports = Reports(relay=self.relay, take=self.take)
+        self.reports = Reports(relay=self.relay, take=self.take, wait_s=wait_s)
 
     @property
     def steps(self) -> list[int]:
@@ -120,3 +120,23 @@ async def test_what_cannot_be_taken_in_is_told_to_whoever_waits_for_it() -> None
         async with asyncio.timeout(10):
             await taker.reports.failed
     assert taker.steps == [12, 14]
+
+
+async def test_batching_loop_ends_when_the_event_loop_hangs() -> None:
+    taker = Taker(wait_s=0.05)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for step in range(1, REPORTS_MAX + 2):
+                taker.reports.deliver(report(100 + step))
+        except TimeoutError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)  # in the event loop's thread: so it takes in nothing
+    assert [str(error) for error in raised] == ["the event loop took in no report of 64 in 0.05 s"]
+    assert len(taker.reports) == REPORTS_MAX
+    await until(lambda: len(taker.reports) == 0)
+    assert taker.steps == [100 + step for step in range(1, REPORTS_MAX + 1)]

@@ -122,6 +122,8 @@ class Request:
         rank: By priority; the lower outranks the higher.
         life: Grows when launched rows no longer speak for it: their outcome is passed over.
         began: Tokens that were computed when it was started, or had to go back.
+        cached_tokens: Of its prompt, what others had computed when it was started first.
+        found_tokens: What it found in the cache when it was started last.
         retractions: How often it has lost its pages.
         told: Tokens of the prompt of which it has been told, or nobody wants to be.
         prefilling: It has not drawn a token since it was started.
@@ -145,8 +147,8 @@ class Request:
     # Of so many attributes in a dictionary, each that a step needs is a line of memory by itself.
     __slots__ = (
         "__weakref__", "_details", "ahead", "arrival", "began", "cache_key", "cached_tokens",
-        "computed", "emitted", "end_ids", "filter", "finish", "following", "guide", "ids", "key",
-        "late", "length", "life", "namespace", "overtaken_before_s", "overtaken_s",
+        "computed", "emitted", "end_ids", "filter", "finish", "following", "found_tokens", "guide",
+        "ids", "key", "late", "length", "life", "namespace", "overtaken_before_s", "overtaken_s",
         "passed_leaders", "phase", "place", "planned", "prefilling", "prefix", "prompt_tokens",
         "queued_s", "rank", "retractions", "scores", "slot", "started_s", "state", "stepwise",
         "table", "tokens_max", "told", "touched", "urgent",
@@ -192,7 +194,7 @@ class Request:
         self.told = _told(state.sampling, self.prompt_tokens, len(outputs))
         self._details: list[TokenDetails] = []
         self.prefilling = True
-        self.cached_tokens = 0
+        self.cached_tokens = self.found_tokens = 0
         self.started_s: float | None = None
         self.overtaken_s: float | None = None
         self.overtaken_before_s = 0.0
@@ -262,8 +264,10 @@ class Request:
         self.ahead = 0
         self.life += 1
         self.prefilling = True
-        self.cached_tokens = max(self.cached_tokens, table.committed)
+        self.found_tokens = table.committed
         if self.started_s is None:
+            # Once: what a retracted request finds again is its own work.
+            self.cached_tokens = min(table.committed, self.prompt_tokens)
             self.started_s = now
 
     def retract(self) -> None:

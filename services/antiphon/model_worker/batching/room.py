@@ -110,7 +110,7 @@ class Room:
         def of(request: Request) -> list[int]:
             # What it found in the cache when it started may be held by others as well, but for
             # what a window has left behind, and a state with its first row.
-            cached, slot = request.cached_tokens, request.slot
+            cached, slot = request.found_tokens, request.slot
             return [
                 left[index][slot] - max(0, group.table_len(cached) - holes[index][slot])
                 if index not in self._pools.states
