@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.families import ROWS, Row, stretched
+from tests.models.families import GPT2_SIZES, ROWS, WITHOUT_KV_HEADS, Row, stretched
 from tests.models.parity import (
     Saved,
     check_prefix,
@@ -97,6 +98,19 @@ BORROWED = (
         fields={"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 24},
     ),
     Row(
+        name="granite 4 without recurrent layers",
+        architecture=transformers.GraniteMoeHybridForCausalLM,
+        config=transformers.GraniteMoeHybridConfig,
+        fields={
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
+    ),
+    Row(
         name="helium with dynamic rope",
         architecture=transformers.HeliumForCausalLM,
         config=transformers.HeliumConfig,
@@ -151,7 +165,17 @@ def test_a_line_in_the_log_says_whose_layers_run(
 ) -> None:
     with caplog.at_level("INFO"):
         assert isinstance(load(saved.folder).decoder, BorrowedDecoder)
-    assert "no family of ours: transformers' own modules run this model" in caplog.messages
+    (line,) = [each for each in caplog.records if each.message.startswith("transformers' own")]
+    assert line.__dict__["reason"] == "no family of ours"
+
+
+def test_a_variant_that_a_family_lacks_is_run_by_transformers(tmp_path: Path) -> None:
+    gpt2 = OURS["gpt2"]
+    row = replace(gpt2, fields={**gpt2.fields, "scale_attn_by_inverse_layer_idx": True})
+    saved = save(row, tmp_path)
+    assert error(logits_of(opened(saved), texts()[-1], chunk=23), saved.of_prompt) < row.limit
+    with pytest.raises(ModelLoadError, match="scores of GPT-2 in another scale"):
+        load(tmp_path, implementation="antiphon")
 
 
 def test_only_our_own_decoder_may_be_asked_for(saved: Saved) -> None:
@@ -201,6 +225,31 @@ REFUSED = {
         ),
         "longrope",
     ),
+    "state beside keys and values": (
+        Row(
+            name="zaya",
+            architecture=transformers.ZayaForCausalLM,
+            config=transformers.ZayaConfig,
+        ),
+        "it keeps state beside keys and values.*two passes",
+    ),
+    **{
+        f"attentions of its own: {row.name}": (row, f"{row.name}.*choose among attentions of their")
+        for row in (
+            Row(
+                name="falcon",
+                architecture=transformers.FalconForCausalLM,
+                config=transformers.FalconConfig,
+                sizes=WITHOUT_KV_HEADS,
+            ),
+            Row(
+                name="gptj",
+                architecture=transformers.GPTJForCausalLM,
+                config=transformers.GPTJConfig,
+                sizes={**GPT2_SIZES, "rotary_dim": 8},
+            ),
+        )
+    },
     "layers without attention": (
         Row(
             name="mamba",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.config.model_files import find_files
 from antiphon.kernels.op import KernelUnavailable
+from antiphon.model_worker.model.borrowed import BorrowedDecoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.weights import Checkpoint
@@ -56,7 +57,6 @@ def test_an_unknown_architecture_names_those_that_are_known(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "'spiral'.*default, linear, dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "0 factors for 8 pairs"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -79,10 +79,20 @@ def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, messag
         load(folder)
 
 
+def test_an_activation_that_only_transformers_has_is_left_to_its_modules(folder: Path) -> None:
+    change_config(folder, hidden_act="mish")
+    assert isinstance(load(folder).decoder, BorrowedDecoder)
+    with pytest.raises(ModelLoadError, match="hidden_act 'mish' is not supported"):
+        load(folder, implementation="antiphon")
+    change_config(folder, hidden_act="wish")
+    with pytest.raises(ModelLoadError, match="'wish', which is not there"):
+        load(folder)
+
+
 def test_a_config_can_be_overridden_at_loading(llama: Path) -> None:
     assert load(find_files(llama, overrides='{"rms_norm_eps": 0.5}')).spec.norm.eps == 0.5
     with pytest.raises(ModelLoadError, match="hidden_act 'mish'"):
-        load(find_files(llama, overrides='{"hidden_act": "mish"}'))
+        load(find_files(llama, overrides='{"hidden_act": "mish"}'), implementation="antiphon")
     with pytest.raises(ModelLoadError, match=r"unexpected: model\.layers\.2\..* and 13 more"):
         load(find_files(llama, overrides='{"num_hidden_layers": 2}'))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -194,3 +195,21 @@ def test_phi3_with_a_rotation_of_its_old_name(tmp_path: Path) -> None:
         partial_rotary_factor=0.75,
     )
     assert load(tmp_path).spec == spec
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "phi"])
+def test_names_without_the_base_are_those_of_the_base(tmp_path: Path, name: str) -> None:
+    saved = save(BY_NAME[name], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {key.removeprefix("model."): tensor for key, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    check_logits(saved, "plain")
+
+
+def test_mistral3_is_tied_where_the_whole_says_so(tmp_path: Path) -> None:
+    row = SEEING["mistral that sees"]
+    saved = save(replace(row, fields={**row.fields, "tie_word_embeddings": True}), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    assert not config["text_config"]["tie_word_embeddings"]
+    check_logits(saved, "plain")

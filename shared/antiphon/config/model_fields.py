@@ -74,6 +74,17 @@ HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
 }
 """By `model_type`: what holds where the file is silent, and is not what holds in most families."""
 
+_ONE_HEAD_COUNT = ("num_key_value_heads", "head_dim")
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    "bert": _ONE_HEAD_COUNT,
+    "gpt2": (*_ONE_HEAD_COUNT, "intermediate_size"),
+    "gpt_neox": ("num_key_value_heads",),
+    "modernbert": ("num_key_value_heads",),
+    "roberta": _ONE_HEAD_COUNT,
+    "xlm-roberta": _ONE_HEAD_COUNT,
+}
+"""By `model_type`: fields that transformers ignores for a family, and tools write all the same."""
+
 UNGATED = frozenset({"bert", "gpt2", "gpt_neox", "phi", "roberta", "starcoder2", "xlm-roberta"})
 """Families whose feed-forward blocks have two linears, not three."""
 PLACED = frozenset({"bert", "gpt2", "roberta", "xlm-roberta"})
@@ -86,9 +97,11 @@ REPEATED = frozenset({"jetmoe"})
 
 def completed(config: Fields) -> Fields:
     """A config with the names that most families have, and with the habits of its own."""
-    renamed = {NAMES[name]: config[name] for name in config if name in NAMES}
-    said = {name: value for name, value in {**renamed, **config}.items() if bytes(value) != b"null"}
-    model_type = bytes(said.get("model_type", b"")).decode().strip('"')
+    model_type = bytes(config.get("model_type", b"")).decode().strip('"')
+    unread = UNREAD.get(model_type, ())
+    read = {name: value for name, value in config.items() if name not in unread}
+    renamed = {NAMES[name]: read[name] for name in read if name in NAMES}
+    said = {name: value for name, value in {**renamed, **read}.items() if bytes(value) != b"null"}
     habits = HABITS.get(model_type, {})
     added = {name: msgspec.Raw(msgspec.json.encode(habits[name])) for name in habits}
     return added | said

@@ -19,6 +19,7 @@ SEEING = (
 """Architectures whose model of text is served."""
 WITHIN = "language_model."
 """What the names of its tensors have, first or after the name of all."""
+_TIED = "tie_word_embeddings"
 BESIDE_TEXT = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 """How tensors begin that see."""
 
@@ -44,7 +45,9 @@ def text_part(config: Fields) -> Fields:
     except msgspec.DecodeError as error:
         raise ConfigError(f"config.json: text_config: {error}") from error
     said = {name: value for name, value in text.items() if bytes(value) != b"null"}
-    flat = config | said | {"architectures": config["architectures"]}
+    # transformers ties by what the whole says; the part may say the default of its class.
+    whole = {name: config[name] for name in ("architectures", _TIED) if name in config}
+    flat = config | said | whole
     if "quantization_config" in flat:
         # Names of linears, and patterns of them, are those of the whole.
         stored = bytes(flat["quantization_config"]).replace(WITHIN.encode(), b"")

@@ -110,6 +110,7 @@ class BorrowedDecoder:
         self._head = _headed(model, self._given)
         config = cast("Config", model.config)
         self.spec, self._manners = _look(model, config, self._base, self.logits)
+        _refuse_hidden_state(self._base, config)
         self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
         shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
         kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
@@ -276,6 +277,77 @@ def _look(
         raise ModelLoadError("its head cannot be told from its layers")
     mixers = [found[layer] for layer in range(layers)]
     return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
+
+
+_PROBE_TOKENS, _PROBE_FIRST = 12, 8
+"""Of the prompt that is run in one pass and in two, and those of the first of the two."""
+_NOISE_MAX = 8.0
+"""How many times what rounding changes the second pass may differ."""
+
+
+@torch.inference_mode()
+def _refuse_hidden_state(base: Callable[..., Left], config: Config) -> None:
+    """Run a short prompt in one pass and in two: keys and values must be all that they share.
+
+    What a layer keeps beside them (a convolution's last inputs, a recurrent state) is lost between
+    two passes, and the text would be wrong without an error.
+
+    Raises:
+        ModelLoadError: The second pass differs by more than rounding explains.
+    """
+    tokens = torch.arange(1, _PROBE_TOKENS + 1) % config.vocab_size
+    whole = _run(base, tokens, [_PROBE_TOKENS])
+    # The same tokens in a shorter pass: causal layers differ by rounding alone.
+    rounding = _distance(_run(base, tokens[:_PROBE_FIRST], [_PROBE_FIRST]), whole[:_PROBE_FIRST])
+    second = slice(_PROBE_FIRST, _PROBE_TOKENS)
+    parts = _run(base, tokens, [_PROBE_FIRST, _PROBE_TOKENS - _PROBE_FIRST])
+    distance = _distance(parts[second], whole[second])
+    limit = max(_NOISE_MAX * rounding, 10 * torch.finfo(whole.dtype).eps)
+    if not distance <= limit:
+        raise ModelLoadError(
+            "it keeps state beside keys and values, which would be lost between the chunks of a "
+            f"prompt: two passes differ from one by {distance:.2g} of the hidden state"
+        )
+
+
+def _run(base: Callable[..., Left], tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Run tokens (T,) in passes of these lengths, with dense attention over all that came before.
+
+    Returns:
+        (T, hidden). Windows, caps and sinks are left out: both sides of a comparison lack them.
+    """
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(call: Call) -> Tensor:
+        key, value = call.key[0], call.value[0]  # (H, T, D)
+        if call.layer in kept:
+            key = torch.cat((kept[call.layer][0], key), dim=1)
+            value = torch.cat((kept[call.layer][1], value), dim=1)
+        kept[call.layer] = key, value
+        queries, keys = call.query.shape[2], key.shape[1]
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        heads = torch.nn.functional.scaled_dot_product_attention(
+            call.query, key[None], value[None], attn_mask=seen, enable_gqa=True
+        )
+        return heads[0].transpose(0, 1)  # (T, Q, D)
+
+    hidden: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        part = tokens[start : start + length]
+        at = torch.arange(start, start + length)
+        with _attending(attend):
+            left = base(input_ids=part[None], position_ids=at[None], use_cache=False)
+        assert left.last_hidden_state is not None
+        hidden.append(left.last_hidden_state[0])
+        start += length
+    return torch.cat(hidden)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The mean over tokens of how far two hidden states (T, hidden) are apart, relative."""
+    apart = (one.float() - other.float()).norm(dim=-1)
+    return float((apart / other.float().norm(dim=-1).clamp_min(1e-30)).mean())
 
 
 def _understood(call: Call) -> tuple[AttentionSpec, Manner]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import files_at
-from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
@@ -176,10 +176,10 @@ def activation_of(name: str, field: str) -> Activation:
     """The activation that transformers call by this name.
 
     Raises:
-        ModelLoadError: We do not have it; names the field that asked for it.
+        UnsupportedVariant: We do not have it; names the field that asked for it.
     """
     if name not in ACTIVATIONS:
-        raise ModelLoadError(
+        raise UnsupportedVariant(
             f"config.json: {field} {name!r} is not supported: there are {', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]

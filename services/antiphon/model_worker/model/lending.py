@@ -12,7 +12,8 @@ from antiphon.config.card import read_card
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.kernels.kv import KvSpec
-from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.declare import read_spec
+from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.remote_code import family_of
 
 NAMED_MAX = 5
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from antiphon.layers.weights import Build
     from antiphon.model_worker.model.borrowed import BorrowedDecoder
     from antiphon.model_worker.model.config_file import ConfigFile
-    from antiphon.model_worker.model.spec import Family
+    from antiphon.model_worker.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ def unlent(config: ConfigFile) -> str | None:
     return None
 
 
-def family_for(files: ModelFiles, config: ConfigFile, implementation: str) -> Family | None:
-    """The family that is to serve a model; None: transformers' modules are.
+def declared(files: ModelFiles, config: ConfigFile, implementation: str) -> ModelSpec | None:
+    """The model as a family declares it; None: transformers' modules are to run it.
 
     Raises:
         ModelLoadError: Neither can.
@@ -51,15 +52,23 @@ def family_for(files: ModelFiles, config: ConfigFile, implementation: str) -> Fa
     if implementation == "transformers":
         return None
     try:
-        return family_of(config.architectures, files)
+        family = family_of(config.architectures, files)
     except ModelLoadError:
         if implementation == "antiphon" or unlent(config) is not None:
             raise
-        log.info(
-            "no family of ours: transformers' own modules run this model",
-            extra={"architectures": config.architectures},
-        )
-        return None
+        reason = "no family of ours"
+    else:
+        try:
+            return read_spec(family, config)
+        except UnsupportedVariant as error:
+            if implementation == "antiphon" or unlent(config) is not None:
+                raise
+            reason = str(error)
+    log.info(
+        "transformers' own modules run this model",
+        extra={"architectures": config.architectures, "reason": reason},
+    )
+    return None
 
 
 def borrow(
@@ -108,7 +117,10 @@ def _opened(files: ModelFiles, build: Build, context_tokens: int) -> BorrowedDec
 
     from antiphon.model_worker.model import borrowed  # noqa: PLC0415
 
-    fields = msgspec.json.decode(files.config(), type=dict[str, object])
+    fields = {
+        name: _with_floats(value)
+        for name, value in msgspec.json.decode(files.config(), type=dict[str, object]).items()
+    }
     # transformers leaves these classes largely untyped.
     config = cast("Any", transformers.AutoConfig).for_model(fields.pop("model_type"), **fields)
     auto = cast("Any", transformers.AutoModelForCausalLM)
@@ -132,16 +144,37 @@ def _opened(files: ModelFiles, build: Build, context_tokens: int) -> BorrowedDec
             )
             _refuse_drawn(told)
         return borrowed.BorrowedDecoder(model.eval(), context_tokens)
+    except KeyError as error:
+        if error.args == (borrowed.IMPLEMENTATION,):
+            raise ModelLoadError(
+                f"{files.folder}: transformers' modules of {config.model_type!r} choose among "
+                "attentions of their own, which cannot run over a paged cache"
+            ) from error
+        raise ModelLoadError(
+            f"{files.folder}: transformers' modules look up {error}, which is not there"
+        ) from error
     except (
         ModelLoadError,
         ValueError,
         TypeError,
-        KeyError,
         AttributeError,
         OSError,
         RuntimeError,
     ) as error:
         raise ModelLoadError(f"{files.folder}: transformers' modules: {error}") from error
+
+
+def _with_floats(value: object) -> object:
+    """A value of config.json, with the floats in it that JSON lacks and transformers spells out."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, object]", value)
+        spelled = fields.get("__float__")
+        if len(fields) == 1 and isinstance(spelled, str):
+            return float(spelled)
+        return {name: _with_floats(inner) for name, inner in fields.items()}
+    if isinstance(value, list):
+        return [_with_floats(inner) for inner in cast("list[object]", value)]
+    return value
 
 
 def _refuse_drawn(told: Mapping[str, object]) -> None:

@@ -23,10 +23,9 @@ from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import Build
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
-from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.lending import borrow, family_for
+from antiphon.model_worker.model.lending import borrow, declared
 from antiphon.model_worker.model.quantization import StoredLinears
 from antiphon.model_worker.model.spec import HeadSpec
 from antiphon.model_worker.model.weights import Checkpoint
@@ -107,8 +106,7 @@ def load(
     try:
         files = files_at(place)
         config = read_config(files)
-        family = family_for(files, config, implementation)
-        spec = None if family is None else read_spec(family, config)
+        spec = declared(files, config, implementation)
         number = _dtype(dtype, config.dtype or config.torch_dtype, files)
         stored = _quantization(files, quantization)
     except ConfigError as error:
@@ -154,7 +152,9 @@ def fill(
     ignored = spec.ignored
     if isinstance(spec.head, HeadSpec) and spec.head.tied:
         ignored += (f"{spec.head.name}.weight",)
-    checkpoint.complete(spec.prefix)
+    based = isinstance(spec.head, HeadSpec) and spec.embedding.name.startswith(_BASE)
+    beside = (f"{spec.head.name}.",) if isinstance(spec.head, HeadSpec) else ()
+    checkpoint.complete(_BASE if based else spec.prefix, beside)
     checkpoint.respell(dict(spec.old_endings))
     blank: tuple[str, ...] = ()
     if quantization is not None:

@@ -52,10 +52,18 @@ class Checkpoint:
             raise ModelLoadError(f"{files.folder}: the {_endings(files)} files hold no tensors")
         return cls({text_name(name): tensor for name, tensor in tensors.items()})
 
-    def complete(self, prefix: str) -> None:
-        """Give every name the prefix that none has; of the base of a model alone, none does."""
+    def complete(self, prefix: str, beside: tuple[str, ...] = ()) -> None:
+        """Give every name the prefix that none has; of the base of a model alone, none does.
+
+        Args:
+            prefix: Of the base's tensors.
+            beside: How the names begin that never have it: those of the head.
+        """
         if not any(name.startswith(prefix) for name in self.tensors):
-            self.tensors = {prefix + name: tensor for name, tensor in self.tensors.items()}
+            self.tensors = {
+                name if name.startswith(beside) else prefix + name: tensor
+                for name, tensor in self.tensors.items()
+            }
 
     def respell(self, endings: Mapping[str, str]) -> None:
         """Call tensors by the endings that are wanted, where a tool writes others."""

@@ -11,7 +11,7 @@ from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.declare import attention, model
-from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.errors import UnsupportedVariant
 from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
     fields = config.own(_Fields)
     if not fields.scale_attn_weights or fields.scale_attn_by_inverse_layer_idx:
-        raise ModelLoadError("config.json: scores of GPT-2 in another scale are not supported")
+        raise UnsupportedVariant("config.json: scores of GPT-2 in another scale are not supported")
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     layer = LayerSpec(
         mixer=replace(attention(config), rotary=None, qkv_bias=True, out_bias=True, names=NAMES),
