@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.models import families_judges
 from tests.models.judging import (
@@ -116,6 +117,29 @@ def test_modernbert_as_its_first_configs_say_it(tmp_path: Path) -> None:
         del config[name]
     old = {"global_attn_every_n_layers": 3, "global_rope_theta": 1e5, "local_rope_theta": 500.0}
     file.write_text(json.dumps({**config, **old}))
+    check_said(saved, "plain")
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta", "ModernBert"])
+def test_a_model_trained_on_gaps_gives_the_vectors_of_its_base(
+    tmp_path: Path, name: str, prefixed: bool
+) -> None:
+    base = BY_NAME[f"{name}Model"]
+    gaps = getattr(transformers, f"{name}ForMaskedLM")
+    whole = save(replace(base, architecture=gaps), tmp_path)
+    if not prefixed:
+        file, prefix = tmp_path / "model.safetensors", f"{gaps.base_model_prefix}."
+        save_file({key.removeprefix(prefix): t for key, t in load_file(file).items()}, file)
+    check_said(Saved(base, tmp_path, whole.model.base_model), "plain")
+    assert load(tmp_path, headless=True).spec == load(tmp_path).spec
+
+
+def test_a_base_is_loaded_beside_a_head_for_gaps(tmp_path: Path) -> None:
+    saved = save(BY_NAME["BertModel"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {f"bert.{key}": tensor for key, tensor in load_file(file).items()}
+    save_file({**tensors, "cls.predictions.bias": torch.ones(4)}, file)
     check_said(saved, "plain")
 
 

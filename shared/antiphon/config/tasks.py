@@ -22,6 +22,8 @@ def task_of(architecture: str) -> Task:
     """The task of models of an architecture, by the endings that transformers gives names."""
     if architecture.endswith(("ForSequenceClassification", "ForRewardModel")):
         return Task.SCORE
+    if architecture.endswith("ForMaskedLM"):
+        return Task.EMBED  # words in gaps are not served; the layers below give vectors
     if architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
         return Task.EMBED
     return Task.GENERATE
@@ -37,13 +39,19 @@ def looks_ahead(architecture: str) -> bool:
     return architecture.startswith(ENCODERS)
 
 
+_OTHER_HEADS = (
+    *("pooler.", "bert.pooler.", "roberta.pooler."),
+    *("cls.", "lm_head.", "head.", "decoder."),  # words in gaps: BERT, RoBERTa, ModernBERT
+)
+
+
 def unread(architecture: str) -> tuple[str, ...]:
     """How tensors of a checkpoint begin that were trained for another task than this one."""
     if sees(architecture):
         return (*BESIDE_TEXT, *(f"model.{name}" for name in BESIDE_TEXT))
     if not looks_ahead(architecture) or task_of(architecture) is not Task.EMBED:
         return ()
-    return ("pooler.", "bert.pooler.", "roberta.pooler.")
+    return _OTHER_HEADS
 
 
 def head_parameters(architecture: str, hidden: int, labels: int) -> int:

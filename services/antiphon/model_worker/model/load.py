@@ -153,8 +153,8 @@ def fill(
     if isinstance(spec.head, HeadSpec) and spec.head.tied:
         ignored += (f"{spec.head.name}.weight",)
     based = isinstance(spec.head, HeadSpec) and spec.embedding.name.startswith(_BASE)
-    beside = (f"{spec.head.name}.",) if isinstance(spec.head, HeadSpec) else ()
-    checkpoint.complete(_BASE if based else spec.prefix, beside)
+    heads = (f"{spec.head.name}.",) if isinstance(spec.head, HeadSpec) else ()
+    checkpoint.complete(_BASE if based else spec.prefix, (*heads, *spec.passed_over))
     checkpoint.respell(dict(spec.old_endings))
     blank: tuple[str, ...] = ()
     if quantization is not None:

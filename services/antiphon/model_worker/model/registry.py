@@ -50,16 +50,20 @@ FAMILIES: dict[str, str] = {
     "Qwen2ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN2_REWARD",
     "Qwen3ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN3_REWARD",
     "BertModel": "antiphon.model_worker.model.families.bert:BERT",
+    "BertForMaskedLM": "antiphon.model_worker.model.families.bert:BERT",
     "BertForSequenceClassification": "antiphon.model_worker.model.families.bert:BERT_CLASSIFIER",
     "RobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
+    "RobertaForMaskedLM": "antiphon.model_worker.model.families.bert:ROBERTA",
     "RobertaForSequenceClassification": (
         "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
     ),
     "XLMRobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
+    "XLMRobertaForMaskedLM": "antiphon.model_worker.model.families.bert:ROBERTA",
     "XLMRobertaForSequenceClassification": (
         "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
     ),
     "ModernBertModel": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
+    "ModernBertForMaskedLM": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
     "ModernBertForSequenceClassification": (
         "antiphon.model_worker.model.families.modernbert:MODERNBERT_CLASSIFIER"
     ),
