@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.models.families import GPT2_SIZES, ROWS, WITHOUT_KV_HEADS, Row, stretched
+from tests.models.families import GPT2_SIZES, ROWS, SIZES, WITHOUT_KV_HEADS, Row, stretched
 from tests.models.parity import (
     Saved,
     check_prefix,
@@ -250,6 +251,15 @@ REFUSED = {
             ),
         )
     },
+    "keys beside those of its tokens": (
+        Row(
+            name="deepseek v4",
+            architecture=transformers.DeepseekV4ForCausalLM,
+            config=transformers.DeepseekV4Config,
+            sizes={**SIZES, "num_hidden_layers": 4},
+        ),
+        r"layer \d has \d+ keys for \d+ tokens",
+    ),
     "layers without attention": (
         Row(
             name="mamba",
@@ -267,3 +277,11 @@ def test_what_our_cache_cannot_give_is_refused(tmp_path: Path, row: Row, reason:
     saved = save(row, tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         opened(saved, "transformers")
+
+
+def test_a_padding_id_beyond_the_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    saved = save(BORROWED[0], tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": 500}))
+    with pytest.raises(ModelLoadError, match="pad_token_id 500 is beyond the vocabulary of 128"):
+        opened(saved)

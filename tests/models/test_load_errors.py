@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from antiphon.config.card import read_card
+from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import find_files
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.model.borrowed import BorrowedDecoder
@@ -77,6 +79,16 @@ def test_a_config_that_would_be_served_wrongly_is_refused(folder, fields, messag
     change_config(folder, **fields)
     with pytest.raises(ModelLoadError, match=message):
         load(folder)
+
+
+def test_a_config_with_other_names_for_its_shape_says_which_are_missing(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name != "num_hidden_layers"}
+    (folder / "config.json").write_text(json.dumps({**kept, "model_type": "mpt", "n_layers": 2}))
+    with pytest.raises(ModelLoadError, match="num_hidden_layers missing: a model of type mpt"):
+        load(folder)
+    with pytest.raises(ConfigError, match="num_hidden_layers missing: a model of type mpt"):
+        read_card(folder)
 
 
 def test_an_activation_that_only_transformers_has_is_left_to_its_modules(folder: Path) -> None:

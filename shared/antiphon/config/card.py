@@ -9,7 +9,7 @@ import msgspec
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import CacheDtype, Dtype
-from antiphon.config.model_fields import PADDED, PLACED, REPEATED, UNGATED
+from antiphon.config.model_fields import PADDED, PLACED, REPEATED, UNGATED, check_shape
 from antiphon.config.model_files import ModelFiles, Place, files_at
 from antiphon.config.quantization import Quantization
 from antiphon.config.quantization_file import read_quantization
@@ -105,7 +105,9 @@ def read_card(place: Place) -> ModelCard:
     """
     files = files_at(place)
     folder = files.folder
-    config = _convert(files.config(), folder / "config.json", _Config)
+    raw = files.config()
+    check_shape(raw, folder / "config.json")
+    config = _convert(raw, folder / "config.json", _Config)
     generation_file = folder / "generation_config.json"
     generation = (
         _decode(generation_file, _Generation) if generation_file.exists() else _Generation()

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 Fields = dict[str, msgspec.Raw]
 
@@ -105,3 +108,25 @@ def completed(config: Fields) -> Fields:
     habits = HABITS.get(model_type, {})
     added = {name: msgspec.Raw(msgspec.json.encode(habits[name])) for name in habits}
     return added | said
+
+
+_SHAPE = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    "max_position_embeddings",
+)
+
+
+def check_shape(config: bytes, file: Path) -> None:
+    """Refuse a completed config that does not have the fields that every served model has.
+
+    Raises:
+        ConfigError: Names the fields that are missing, and the model's type.
+    """
+    fields = msgspec.json.decode(config, type=dict[str, msgspec.Raw])
+    missing = [name for name in _SHAPE if name not in fields]
+    if missing:
+        model_type = bytes(fields.get("model_type", b"")).decode().strip('"') or "none"
+        raise ConfigError(
+            f"{file}: {', '.join(missing)} missing: a model of type {model_type} has no such "
+            "field, or another name for it, and is not supported"
+        )

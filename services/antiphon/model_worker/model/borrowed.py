@@ -279,8 +279,9 @@ def _look(
     return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
 
 
-_PROBE_TOKENS, _PROBE_FIRST = 12, 8
-"""Of the prompt that is run in one pass and in two, and those of the first of the two."""
+_PROBE_TOKENS, _PROBE_FIRST = 160, 144
+"""Of the prompt that is run in one pass and in two, and those of the first of the two: some models
+compress what lies 128 tokens back."""
 _NOISE_MAX = 8.0
 """How many times what rounding changes the second pass may differ."""
 
@@ -299,11 +300,16 @@ def _refuse_hidden_state(base: Callable[..., Left], config: Config) -> None:
     whole = _run(base, tokens, [_PROBE_TOKENS])
     # The same tokens in a shorter pass: causal layers differ by rounding alone.
     rounding = _distance(_run(base, tokens[:_PROBE_FIRST], [_PROBE_FIRST]), whole[:_PROBE_FIRST])
+    eps = torch.finfo(whole.dtype).eps
+    if not rounding <= min(1000 * eps, 0.1):
+        raise ModelLoadError(
+            "what follows in a pass changes the tokens before it: the hidden state of the same "
+            f"tokens differs by {rounding:.2g} in a longer pass"
+        )
     second = slice(_PROBE_FIRST, _PROBE_TOKENS)
     parts = _run(base, tokens, [_PROBE_FIRST, _PROBE_TOKENS - _PROBE_FIRST])
     distance = _distance(parts[second], whole[second])
-    limit = max(_NOISE_MAX * rounding, 10 * torch.finfo(whole.dtype).eps)
-    if not distance <= limit:
+    if not distance <= max(_NOISE_MAX * rounding, 10 * eps):
         raise ModelLoadError(
             "it keeps state beside keys and values, which would be lost between the chunks of a "
             f"prompt: two passes differ from one by {distance:.2g} of the hidden state"
@@ -320,6 +326,10 @@ def _run(base: Callable[..., Left], tokens: Tensor, lengths: list[int]) -> Tenso
 
     def attend(call: Call) -> Tensor:
         key, value = call.key[0], call.value[0]  # (H, T, D)
+        if key.shape[1] != call.query.shape[2]:
+            raise ModelLoadError(
+                f"layer {call.layer} has {key.shape[1]} keys for {call.query.shape[2]} tokens"
+            )
         if call.layer in kept:
             key = torch.cat((kept[call.layer][0], key), dim=1)
             value = torch.cat((kept[call.layer][1], value), dim=1)
@@ -346,8 +356,8 @@ def _run(base: Callable[..., Left], tokens: Tensor, lengths: list[int]) -> Tenso
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """The mean over tokens of how far two hidden states (T, hidden) are apart, relative."""
-    apart = (one.float() - other.float()).norm(dim=-1)
-    return float((apart / other.float().norm(dim=-1).clamp_min(1e-30)).mean())
+    apart = (one.float() - other.float()).square().sum(-1).sqrt()
+    return float((apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)).mean())
 
 
 def _understood(call: Call) -> tuple[AttentionSpec, Manner]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.model_fields import check_shape
 from antiphon.config.model_files import files_at
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
@@ -194,6 +195,7 @@ def read_config(place: Place) -> ConfigFile:
     files = files_at(place)
     try:
         raw = files.config()
+        check_shape(raw, files.folder / "config.json")
         config = msgspec.json.decode(raw, type=ConfigFile)
     except ConfigError as error:
         raise ModelLoadError(str(error)) from error

@@ -92,9 +92,19 @@ def borrow(
             raise ModelLoadError(f"{files.folder}: transformers' modules {reason}")
     if reason := unlent(config):
         raise ModelLoadError(f"config.json: {reason}")
+    padding = config.own(_Padding).pad_token_id
+    if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
+        raise ModelLoadError(
+            f"config.json: pad_token_id {padding} is beyond the vocabulary of {config.vocab_size}: "
+            'override it with {"pad_token_id": null}'
+        )
     decoder = _opened(files, build, config.context_tokens)
     _hold_against_plan(files, decoder)
     return decoder
+
+
+class _Padding(msgspec.Struct, frozen=True):
+    pad_token_id: int | None = None
 
 
 def _hold_against_plan(files: ModelFiles, decoder: BorrowedDecoder) -> None:
@@ -157,7 +167,9 @@ def _opened(files: ModelFiles, build: Build, context_tokens: int) -> BorrowedDec
         ModelLoadError,
         ValueError,
         TypeError,
+        AssertionError,
         AttributeError,
+        IndexError,
         OSError,
         RuntimeError,
     ) as error:
