@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -151,12 +152,27 @@ async def _until_signal(service: Service, around: Surroundings) -> int:
     try:
         await serve(service, around, stop)
     except Exception as error:  # noqa: BLE001  # here and in the inbox
-        return _failed(error, starting=around.health.state is State.STARTING)
+        code = _failed(error, starting=around.health.state is State.STARTING)
+        return _leave(code, quiet=code in (CANNOT_START, REPLACED))
     else:
-        return 0
-    finally:
-        # What is left is to join threads, and one that hangs must not keep the process.
+        return _leave(0, quiet=False)
+
+
+def _leave(code: int, *, quiet: bool) -> int:
+    """Bound what is left: to join threads, of which one that hangs must not keep the process.
+
+    Args:
+        code: The exit status.
+        quiet: Whether the reason is logged already: stacks of threads would hide it.
+    """
+    if quiet:
+        faulthandler.cancel_dump_traceback_later()
+        end = threading.Timer(_LEAVE_S, os._exit, (code,))
+        end.daemon = True
+        end.start()
+    else:
         faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
+    return code
 
 
 def _failed(error: Exception, *, starting: bool) -> int:
