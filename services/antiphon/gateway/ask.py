@@ -63,6 +63,7 @@ class DetailFields(msgspec.Struct, frozen=True, kw_only=True):
     top: str = "details.top"
     named_ids: str = "details.named_ids"
     hidden: str = "details.hidden"
+    start: str = "details.prompt_start"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

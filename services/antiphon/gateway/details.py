@@ -12,11 +12,27 @@ from antiphon.wire.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.gateway.ask import DetailFields
+    from antiphon.gateway.ask import Ask, DetailFields
     from antiphon.wire.submit import SubmitRequest
 
 TEXT_BYTES = 16
 """About a token's text and its bytes, with its id, in a message."""
+
+
+def check_start(ask: Ask, prompt_tokens: int) -> None:
+    """Check that the prompt reaches to where log-probabilities of it are to begin.
+
+    Raises:
+        InvalidRequest: It is shorter.
+    """
+    wanted = ask.sampling.details
+    if wanted is not None and wanted.prompt_start > prompt_tokens:
+        field = ask.detail_fields.start
+        text = (
+            f"{field} ({wanted.prompt_start}) is higher than the number of input tokens "
+            f"({prompt_tokens})"
+        )
+        raise InvalidRequest(text, param=field)
 
 
 class DetailRoom:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.ask import PROBE_DOOR, check
-from antiphon.gateway.details import DetailRoom
+from antiphon.gateway.details import DetailRoom, check_start
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.sampling import Seeds, answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
@@ -193,6 +193,7 @@ class Entrance:
                     ask, request_id, deadline_unix_ms, here.traceparent
                 )
             _check_kind(ask, encoded)
+            check_start(ask, id_count(encoded.token_ids))
             ask, inside = _thinking(ask, encoded.text_end)
             tokens_max = self._reserve(ask, encoded, hold)
             submit = self._submission(

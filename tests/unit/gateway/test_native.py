@@ -403,6 +403,9 @@ async def test_a_session_goes_on_from_what_was_said(at: House) -> None:
     assert await say("ab") == [97, 98]
     assert await say("c", rid=rids[0]) == [97, 98, *said, 99]
     assert await say("d", rid=rids[0], offset=3) == [97, 98, 10, 100]
+    assert await say("d", rid=rids[0], offset=0) == [97, 98, *said, 100]
+    assert await say("d", rid=rids[0], offset=None) == [97, 98, *said, 100]
+    assert await say("d", rid=rids[0], offset=-1) == [97, 98, *said[:-1], 100]
     assert await say("e", rid=rids[0], drop_previous_output=True) == [97, 98, 101]
     assert at.cluster.encodes[-1].special_tokens is False
     assert at.cluster.encodes[0].special_tokens is True
@@ -776,3 +779,15 @@ async def test_what_this_model_cannot_do_is_refused_with_a_reason(at: House, pat
     error = cast("Reply", reply["error"])
     assert (status, error["code"]) == (400, "unsupported")
     assert "this model does not" in str(error["message"])
+
+
+async def test_logprobs_cannot_begin_beyond_the_prompt(at: House) -> None:
+    body: Body = {"text": "ab", "return_logprob": True, "logprob_start_len": 2}
+    status, reply, _ = await post(at, GENERATE, body)
+    assert status == 200, reply
+    status, reply, _ = await post(at, GENERATE, body | {"logprob_start_len": 3})
+    error = cast("Body", reply["error"])
+    assert (status, error["param"]) == (400, "logprob_start_len")
+    assert "(3)" in cast("str", error["message"])
+    assert "(2)" in cast("str", error["message"])
+

@@ -78,6 +78,9 @@ async def test_a_session_is_the_same_at_every_gateway() -> None:
     await answer(world.other, Place(name), "a", 1, 2)
     assert await world.mine.before(TENANT, Place(name, "a")) == (1, 2)
     assert await world.mine.before(TENANT, Place(name, "a", offset=1)) == (1,)
+    assert await world.mine.before(TENANT, Place(name, "a", offset=0)) == (1, 2)
+    assert await world.mine.before(TENANT, Place(name, "a", offset=-1)) == (1,)
+    assert await world.mine.before(TENANT, Place(name, "a", offset=-9)) == ()
     assert await world.mine.before(TENANT, Place(name, "a", drop_previous_output=True)) == (1,)
     with pytest.raises(InvalidRequest, match="no session"):
         await world.mine.before(TenantId("another"), Place(name, "a"))

@@ -136,7 +136,7 @@ class Sessions:
         said = msgspec.msgpack.decode(value, type=Said)
         ids = said.prompt_ids + (b"" if place.drop_previous_output else said.output_ids)
         kept = unpack_ids(ids)
-        return tuple(kept if place.offset is None else kept[: place.offset])
+        return tuple(kept[: place.offset] if place.offset else kept)
 
     async def begin(self, tenant: TenantId, place: Place, rid: str, characters: int) -> None:
         """Keep room for a request that goes on from a place, until `end`.

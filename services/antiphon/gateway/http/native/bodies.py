@@ -116,14 +116,15 @@ class SessionParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rid: The request that it goes on from; none: it begins the session anew.
-        offset: How many tokens of what was before it are kept; none: all.
+        offset: How many tokens of what was before it are kept; 0 or none: all; below zero: all but
+            so many.
         replace: What else went on from there is aborted and forgotten.
         drop_previous_output: The answer before it is left out.
     """
 
     id: str
     rid: str | None = None
-    offset: Annotated[int, Meta(ge=0)] | None = None
+    offset: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     replace: bool | None = None
     drop_previous_output: bool | None = None
 

@@ -32,6 +32,7 @@ _FIELDS = DetailFields(
     top="top_logprobs_num",
     named_ids="token_ids_logprob",
     hidden="return_hidden_states",
+    start="logprob_start_len",
 )
 _PARAMS = "sampling_params.custom_params"
 _CALLED = {
