@@ -250,6 +250,10 @@ async def test_what_cannot_be_is_refused_before_the_first_word(
 async def test_what_is_not_done_is_refused_with_a_reason(client: AsyncClient) -> None:
     with pytest.raises(ollama.ResponseError, match="--model-path"):
         await client.pull("llama3.2")
+    (listed,) = (await client.list()).models
+    assert listed.model is not None
+    assert (await client.pull(listed.model)).status == "success"
+    assert listed.size
     with pytest.raises(ollama.ResponseError, match="does not embed"):
         await client.embed("default", "hello")
     with pytest.raises(ollama.ResponseError, match="keep_alive"):

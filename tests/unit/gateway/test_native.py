@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as gauges
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
+from antiphon.gateway.http.native.absent import ABSENT
 from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
 from antiphon.wire.abort import AbortRequests
@@ -619,6 +620,11 @@ async def test_a_server_tells_its_settings_and_no_secret(at: House, path: str) -
     assert info["settings"]["gateway"]["requests_max"] == 1024
     assert "password" not in info["settings"]["bus"]
     assert info["internal_states"][0]["worker"] == "worker-0"
+    assert (info["max_total_num_tokens"], info["max_req_input_len"]) == (16, CONTEXT_TOKENS - 1)
+    assert info["served_model_name"] == MODEL
+    assert info["tool_call_parser"] == "none"
+    assert info["max_queued_requests"] == info["settings"]["scheduler"]["queue_max"]
+    assert not {"api_key", "admin_api_key"} & set(info)
 
 
 async def test_loads_are_told_worker_by_worker(at: House) -> None:
@@ -791,3 +797,51 @@ async def test_logprobs_cannot_begin_beyond_the_prompt(at: House) -> None:
     assert "(3)" in cast("str", error["message"])
     assert "(2)" in cast("str", error["message"])
 
+
+async def test_weights_named_anew_tell_their_name(at: House) -> None:
+    status, reply, _ = await post(at, "/update_weight_version", {"new_version": "9"})
+    assert (status, reply["new_version"], reply["success"]) == (200, "9", True)
+
+
+async def test_older_loads_the_version_and_the_tokenizer_are_shown(at: House) -> None:
+    _, text = await get(at, "/get_load")
+    (load,) = json.loads(text)
+    assert set(load) == {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"}
+    _, text = await get(at, "/version")
+    assert json.loads(text)["version"]
+    _, text = await get(at, "/tokenizer_info")
+    info = json.loads(text)
+    assert (info["vocab_size"], info["model_max_length"]) == (256, CONTEXT_TOKENS)
+
+
+async def test_root_names_the_server_and_what_to_read(at: House) -> None:
+    status, text = await get(at, "/")
+    root = json.loads(text)
+    assert (status, root["name"], root["model"]) == (200, "antiphon", MODEL)
+    assert root["version"]
+    for path in root["links"].values():
+        assert (await get(at, path))[0] == 200, path
+
+
+async def test_routes_of_sglang_that_are_not_served_say_why(at: House) -> None:
+    assert len({absent.path for absent in ABSENT}) >= 40
+    async with aiohttp.ClientSession(at.url) as session:
+        for absent in ABSENT:
+            for method in absent.methods:
+                async with session.request(method, absent.path) as reply:
+                    error = (await reply.json())["error"]
+                assert (reply.status, error["code"]) == (404, absent.why), absent
+                assert absent.reason in error["message"]
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/nowhere", "/v1/chat/completions", "/v1/messages"])
+async def test_refused_requests_have_an_id(at: House, path: str) -> None:
+    status, _, headers = await post(at, path, {})
+    assert status in (400, 404)
+    assert len(cast("dict[str, str]", headers)["X-Request-Id"]) == 32
+
+
+async def test_invocations_is_a_chat(at: House) -> None:
+    body: Body = {"messages": [{"role": "user", "content": "hi"}]}
+    status, reply, _ = await post(at, "/invocations", body)
+    assert (status, reply["object"]) == (200, "chat.completion")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, cast
@@ -14,8 +15,10 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
+from antiphon.testing.wait import until
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.grammar import GrammarKind
+from antiphon.wire.heartbeat import WorkerFigures
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
@@ -442,7 +445,23 @@ async def test_the_type_of_a_body_may_be_left_open_but_not_by_a_page(at: House) 
             assert reply.status == 400
 
 
+async def test_pull_of_the_served_model_succeeds_and_of_another_is_a_404(at: House) -> None:
+    async with talking(at) as client:
+        assert (await client.pull(MODEL)).status == "success"
+        steps = [step.status async for step in await client.pull(f"{MODEL}:latest", stream=True)]
+        assert steps[-1] == "success"
+        with pytest.raises(ollama.ResponseError, match="--model-path") as unknown:
+            await client.pull("llama3.2")
+    assert unknown.value.status_code == 404
+
+
 async def test_the_client_is_told_what_there_is(at: House) -> None:
+    at.cluster.figures = WorkerFigures(weight_bytes=3_000_000)
+    await until(
+        lambda: any(
+            peer.beat.worker and peer.beat.worker.figures.weight_bytes for peer in at.workers
+        )
+    )
     async with talking(at) as client:
         (listed,) = (await client.list()).models
         (running,) = (await client.ps()).models
@@ -455,6 +474,14 @@ async def test_the_client_is_told_what_there_is(at: House) -> None:
     assert running.context_length == CONTEXT_TOKENS
     assert running.expires_at is not None
     assert running.expires_at.year == 9999
+    for each in (listed, running):
+        assert re.fullmatch("[0-9a-f]{64}", each.digest or "")
+        assert each.size == 3_000_000
+        assert each.details is not None
+        assert each.details.family == "llama"
+    assert shown.details is not None
+    assert shown.details.families == ["llama"]
+    assert (shown.details.parameter_size, shown.details.quantization_level) == ("1.5M", "BF16")
     assert shown.capabilities == ["completion"]
     info = shown.modelinfo or {}
     assert info[f"{info['general.architecture']}.context_length"] == CONTEXT_TOKENS
@@ -483,7 +510,6 @@ async def test_a_model_that_no_worker_runs_is_not_running(at: House) -> None:
 async def test_what_is_not_done_to_models_is_refused_with_a_reason(at: House) -> None:
     async with talking(at) as client:
         for refused in (
-            client.pull(MODEL),
             client.push(MODEL),
             client.create(MODEL, from_="other"),
             client.copy(MODEL, "other"),

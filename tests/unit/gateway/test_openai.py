@@ -215,8 +215,14 @@ async def test_what_else_a_choice_may_tell_is_the_same_in_a_stream(at: House) ->
         assert whole[0]["response_token_ids"] == [10, 11, 12, 13]
         assert whole[0]["hidden_states"] == [[0.5, 1.5]] * 4
         assert whole[0]["logprobs"] is None
-        for name in ("prompt_token_ids", "response_token_ids", "hidden_states", "finish_reason"):
+        for name in ("prompt_token_ids", "response_token_ids", "finish_reason"):
             assert joined[0][name] == whole[0][name], name
+        # One chunk of a stream has them all; of a chat, in its delta.
+        told = cast("Choice", joined[0]["delta"]) if path == CHAT else joined[0]
+        assert told["hidden_states"] == whole[0]["hidden_states"]
+        events = (await stream(at, path, body | asked))[:-1]
+        assert sum('"hidden_states"' in event for event in events) == 1
+        assert '"finish_reason":"stop"' in events[-2]
     details = at.cluster.submits[0].sampling.details
     assert details == DetailParams(ids=True, hidden=True)
     assert not at.cluster.submits[0].stop.token_texts

@@ -273,3 +273,21 @@ async def test_truncation_leaves_out_the_oldest_items(at: House) -> None:
     assert len(messages) < len(said)
     alone = [{"role": "user", "content": "x" * 100}]
     assert (await refusal(at, input=alone, truncation="auto"))[:2] == (400, "input")
+
+
+async def test_input_tokens_are_counted_as_they_would_be_read(at: House) -> None:
+    said: Body = {"input": "hi", "instructions": "Be brief.", "tools": [ADD, {"type": "mcp"}]}
+    status, reply, headers = await post(at, f"{RESPONSES}/input_tokens", said)
+    assert status == 200, reply
+    assert reply["object"] == "response.input_tokens"
+    assert at.cluster.submits == []
+    whole = await create(at, **said)
+    assert cast("Body", whole["usage"])["input_tokens"] == reply["input_tokens"]
+    assert "Warning" in cast("dict[str, str]", headers)
+    async with client(at) as opened:
+        counted = await opened.responses.input_tokens.count(
+            model="toy", input="hi", instructions="Be brief."
+        )
+    assert counted.input_tokens == reply["input_tokens"]
+    status, _, _ = await post(at, f"{RESPONSES}/input_tokens", said | {"model": "other"})
+    assert status == 404

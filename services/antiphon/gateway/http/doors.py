@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.http.answering import Answering
 from antiphon.gateway.http.anthropic.messages import Messages
 from antiphon.gateway.http.keepalive import Keepalive
+from antiphon.gateway.http.native.absent import AbsentRoutes
 from antiphon.gateway.http.native.control import Control
 from antiphon.gateway.http.native.encoding import Encoding
 from antiphon.gateway.http.native.generation import Generation
@@ -107,5 +108,6 @@ def operations(
         *Health(runtime, model, answering, tokenizers).operations(),
         *control.operations(),
         *Parsing(answering).operations(),
+        *AbsentRoutes().operations(),
     )
     return (*served, *OpenApi(served).operations())

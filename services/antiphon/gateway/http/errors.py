@@ -49,7 +49,7 @@ class MessagesError(msgspec.Struct, frozen=True):
 
 
 class MessagesErrorEnvelope(msgspec.Struct, frozen=True):
-    """The same of the Messages API. There is a request id once the request was taken in."""
+    """The same of the Messages API. Each request has an id, refused ones too."""
 
     type: Literal["error"]
     error: MessagesError

@@ -22,6 +22,7 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unauthorized,
 )
+from antiphon.wire.ids import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable
@@ -38,7 +39,7 @@ BEGUN = web.RequestKey("begun", bool)
 """Set on a request whose reply has begun: nothing but its connection can fail now."""
 
 REQUEST_ID = web.RequestKey("request_id", str)
-"""Set on a request that is owned, so that its error names it too."""
+"""Set on a request that is owned, or refused, so that its error names it too."""
 
 WARNINGS = web.RequestKey("warnings", list[str])
 """Set on a request of which something was left out: each is told by a header."""
@@ -201,17 +202,22 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except EngineError as error:
-        response = failure(error, request)
-        if (request_id := request.get(REQUEST_ID)) is not None:
-            response.headers["X-Request-Id"] = request_id
-        return response
+        return _refused(request, error)
     except web.HTTPException as error:
         return _unrouted(request, error)
     except Exception:
         log.exception("handler failed", extra={"path": request.path})
         if request.get(BEGUN, False) and request.transport is not None:
             request.transport.abort()
-        return failure(Internal("internal error"), request)
+        return _refused(request, Internal("internal error"))
+
+
+def _refused(request: web.Request, error: EngineError) -> web.Response:
+    """Write an error; a request that was not taken in gets an id here, so that it can be named."""
+    request_id = request.setdefault(REQUEST_ID, new_request_id())
+    response = failure(error, request)
+    response.headers["X-Request-Id"] = request_id
+    return response
 
 
 class _NotFound(InvalidRequest):
@@ -233,7 +239,7 @@ def _unrouted(request: web.Request, error: web.HTTPException) -> web.Response:
         refusal = _NotAllowed(f"{request.method} is not allowed on {request.path}")
     else:
         refusal = _NotFound(f"{request.method} {request.path} does not exist")
-    response = failure(refusal, request)
+    response = _refused(request, refusal)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -59,6 +59,12 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class WeightsNamed(Done, frozen=True, kw_only=True):
+    """The weights have a new name."""
+
+    new_version: str
+
+
 class Control:
     """Orders go to every worker of the model, whichever gateway takes them."""
 
@@ -117,7 +123,7 @@ class Control:
                 answer=self._name_weights,
                 summary="Names the weights anew; nothing that was cached is found again.",
                 body=VersionBody,
-                reply=Done,
+                reply=WeightsNamed,
                 examples=({"new_version": "2", "abort_all_requests": False},),
             ),
         ]
@@ -158,7 +164,12 @@ class Control:
         await self._workers.order(
             SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
         )
-        return json_reply(Done(message=f"The weights are called '{body.new_version}'."))
+        return json_reply(
+            WeightsNamed(
+                message=f"The weights are called '{body.new_version}'.",
+                new_version=body.new_version,
+            )
+        )
 
 
 def _checked(body: AbortBody) -> AbortBody:

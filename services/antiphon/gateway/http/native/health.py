@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
 
 from antiphon.gateway.ask import PROBE_DOOR, Ask, Sampling
 from antiphon.gateway.http.operation import Operation
@@ -16,6 +16,8 @@ from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_
 from antiphon.wire.sampling import PoolParams
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.http.answering import Answering
     from antiphon.service.service import Runtime
@@ -30,6 +32,25 @@ class Healthy(msgspec.Struct, frozen=True):
     """Everybody is there."""
 
     status: str = "ok"
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /."""
+
+    name: str = "antiphon"
+    version: str
+    model: str
+    status: str = "Antiphon is running."
+    links: dict[str, str]
+
+
+_LINKS = {
+    "models": "/v1/models",
+    "openapi": "/openapi.json",
+    "health": "/health",
+    "metrics": "/metrics",
+    "server_info": "/server_info",
+}
 
 
 class Health:
@@ -53,7 +74,13 @@ class Health:
         """What a load balancer asks."""
         here = "200 if an answer can be given now, else 503 that names who is missing."
         return [
-            Operation(method="GET", path="/", answer=self._hello, summary="Who is here."),
+            Operation(
+                method="GET",
+                path="/",
+                answer=self._hello,
+                summary="What is served, and where to read on.",
+                reply=Root,
+            ),
             Operation(
                 method="GET", path="/health", answer=self._health, summary=here, reply=Healthy
             ),
@@ -76,7 +103,9 @@ class Health:
         ]
 
     async def _hello(self, _: web.Request) -> web.Response:
-        return web.Response(text=f"Antiphon is running and serves {self._model}.\n")
+        return json_reply(
+            Root(version=metadata.version("antiphon"), model=self._model, links=_LINKS)
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         self._check()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from antiphon.config.fields import groups, value_at
+from antiphon.config.fields import fields, groups, value_at
+from antiphon.config.sglang import rows
 from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
@@ -17,6 +18,8 @@ from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.workers import Workers
     from antiphon.service.service import Runtime
@@ -57,12 +60,41 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /server_info: every setting that is no secret, and the load of each worker."""
+    """GET /server_info: every setting that is no secret, and the load of each worker.
+
+    Beside these stand SGLang's arguments under their own names, and what its clients read of the
+    cache: `max_total_num_tokens`, `max_req_input_len`.
+    """
 
     version: str
     model: ModelInfo
     settings: dict[str, dict[str, Value]]
     internal_states: list[Load]
+
+
+class OlderLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /get_load: what a worker has to do, in the words of SGLang's older routers."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+class Version(msgspec.Struct, frozen=True):
+    """GET /version."""
+
+    version: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /tokenizer_info."""
+
+    tokenizer_path: str
+    vocab_size: int
+    model_max_length: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
 
 
 class Info:
@@ -94,6 +126,28 @@ class Info:
                 },
                 told_as=(EXPOSITION,),
             ),
+            Operation(
+                method="GET",
+                path="/get_load",
+                answer=self._older_loads,
+                summary="What each worker has to do; /v1/loads says more.",
+                reply=list[OlderLoad],
+                deprecated=True,
+            ),
+            Operation(
+                method="GET",
+                path="/version",
+                answer=self._show_version,
+                summary="The version of the server.",
+                reply=Version,
+            ),
+            Operation(
+                method="GET",
+                path="/tokenizer_info",
+                answer=self._tokenizer_info,
+                summary="The tokenizer: its vocabulary, and the longest text of prompt and answer.",
+                reply=TokenizerInfo,
+            ),
             *(
                 Operation(
                     method="GET",
@@ -117,6 +171,35 @@ class Info:
                 for path in ("/server_info", "/get_server_info")
             ),
         ]
+
+    async def _older_loads(self, _: web.Request) -> web.Response:
+        return json_reply(
+            [
+                OlderLoad(
+                    dp_rank=load.dp_rank,
+                    num_reqs=load.num_total_reqs,
+                    num_waiting_reqs=load.num_waiting_reqs,
+                    num_tokens=load.num_total_tokens,
+                )
+                for load in self._each()
+            ]
+        )
+
+    async def _show_version(self, _: web.Request) -> web.Response:
+        return json_reply(Version(self._version))
+
+    async def _tokenizer_info(self, _: web.Request) -> web.Response:
+        settings, card = self._runtime.settings, await self._tokenizers.card()
+        tools, reasoning = parsers_of(settings.gateway, card)
+        return json_reply(
+            TokenizerInfo(
+                tokenizer_path=settings.model.tokenizer_path or settings.model.path,
+                vocab_size=card.vocabulary_size,
+                model_max_length=card.context_tokens,
+                tool_call_parser=tools,
+                reasoning_parser=reasoning,
+            )
+        )
 
     async def _loads(self, request: web.Request) -> web.Response:
         query = request.query
@@ -154,11 +237,12 @@ class Info:
         return json_reply(await self._describe())
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        settings = self._runtime.settings
-        return json_reply(
+        settings, model = self._runtime.settings, await self._describe()
+        loads = self._each()
+        nested = msgspec.to_builtins(
             ServerInfo(
                 version=self._version,
-                model=await self._describe(),
+                model=model,
                 settings={
                     group.name: {
                         field.name: value_at(settings, field)
@@ -167,9 +251,30 @@ class Info:
                     }
                     for group in groups()
                 },
-                internal_states=self._each(),
+                internal_states=loads,
             )
         )
+        # The nested names win: `model` and the others are ours.
+        return web.json_response(self._flat(model, loads) | nested)
+
+    def _flat(self, model: ModelInfo, loads: Sequence[Load]) -> dict[str, Value]:
+        """SGLang's arguments that are settings here, by their names, and what it adds to them."""
+        settings = self._runtime.settings
+        flat: dict[str, Value] = {}
+        for row in rows():
+            field = fields()[row.path] if row.path is not None else None
+            if field is not None and not field.secret and not row.detail:
+                flat[row.name] = value_at(settings, field)
+        longest = model.max_model_len
+        return flat | {
+            "model_path": model.model_path,
+            "tokenizer_path": model.tokenizer_path,
+            "served_model_name": model.served_model_name,
+            "weight_version": model.weight_version,
+            "max_total_num_tokens": max((load.max_total_num_tokens for load in loads), default=0),
+            # One token at least is the answer's.
+            "max_req_input_len": None if longest is None else longest - 1,
+        }
 
     async def _describe(self) -> ModelInfo:
         settings = self._runtime.settings

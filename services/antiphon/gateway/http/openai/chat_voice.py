@@ -149,7 +149,12 @@ class ChatVoice(OpenAiVoice):
             matched_stop=said.matched_stop,
             meta_info=self._meta_info(said.choice, 0, said),
         )
-        return b"".join([*told, self._event(end, usage=usage)])
+        told.append(self._event(end, usage=usage))
+        states = self._gathered_states(said.choice)
+        if states is not UNSET:
+            beside = ChatChunkChoice(index=said.choice, delta=NoDelta(hidden_states=states))
+            told.append(self._event(beside))
+        return b"".join(told)
 
     def _content(self, index: int, text: str) -> bytes:
         """A chunk of content and nothing else."""
@@ -162,6 +167,7 @@ class ChatVoice(OpenAiVoice):
     def _said(self, said: Said, deltas: list[Delta]) -> bytes:
         """A chunk for each delta: the first tells of the tokens, each of the usage."""
         usage = self._usage_so_far(0, said)
+        self._gather_states(said.choice, said.details)
         if not deltas and not self._bare and (said.details is not None or (usage and said.usage)):
             deltas = [Delta(content="")]
         chunks: list[bytes] = []
@@ -171,7 +177,6 @@ class ChatVoice(OpenAiVoice):
                 index=said.choice,
                 delta=delta,
                 logprobs=chat_logprobs(details) if self._telling.logprobs else None,
-                hidden_states=self._states(details),
                 response_token_ids=self._ids(details),
             )
             chunks.append(self._event(choice, usage=usage))

@@ -80,6 +80,15 @@ class Completions:
             ),
             Operation(
                 method="POST",
+                path="/invocations",
+                answer=self._chat,
+                summary="The same, at the path that SageMaker calls.",
+                body=ChatBody,
+                reply=ChatReply,
+                refused=refused.CHAT,
+            ),
+            Operation(
+                method="POST",
                 path="/v1/completions",
                 answer=self._complete,
                 summary="Texts that go on from prompts.",

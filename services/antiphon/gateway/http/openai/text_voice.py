@@ -99,6 +99,7 @@ class CompletionVoice(OpenAiVoice):
                 self._piece(prompt, choice, said, finished),
                 usage=self._usage_so_far(prompt, said),
             )
+            + (self._states_event(self._index(prompt, choice)) if finished else b"")
             for choice, said, finished in _paired(events)
         )
 
@@ -117,6 +118,13 @@ class CompletionVoice(OpenAiVoice):
             frame = self._frames[index] = Frame(self._event(TextChoice(index=index, text=GAP)))
         return frame.around(text)
 
+    def _states_event(self, index: int) -> bytes:
+        """The hidden states of a choice, in a chunk of their own."""
+        states = self._gathered_states(index)
+        if states is UNSET:
+            return b""
+        return self._event(TextChoice(index=index, text="", hidden_states=states))
+
     def _piece(
         self, prompt: int, choice: int, said: Said | None, finished: Finished | None
     ) -> TextChoice:
@@ -124,13 +132,13 @@ class CompletionVoice(OpenAiVoice):
         echo = self._echoes[prompt] if index not in self._begun else Echo()
         self._begun.add(index)
         details = said.details if said else None
+        self._gather_states(index, details)
         return TextChoice(
             index=index,
             text=echo.text + (said.text if said else ""),
             logprobs=self._logprobs(index, details, echo),
             finish_reason=finished.reason if finished else None,
             matched_stop=finished.matched_stop if finished else None,
-            hidden_states=self._states(details),
             prompt_token_ids=self._prompt_once(prompt, choice),
             response_token_ids=self._ids(details),
             meta_info=self._meta_info(index, prompt, finished) if finished else UNSET,

@@ -72,6 +72,7 @@ class OpenAiVoice(Voice):
         self._record = record
         self._streams = streams
         self._shown: dict[int, list[int]] = {}
+        self._hidden: dict[int, list[list[float]]] = {}
         self._usages = [
             Usage(prompt_tokens=len(unpack_ids(stream.submit.prompt_ids)))
             if telling.usage_always
@@ -143,6 +144,15 @@ class OpenAiVoice(Voice):
             return UNSET
         self._unsaid.discard(index)
         return self._prompt_ids[prompt]
+
+    def _gather_states(self, index: int, piece: DetailPiece | None) -> None:
+        """Keep the states of a choice: a stream tells them once, at the end of the choice."""
+        states = self._states(piece)
+        if states is not UNSET:
+            self._hidden.setdefault(index, []).extend(states)
+
+    def _gathered_states(self, index: int) -> list[list[float]] | UnsetType:
+        return self._hidden.pop(index, []) if self._telling.hidden else UNSET
 
     def _states(self, piece: DetailPiece | None) -> list[list[float]] | UnsetType:
         if not self._telling.hidden or piece is None:

@@ -117,6 +117,13 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens the input of a response has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
     """A response is gone."""
 

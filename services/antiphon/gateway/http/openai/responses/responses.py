@@ -15,15 +15,29 @@ from antiphon.gateway.http.openai.responses.paging import QUERY, page_of
 from antiphon.gateway.http.openai.responses.reading import asked, check_include, said
 from antiphon.gateway.http.openai.responses.records import Record, Records
 from antiphon.gateway.http.openai.responses.refused import RESPONSES
-from antiphon.gateway.http.openai.responses.replies import ItemList, ResponseDeleted, ResponseReply
+from antiphon.gateway.http.openai.responses.replies import (
+    InputTokens,
+    ItemList,
+    ResponseDeleted,
+    ResponseReply,
+)
 from antiphon.gateway.http.openai.responses.seals import Seals
 from antiphon.gateway.http.openai.responses.shortening import TRIES_MAX, shortened
 from antiphon.gateway.http.openai.responses.voice import ResponseVoice
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
-from antiphon.gateway.http.server import warn
+from antiphon.gateway.http.server import REQUEST_ID, warn
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.wire.errors import InvalidRequest, PromptTooLong, UnknownResponse, Unsupported
+from antiphon.service.deadline import deadline_in
+from antiphon.wire.codec import id_count
+from antiphon.wire.errors import (
+    InvalidRequest,
+    PromptTooLong,
+    UnknownModel,
+    UnknownResponse,
+    Unsupported,
+)
+from antiphon.wire.ids import new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -46,6 +60,7 @@ if TYPE_CHECKING:
 
 _HELLO = {"input": "What is 2 + 3?"}
 _DIGITS_MAX = 9
+_COUNT_S = 30.0
 _ONE = "/v1/responses/{response_id}"
 
 
@@ -80,6 +95,16 @@ class Responses:
                 reply=ResponseReply,
                 refused=RESPONSES,
                 examples=(_HELLO, _HELLO | {"stream": True}, _HELLO | {"store": False}),
+            ),
+            Operation(
+                method="POST",
+                path="/v1/responses/input_tokens",
+                answer=self._count,
+                summary="How many tokens the model would read for a response.",
+                body=ResponsesBody,
+                reply=InputTokens,
+                refused=RESPONSES,
+                examples=(_HELLO,),
             ),
             Operation(
                 method="GET",
@@ -117,10 +142,21 @@ class Responses:
             ),
         ]
 
-    async def _create(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.Request) -> web.Response:
         formats = await formats_of(
             self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
         )
+        heard = await self._read(request)
+        items = [*await self._before(tenant_of(request), heard), *heard.items]
+        ask = asked(heard, items, formats).ask
+        if ask.model not in (None, self._model):
+            raise UnknownModel.of(str(ask.model))
+        request[REQUEST_ID] = request_id = new_request_id()
+        deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        encoded = await self._tokenizers.encode(ask, request_id, deadline, None)
+        return json_reply(InputTokens(input_tokens=id_count(encoded.token_ids)))
+
+    async def _read(self, request: web.Request) -> Said:
         tenant = tenant_of(request)
 
         def unsealed(sealed: str, at: str) -> str:
@@ -129,8 +165,15 @@ class Responses:
         heard = await self._answering.read(
             request, ResponsesBody, lambda body: said(body, unsealed), RESPONSES
         )
-        body = heard.body
         warn(request, heard.warnings)
+        return heard
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.writes
+        )
+        tenant, heard = tenant_of(request), await self._read(request)
+        body = heard.body
         kept = await self._records.wanted(body)
         items = [*await self._before(tenant, heard), *heard.items]
         if kept:
