@@ -216,7 +216,9 @@ async def test_what_is_there_is_listed_and_shown(client: AsyncClient, stack: Sta
     assert running.context_length == 2048
     shown = await client.show(name)
     assert shown.capabilities == ["completion", "tools", "thinking"]
-    assert (shown.modelinfo or {})["antiphon.context_length"] == 2048
+    info = shown.modelinfo or {}
+    assert info[f"{info['general.architecture']}.context_length"] == 2048
+    assert info["general.parameter_count"] > 0
     assert "temperature" in (shown.parameters or "")
     heard = await chat(client, model=name)
     assert heard.model == name
