@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 256
+ACCEPT_PAUSE_S = 0.1
+"""After a connection that could not be accepted: as long as no file can be opened, none can be."""
+LOG_PAUSE_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
 
@@ -37,12 +41,31 @@ class BlobServer:
 
     async def run(self) -> None:
         """Accept connections; one more than `CONNECTIONS_MAX` waits in the kernel's queue."""
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._places.acquire()
+                group.create_task(self._serve(await self._accept()))
+
+    async def _accept(self) -> socket.socket:
+        """Wait for the next connection, however long none can be accepted."""
+        loop = asyncio.get_running_loop()
+        failures, logged_at = 0, loop.time() - LOG_PAUSE_S
+        while True:
+            try:
                 connection, _ = await loop.sock_accept(self._bound)
-                group.create_task(self._serve(connection))
+            except OSError as error:
+                # Too many open files (EMFILE, ENFILE), no memory, or a client that left in the
+                # queue. What is open is served meanwhile, and frees files when it ends.
+                failures += 1
+                if loop.time() - logged_at >= LOG_PAUSE_S:
+                    logged_at = loop.time()
+                    fields = {"reason": os.strerror(error.errno or 0), "failures": failures}
+                    log.warning("connection not accepted", extra=fields)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+            else:
+                if failures:
+                    log.info("connections are accepted again", extra={"failures": failures})
+                return connection
 
     async def _serve(self, connection: socket.socket) -> None:
         """Answer one connection until the other side is done, silent or wrong."""
@@ -59,6 +82,8 @@ class BlobServer:
                     await self._answer(connection)
         except (Hangup, TimeoutError, OSError):
             return  # the fetcher sees it too, and it alone knows whether it matters
+        except Exception:
+            log.exception("fetch failed")  # the connections beside it go on
         finally:
             self._places.release()
 
