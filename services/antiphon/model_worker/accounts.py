@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from antiphon.model_worker.output import Run
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.heartbeat import WorkerFigures
+
+log = logging.getLogger(__name__)
 
 REPORTS_MAX = 64
 """Reports that wait to be counted: a second of a large model, some heartbeats of a small one."""
@@ -62,9 +65,13 @@ class Accounts:
         """Take in what was put down."""
         for _ in range(len(self._uncounted)):
             report, now = self._uncounted.popleft()
-            tokens = self._journal.step(report.progress, now)
-            self.metrics.observe(report, tokens)
-            self._figures.observe(report, tokens, now)
+            try:
+                tokens = self._journal.step(report.progress, now)
+                self.metrics.observe(report, tokens)
+                self._figures.observe(report, tokens, now)
+            except Exception:
+                # Numbers for those who watch: no answer depends on them.
+                log.exception("report not counted", extra={"step": report.step})
 
     def figures(self, last: StepReport, *, grammars: int, now: float) -> WorkerFigures:
         """What the heartbeat says; so many answers wait for their grammars."""

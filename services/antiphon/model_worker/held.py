@@ -93,6 +93,11 @@ class HeldChoice:
             assert self._details.end >= self.length or not self.length, "a token is not told of"
         self.finish = progress.finish
 
+    def fail(self, finish: Finish) -> None:
+        """End it with an error, whatever a step did to it."""
+        self.finish = finish
+        self._sent = self._end
+
     @property
     def even(self) -> bool:
         """Whether it goes on in plain ids, and all of it was sent, with what its request is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from antiphon.wire.parts import parts
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process
     from antiphon.wire.ids import InstanceId, RequestId
 
+log = logging.getLogger(__name__)
+
 BATCH_BYTES_MAX = 128 * 1024
 """About the largest token batch: far below what the broker takes, small beside other traffic."""
 _ROW_BYTES = 256  # a row without its ids, about
@@ -25,6 +28,7 @@ class Outbox:
 
     Attributes:
         step: The last one of which something was put in.
+        broken: Requests of which rows could not be made.
     """
 
     def __init__(self, process: Process, seqs: SeqSender) -> None:
@@ -34,6 +38,7 @@ class Outbox:
         self._unsent: dict[RequestId, HeldRequest] = {}
         self._relayed: list[tuple[Lane, bytes]] = []
         self._followed: dict[InstanceId, Lane] = {}  # whose rows the last message had
+        self.broken: list[HeldRequest] = []
 
     @property
     def filled(self) -> bool:
@@ -78,9 +83,13 @@ class Outbox:
     def _batches(self) -> list[tuple[InstanceId, TokenNews]]:
         """Batches of all that is unsent."""
         rows: dict[InstanceId, list[TokenRow]] = {}
-        for held in self._unsent.values():
-            rows.setdefault(held.detokenizer, []).extend(held.unsent())
-        self._unsent.clear()
+        unsent, self._unsent = self._unsent, {}
+        for held in unsent.values():
+            try:
+                rows.setdefault(held.detokenizer, []).extend(held.unsent())
+            except Exception:
+                log.exception("rows failed", extra={"request_id": held.request_id})
+                self.broken.append(held)
         return [
             (detokenizer, self._batch(detokenizer, part))
             for detokenizer, all_rows in rows.items()

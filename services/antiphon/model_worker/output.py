@@ -8,6 +8,7 @@ often as anybody asks.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from antiphon.model_worker.lanes import Lanes
 from antiphon.model_worker.outbox import Outbox
 from antiphon.model_worker.tombstones import Tombstones
 from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, InvalidRequest, decode_error
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
 from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import InstanceId, RequestId
     from antiphon.wire.submit import OpenList
     from antiphon.wire.tokens import TokenNews
+
+log = logging.getLogger(__name__)
 
 FREED_AFTER_MS = 2_000
 """Past its deadline a request has had its end from its owner; then it is freed here."""
@@ -125,6 +128,7 @@ class Output:
         self._tombstones = Tombstones(TOMBSTONE_MS)
         self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
         self._keys = 0
+        self._spoiled: list[Action] = []
 
     @property
     def live_count(self) -> int:
@@ -168,6 +172,8 @@ class Output:
             return []  # meant for another life
         if self.term is not None and batch.leader < self.term:
             return []
+        if not batch.leader.may_follow(0 if self.term is None else self.term.number):
+            return []
         if batch.leader == self.term and batch.seq <= self.commands_seq:
             return []
         if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
@@ -180,10 +186,14 @@ class Output:
         self.term, self.commands_seq = batch.leader, batch.seq
         actions: list[Action] = []
         for command in batch.commands:
-            if isinstance(command, Admit):
-                actions += self._admit(command, now_ms)
-            else:
-                actions += self._abort(command)
+            try:
+                if isinstance(command, Admit):
+                    actions += self._admit(command, now_ms)
+                else:
+                    actions += self._abort(command)
+            except Exception:
+                log.exception("command failed", extra={"request_id": command.request_id})
+                actions += self._fail_request(command.request_id)
         return actions
 
     def stop(self, message: StopChoice) -> list[Action]:
@@ -260,12 +270,51 @@ class Output:
                 continue
             held, choice = known
             held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
-            choice.append(news)
+            try:
+                choice.append(news)
+            except Exception:
+                log.exception("progress failed", extra={"request_id": held.request_id})
+                self._spoiled += self.fail((news.key,))
+                ended = True
+                continue
             outbox.put(held)
             if not choice.live:
                 del self._choices[news.key]
                 ended = True
         return ended
+
+    def fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
+        """End choices of which a step could not be taken in; the loop is to drop them."""
+        try:
+            self._leave_lanes()
+        except Exception:
+            # What passed through them is sent; of these choices nothing more will be.
+            log.exception("lanes failed")
+            self._outbox.leave_lanes()
+            self._lanes = None
+        drops: list[Action] = []
+        for key in keys:
+            known = self._choices.pop(key, None)
+            if known is not None:
+                held, choice = known
+                choice.fail(Finish.failed(Internal("internal error")))
+                self._outbox.put(held)
+                drops.append(Drop(key))
+        return drops
+
+    def take_spoiled(self) -> list[Action]:
+        """What the loop is to drop because a step of it could not be taken in, or not be sent."""
+        broken, self._outbox.broken = self._outbox.broken, []
+        for held in broken:
+            self._spoiled += self._fail_request(held.request_id)
+        spoiled, self._spoiled = self._spoiled, []
+        return spoiled
+
+    def _fail_request(self, request_id: RequestId) -> list[Action]:
+        held = self._held.get(request_id)
+        if held is None:
+            return []
+        return self.fail([choice.key for choice in held.choices])
 
     def _relay(self, drawn: Drawn) -> bool:
         """Send a steady step through its lanes. False: it has none, and nothing was done."""
@@ -423,7 +472,7 @@ class Output:
         drops: list[Action] = []
         for choice in choices:
             if self._choices.pop(choice.key, None) is not None:
-                drops.append(Drop(choice.key, offset))
+                drops.append(Drop(choice.key, None if offset is None else max(0, offset)))
             self.overrun_tokens += choice.stop(offset)
         return drops
 

@@ -75,6 +75,9 @@ class Sending:
                 # next heartbeat, and asks for what it lacks.
                 fields = {"detokenizer": detokenizer, "error": error}
                 log.warning("tokens not sent", extra=fields)
+            except Exception:
+                # The messages after it are for others; what it lacked is asked for as well.
+                log.exception("tokens not sent", extra={"detokenizer": detokenizer})
 
     def _open_outlet(self, detokenizer: InstanceId) -> Callable[[TokenNews], None]:
         return self._bus.outlet(TOKENS, detokenizer=detokenizer)

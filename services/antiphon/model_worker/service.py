@@ -27,7 +27,7 @@ from antiphon.model_worker.pulse import Pulse
 from antiphon.model_worker.reports import Reports
 from antiphon.model_worker.sending import Sending
 from antiphon.model_worker.warming import warm_up
-from antiphon.model_worker.watchdog import Watchdog
+from antiphon.model_worker.watchdog import Hung, Watchdog
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
@@ -356,17 +356,25 @@ class ModelWorker:
         if not self._sending.lock.acquire(blocking=False):
             return False
         try:
-            assert self._last is not None, "a step was steady before the first one"
-            if len(self._reports) or self._output.draining or self._accounts.full:
-                return False
-            if report.paused != self._last.paused or not self._sending.relay(report):
-                return False
-            self._last = report
-            self._stepped_at = now = self._runtime.clock.now()
-            self._accounts.put_down(report, now, ended=False)
+            return self._relay_now(report)
+        except Exception:
+            # It may be half taken in, so it is not taken in again: its requests end.
+            log.exception("report failed", extra={"step": report.step})
+            self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
             return True
         finally:
             self._sending.lock.release()
+
+    def _relay_now(self, report: StepReport) -> bool:
+        assert self._last is not None, "a step was steady before the first one"
+        if len(self._reports) or self._output.draining or self._accounts.full:
+            return False
+        if report.paused != self._last.paused or not self._sending.relay(report):
+            return False
+        self._last = report
+        self._stepped_at = now = self._runtime.clock.now()
+        self._accounts.put_down(report, now, ended=False)
+        return True
 
     def _follow(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
         """Take in what the loop has reported, and send what is new.
@@ -375,8 +383,12 @@ class ModelWorker:
         """
         with self._sending.lock:
             for report, last in reports:
-                self._on_report(report, relays=last and self._runtime.bus.link.up)
+                try:
+                    self._on_report(report, relays=last and self._runtime.bus.link.up)
+                except Exception:
+                    log.exception("report failed", extra={"step": report.step})
             self._sending.publish()
+            self._drop_spoiled(self._output.take_spoiled())
         if self._announcer.has_unsent:
             self._announce()
         if self._output.draining:
@@ -387,7 +399,12 @@ class ModelWorker:
             self._runtime.health.changed()
         self._last = report
         self._stepped_at = now = self._runtime.clock.now()
-        ended = self._output.step(report.step, report.progress, relays=relays)
+        try:
+            ended = self._output.step(report.step, report.progress, relays=relays)
+        except Exception:
+            log.exception("progress failed", extra={"step": report.step})
+            self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
+            ended = True
         self._accounts.put_down(report, now, ended=ended)
         if report.started:
             self._output.started(report.started)
@@ -398,6 +415,11 @@ class ModelWorker:
             self._runtime.health.changed()  # the leader shall hear of it now
         if report.done:
             self._control.done(report.done)
+
+    def _drop_spoiled(self, drops: Iterable[Action]) -> None:
+        """Free in the loop what has ended here by a failure."""
+        for drop in drops:
+            self._mailbox.drop(drop.key)
 
     def _announce(self) -> None:
         """Tell of what came into the cache and went; or not, which the numbers will show."""
@@ -413,17 +435,25 @@ class ModelWorker:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now_ms = self._runtime.clock.unix_ms()
-            with self._sending.lock:
-                self._act(self._output.tick(now_ms))
-            self._announce()
-            self._give_back(now_ms)
-            self._accounts.metrics.hold(
-                held=self._output.held_count,
-                overrun_tokens=self._output.overrun_tokens,
-                returned=self._output.returned_count,
-            )
-            self._pulse.check(self._runtime.clock.now())
+            try:
+                self._on_tick(self._runtime.clock.unix_ms())
+            except Hung:
+                raise
+            except Exception:
+                log.exception("tick failed")
+
+    def _on_tick(self, now_ms: int) -> None:
+        with self._sending.lock:
+            self._act(self._output.tick(now_ms))
+            self._drop_spoiled(self._output.take_spoiled())
+        self._announce()
+        self._give_back(now_ms)
+        self._accounts.metrics.hold(
+            held=self._output.held_count,
+            overrun_tokens=self._output.overrun_tokens,
+            returned=self._output.returned_count,
+        )
+        self._pulse.check(self._runtime.clock.now())
 
     def _give_back(self, now_ms: int) -> None:
         """Ask the loop to give up what it has not started, if others would do so sooner."""

@@ -47,9 +47,9 @@ class RouteCounts:
         """A message of a feed was not applied."""
         self._tally.count(seconds, code)
 
-    def malformed(self) -> None:
-        """A message could not be read."""
-        self._metrics.malformed.labels(self._tally.name).inc()
+    def message_refused(self, reason: str) -> None:
+        """A message was dropped: it could not be read, or it could not be applied."""
+        self._metrics.messages_refused.labels(self._tally.name, reason).inc()
 
     def unsent(self, kind: str) -> None:
         """A message did not leave."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from antiphon.service.counts import OK, RouteCounts
+from antiphon.service.refusals import Refusals, SharedStateBroken
+from antiphon.wire.codec import MalformedMessage
 from antiphon.wire.errors import (
     EngineError,
     Internal,
@@ -92,6 +94,7 @@ class RequestInbox:
         self._slots = asyncio.Semaphore(limits.slots)
         self._places = limits.slots + limits.backlog
         self._counts = counts
+        self._refusals = Refusals(route, counts)
         self._taken: set[_Taken] = set()
         self._open = True
 
@@ -140,7 +143,9 @@ class RequestInbox:
             self._forget(call, OK)
 
     def _settle(self, call: _Taken, error: EngineError) -> None:
-        if isinstance(error, InvalidRequest):
+        if isinstance(error, MalformedMessage):
+            self._refusals.note(error)
+        elif isinstance(error, InvalidRequest):
             log.info("call refused", extra={"route": self._route, "reason": error.message})
         answer(call.delivery, error, self._counts)
         self._forget(call, error.code)
@@ -158,9 +163,9 @@ class RequestInbox:
 class StreamInbox:
     """Applies one message at a time, in order, and answers nothing.
 
-    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots. An
-    assertion that fails ends the group `calls`, and so the process: what a feed had built up is
-    not to be trusted any more, and nobody waits for an answer who could be told.
+    Concurrent handlers would reorder: 50 ordered messages came out of order with 8 slots. A message
+    that fails is dropped, whatever failed: the others are no part of it. Only `SharedStateBroken`
+    ends the group `calls`, and so the process.
     """
 
     def __init__(
@@ -175,6 +180,7 @@ class StreamInbox:
         self._apply = apply
         self._calls = calls
         self._counts = counts
+        self._refusals = Refusals(route, counts)
 
     @property
     def empty(self) -> bool:
@@ -186,19 +192,12 @@ class StreamInbox:
         since_s = time.monotonic()
         try:
             self._apply(delivery)
-        except EngineError as error:
-            if isinstance(error, InvalidRequest):
-                self._counts.malformed()
-            self._counts.dropped(time.monotonic() - since_s, error.code)
-            extra = {"route": self._route, "code": error.code, "reason": error.message}
-            log.warning("message dropped", extra=extra)
-        except AssertionError as error:
+        except SharedStateBroken as error:
             self._counts.dropped(time.monotonic() - since_s, Internal.code)
-            log.exception("assertion failed", extra={"route": self._route})
+            log.exception("shared state is broken", extra={"route": self._route})
             self._calls.create_task(_fail(error), name=self._route)
-        except Exception:
-            self._counts.dropped(time.monotonic() - since_s, Internal.code)
-            log.exception("message dropped", extra={"route": self._route})
+        except Exception as error:  # noqa: BLE001  # logged there, with its traceback
+            self._counts.dropped(time.monotonic() - since_s, self._refusals.note(error))
         else:
             self._counts.applied(time.monotonic() - since_s)
 
@@ -209,7 +208,7 @@ class StreamInbox:
         """Nothing to answer: a feed has no caller."""
 
 
-async def _fail(error: AssertionError) -> None:
+async def _fail(error: SharedStateBroken) -> None:
     raise error
 
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from antiphon.service.refusals import SharedStateBroken
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator
     from contextvars import Context
@@ -13,6 +15,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+async def isolated(work: Coroutine[Any, Any, None], **fields: object) -> None:
+    """Do some work of which no failure may end the group that it runs in.
+
+    Args:
+        work: On behalf of one request or one message.
+        fields: Of the log line, should it fail.
+    """
+    try:
+        await work
+    except SharedStateBroken:
+        raise
+    except Exception:
+        log.exception("task failed", extra=fields)
 
 
 class Tasks(asyncio.TaskGroup):

@@ -45,7 +45,12 @@ class Metrics:
         self.calls_open = self._gauge("calls_open", "Calls taken and not answered yet.", "route")
         self.refused = self._counter("refused", "Calls refused unread.", "route", "reason")
         self.messages = self._counter("messages", "Feed messages applied.", "route")
-        self.malformed = self._counter("malformed", "Messages that none could read.", "route")
+        self.messages_refused = self._counter(
+            "messages_refused",
+            "Messages dropped, by reason.",
+            "route",
+            "reason",
+        )
         self.gaps = self._counter("gaps", "Losses seen in a sequence.", "route")
         self.bus_errors = self._counter("bus_errors", "Messages that were not sent.", "kind")
         self.link_errors = self._gauge(

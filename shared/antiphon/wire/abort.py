@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Message, Process
+from antiphon.wire.bounds import LongText, UnixMs
 from antiphon.wire.ids import TenantId
 
 
@@ -17,8 +18,8 @@ class AbortRequests(Message):
         sender: By whose clock `not_after_unix_ms` is; None of an earlier version: by any.
     """
 
-    prefix: str
+    prefix: LongText
     tenant: TenantId | None = None
     exact: bool = False
     sender: Process | None = None
-    not_after_unix_ms: int
+    not_after_unix_ms: UnixMs

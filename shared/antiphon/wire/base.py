@@ -12,6 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from antiphon.config.frozen import FrozenMeta
+from antiphon.wire.bounds import Count, Number
 from antiphon.wire.ids import Incarnation, InstanceId
 
 WIRE_VERSION = 1
@@ -24,6 +25,10 @@ class Value(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, gc=False):
 
 class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True, gc=False):
     """What is published. Its class name is its tag, so a renamed class is a new message."""
+
+
+TERM_JUMP_MAX = 2**32
+"""How far a term may be ahead of those that are known: more than are ever elected."""
 
 
 class Role(StrEnum):
@@ -56,15 +61,22 @@ class Process(Value, order=True):
 class Term(Value, order=True):
     """Right to lead one model's queue. The higher number leads; the scheduler breaks a tie."""
 
-    number: int
+    number: Number
     scheduler: Process
+
+    def may_follow(self, number: int) -> bool:
+        """Whether a term may be as high as this where the highest known one has this number.
+
+        Else one message with the highest number there is would leave no term to lead with.
+        """
+        return self.number <= number + TERM_JUMP_MAX
 
 
 class Attempt(Value, order=True):
     """One binding of a request to a worker and a detokenizer; made by the leader only."""
 
     term: Term
-    n: int
+    n: Number
 
 
 class FinishReason(StrEnum):
@@ -83,7 +95,7 @@ class Usage(Value):
         reasoning_tokens: Of the completion, those that are thinking, where that is counted.
     """
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    cached_tokens: Count = 0
+    reasoning_tokens: Count = 0

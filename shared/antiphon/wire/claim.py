@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta
-
 from antiphon.wire.base import Value
+from antiphon.wire.bounds import Count, Sha256, ShortText, UnixMs
 
 
 class Claim(Value):
@@ -19,8 +16,8 @@ class Claim(Value):
         expires_unix_ms: After this the holder may have dropped them.
     """
 
-    address: str
-    token: str
-    size_bytes: Annotated[int, Meta(ge=0)]
-    digest: bytes
-    expires_unix_ms: int
+    address: ShortText
+    token: ShortText
+    size_bytes: Count
+    digest: Sha256
+    expires_unix_ms: UnixMs

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.wire.base import Message
-from antiphon.wire.errors import ErrorReply, Internal, InvalidRequest, decode_error
+from antiphon.wire.errors import (
+    ErrorReply,
+    Internal,
+    InvalidRequest,
+    decode_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,6 +27,10 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueErro
 
 _ENCODER = msgspec.msgpack.Encoder()
 _JSON_ENCODER = msgspec.json.Encoder()
+
+
+class MalformedMessage(InvalidRequest):
+    """Bytes from the bus that are none of the messages of their route, or out of their bounds."""
 
 
 def encode(message: Message) -> bytes:
@@ -43,14 +52,14 @@ def decode(payload: bytes, types: tuple[type[M], ...]) -> M:
     """Read one of the messages that a route carries, in either form.
 
     Raises:
-        InvalidRequest: The payload is none of them; the text names the path of the field.
+        MalformedMessage: The payload is none of them; the text names the path of the field.
     """
     try:
         if speaks_json(payload):
             return _json_decoder(types).decode(payload)
         return _decoder(types).decode(payload)
     except _MALFORMED as error:
-        raise InvalidRequest(f"malformed message: {error}") from error
+        raise MalformedMessage(f"malformed message: {error}") from error
 
 
 def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
@@ -62,7 +71,7 @@ def decode_reply(payload: bytes, types: tuple[type[M], ...]) -> M:
     """
     try:
         reply: Message = decode(payload, (*types, ErrorReply))
-    except InvalidRequest as error:
+    except MalformedMessage as error:
         raise Internal(f"malformed answer: {error.message}") from error
     if isinstance(reply, ErrorReply):
         raise decode_error(reply)

@@ -8,11 +8,21 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.bounds import (
+    CHOICES_MAX,
+    ChoiceIndex,
+    Count,
+    Milliseconds,
+    Number,
+    TokenOffset,
+    UnixMs,
+    check_ids,
+)
 from antiphon.wire.details import TokenDetails
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import DEFAULT_TENANT, InstanceId, RequestId, TenantId
-from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 
 
 class ChoiceOutput(Value):
@@ -21,9 +31,12 @@ class ChoiceOutput(Value):
     `details` are those that were sealed with the ids: of the prompt's tokens, then of the outputs.
     """
 
-    choice: int
+    choice: ChoiceIndex
     output_ids: bytes = b""
     details: TokenDetails | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(self.output_ids)
 
 
 class Admit(Value, tag=True):
@@ -44,16 +57,21 @@ class Admit(Value, tag=True):
     continues: Attempt | None = None
     detokenizer: InstanceId
     prompt_ids: bytes
-    choices: tuple[ChoiceOutput, ...]
+    choices: Annotated[tuple[ChoiceOutput, ...], Meta(min_length=1, max_length=CHOICES_MAX)]
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
-    priority: int = 0
+    priority: Priority = 0
     cache_salt: CacheSalt = b""
-    waited_ms: int = 0
+    waited_ms: Milliseconds = 0
     steps: bool = False
     tenant: TenantId = DEFAULT_TENANT
-    deadline_unix_ms: int
+    deadline_unix_ms: UnixMs
     traceparent: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(self.prompt_ids)
+        if len({output.choice for output in self.choices}) < len(self.choices):
+            raise ValueError("a choice is named twice")
 
 
 class Abort(Value, tag=True):
@@ -79,9 +97,9 @@ class CommandBatch(Message):
 
     leader: Term
     worker: Process
-    seq: int
+    seq: Number
     commands: tuple[Command, ...]
-    not_after_unix_ms: int
+    not_after_unix_ms: UnixMs
 
 
 class StopChoice(Message):
@@ -93,16 +111,16 @@ class StopChoice(Message):
     request_id: RequestId
     attempt: Attempt
     detokenizer: Process
-    choice: int | None = None
-    offset: int = 0
+    choice: ChoiceIndex | None = None
+    offset: TokenOffset = 0
 
 
 class TokenPlace(Value):
     """The next offset that a detokenizer waits for, of one choice."""
 
     request_id: RequestId
-    choice: int
-    offset: int
+    choice: ChoiceIndex
+    offset: TokenOffset
 
 
 class ResendTokens(Message):
@@ -175,6 +193,6 @@ class ControlDone(Message):
         file: What a dump has written, on the worker's machine.
     """
 
-    pages_freed: int = 0
-    requests: int = 0
+    pages_freed: Count = 0
+    requests: Count = 0
     file: str = ""

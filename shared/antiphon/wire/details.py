@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.wire.base import Value
+from antiphon.wire.bounds import TokenCount, TokenOffset
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TokenDetails(Value):
         pooled: float32, what the whole prompt became; of one token, -1.
     """
 
-    count: int = 0
+    count: TokenCount = 0
     token_ids: bytes = b""
     logprobs: bytes = b""
     top_ids: bytes = b""
@@ -130,10 +131,10 @@ class DetailPiece(Value):
     write, one after the other, is its text.
     """
 
-    offset: int
+    offset: TokenOffset
     details: TokenDetails
-    texts: dict[int, str] = msgspec.field(default_factory=dict[int, str])
-    written: dict[int, bytes] = msgspec.field(default_factory=dict[int, bytes])
+    texts: dict[TokenCount, str] = msgspec.field(default_factory=dict[int, str])
+    written: dict[TokenCount, bytes] = msgspec.field(default_factory=dict[int, bytes])
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Message
+from antiphon.wire.bounds import Count, Sha256, ShortText, Signed, UnixMs
 from antiphon.wire.claim import Claim
 from antiphon.wire.ids import ModelName, RequestId
 
@@ -14,8 +15,8 @@ class EncodeImage(Message):
     model: ModelName
     image: bytes | None = None
     claim: Claim | None = None
-    deadline_unix_ms: int
-    left_ms: int | None = None
+    deadline_unix_ms: UnixMs
+    left_ms: Signed | None = None
     traceparent: str | None = None
 
 
@@ -23,9 +24,9 @@ class ImageEmbedding(Message):
     """Where the embeddings wait: row-major, little-endian, shape (tokens, hidden)."""
 
     request_id: RequestId
-    content_digest: bytes
-    tokens: int
-    hidden: int
-    dtype: str
+    content_digest: Sha256
+    tokens: Count
+    hidden: Count
+    dtype: ShortText
     claim: Claim
     cached: bool = False

@@ -31,14 +31,15 @@ from typing import ClassVar
 import msgspec
 
 from antiphon.wire.base import Message
+from antiphon.wire.bounds import Seconds, ShortText
 
 
 class ErrorReply(Message):
     """An error on the wire, in place of the reply or as the terminal of a stream."""
 
-    code: str
+    code: ShortText
     message: str
-    retry_after_s: float | None = None
+    retry_after_s: Seconds | None = None
     param: str | None = None
     details: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 

@@ -14,6 +14,15 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.wire.base import FinishReason, Message, Usage, Value
+from antiphon.wire.bounds import (
+    INT64_MAX,
+    ChoiceIndex,
+    Count,
+    Finite,
+    Signed,
+    TextOffset,
+    TokenOffset,
+)
 from antiphon.wire.details import DetailPiece
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.errors import ErrorReply
@@ -40,8 +49,8 @@ IDS_MAX = 2**19
 """Most token ids of a prompt: the gateway decodes them in 10 ms beside its streams."""
 CHOICES_MAX = 128
 """Most answers to one request, as in the OpenAI API."""
-PromptIds = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=IDS_MAX)]
-LogitBiases = Annotated[dict[TokenId, float], Meta(max_length=BIASES_MAX)]
+PromptIds = Annotated[tuple[TokenId, ...], Meta(max_length=IDS_MAX)]
+LogitBiases = Annotated[dict[TokenId, Finite], Meta(max_length=BIASES_MAX)]
 
 
 class GenerateRequest(Message):
@@ -72,15 +81,15 @@ class GenerateRequest(Message):
     messages: Messages | None = None
     prompt: str | None = None
     prompt_ids: PromptIds | None = None
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     min_p: MinP | None = None
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Count = 0
     logit_bias: LogitBiases = msgspec.field(default_factory=dict[int, float])
     processors: LogitProcessors = ()
     grammar: Grammar | None = None
@@ -115,7 +124,7 @@ class GenerateAccepted(Message):
     key: ClientKey
     request_id: RequestId
     gateway: InstanceId
-    details_from: int | None = None
+    details_from: TokenOffset | None = None
 
 
 class GenerateText(Message):
@@ -126,8 +135,8 @@ class GenerateText(Message):
     """
 
     request_id: RequestId
-    choice: int
-    text_offset: int
+    choice: ChoiceIndex
+    text_offset: TextOffset
     text: str
     details: DetailPiece | None = None
 
@@ -138,20 +147,20 @@ class ChoiceEnd(Value):
     `details_end` is the token offset after the last one that was told of.
     """
 
-    choice: int
+    choice: ChoiceIndex
     finish_reason: FinishReason
-    text_bytes: int
+    text_bytes: TextOffset
     text: str | None = None
     details: DetailPiece | None = None
-    details_end: int = 0
-    matched_stop: str | int | None = None
+    details_end: TokenOffset = 0
+    matched_stop: str | Signed | None = None
 
 
 class GenerateEnd(Message):
     """The one terminal of a request: success, or an error with what had been said by then."""
 
     request_id: RequestId
-    choices: tuple[ChoiceEnd, ...]
+    choices: Annotated[tuple[ChoiceEnd, ...], Meta(min_length=1)]
     usage: Usage
     error: ErrorReply | None = None
 
@@ -162,9 +171,9 @@ class TextPlace(Value):
     `token_offset` unset stands for the beginning of the details.
     """
 
-    choice: int
-    text_offset: Annotated[int, Meta(ge=0)]
-    token_offset: int | None = None
+    choice: ChoiceIndex
+    text_offset: TextOffset
+    token_offset: TokenOffset | None = None
 
 
 class GenerateResume(Message):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from antiphon.wire.base import WIRE_VERSION, Attempt, Message, Process, Role, State, Term, Value
+from antiphon.wire.bounds import Count, Finite, Number, Port, Positive, ShortText, Signed, UnixMs
 from antiphon.wire.ids import InstanceId, ModelName, RequestId
 
 
@@ -12,7 +16,7 @@ class StreamSeq(Value):
     """The last `seq` sent to one receiver: shows the loss of a tail, as no later message would."""
 
     receiver: InstanceId
-    seq: int
+    seq: Number
 
 
 class RunningRequest(Value):
@@ -29,7 +33,7 @@ class RunningRequest(Value):
 
     request_id: RequestId
     attempt: Attempt
-    tokens: int
+    tokens: Count
     ended: bool = False
     waiting: bool = False
     returned: bool = False
@@ -51,16 +55,16 @@ class WorkerFigures(Value):
         retracted: Answers that lost their pages and wait to go on.
     """
 
-    device: str = ""
-    weight_bytes: int = 0
-    cache_bytes: int = 0
-    output_tokens_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    waiting_tokens: int = 0
-    pages_cached: int = 0
-    grammars: int = 0
-    retracted: int = 0
+    device: ShortText = ""
+    weight_bytes: Count = 0
+    cache_bytes: Count = 0
+    output_tokens_s: Finite = 0.0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    waiting_tokens: Count = 0
+    pages_cached: Count = 0
+    grammars: Count = 0
+    retracted: Count = 0
 
 
 class Refusal(StrEnum):
@@ -82,7 +86,7 @@ class RefusedCommands(Value):
     """
 
     leader: Term
-    seq: int
+    seq: Number
     reason: Refusal
 
 
@@ -106,23 +110,23 @@ class WorkerLoad(Value):
         refused: The last batch of commands that it did not obey, for a few seconds.
     """
 
-    pages_free: int
-    pages_total: int
-    page_tokens: int
+    pages_free: Count
+    pages_total: Count
+    page_tokens: Positive
     running: tuple[RunningRequest, ...] = ()
-    waiting: int = 0
-    running_max: int
-    step: int
-    step_age_s: float
-    context_tokens: int
+    waiting: Count = 0
+    running_max: Positive
+    step: Number
+    step_age_s: Finite
+    context_tokens: Count
     term: Term | None = None
-    commands_seq: int = 0
+    commands_seq: Number = 0
     paused: bool = False
-    weight_version: str = ""
-    bits: str = ""
-    pages_promised: int = 0
-    pages_returning: int = 0
-    kv_seq: int | None = None
+    weight_version: ShortText = ""
+    bits: ShortText = ""
+    pages_promised: Signed = 0
+    pages_returning: Signed = 0
+    kv_seq: Number | None = None
     figures: WorkerFigures = WorkerFigures()
     refused: RefusedCommands | None = None
 
@@ -147,16 +151,16 @@ class Heartbeat(Message):
     process: Process
     state: State
     model: ModelName | None = None
-    wire_version: int = WIRE_VERSION
-    config_digest: str
-    health_port: int
-    load: int
+    wire_version: Number = WIRE_VERSION
+    config_digest: ShortText
+    health_port: Port
+    load: Count
     worker: WorkerLoad | None = None
     leads: Term | None = None
-    streams: tuple[StreamSeq, ...] = ()
-    reads: tuple[str, ...] = ()
-    sent_unix_ms: int | None = None
-    not_after_unix_ms: int
+    streams: Annotated[tuple[StreamSeq, ...], Meta(max_length=1024)] = ()
+    reads: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
+    sent_unix_ms: UnixMs | None = None
+    not_after_unix_ms: UnixMs
 
 
 class Discover(Message):

@@ -6,7 +6,13 @@ told here is a hint where a prompt is cheap, never a promise: a block may be gon
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from antiphon.wire.base import Message, Process, Value
+from antiphon.wire.bounds import Number
+from antiphon.wire.digests import DIGEST_BYTES
 
 
 class BlocksStored(Value, tag=True):
@@ -17,7 +23,7 @@ class BlocksStored(Value, tag=True):
         digests: 32 bytes each.
     """
 
-    parent: bytes
+    parent: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
     digests: bytes
 
 
@@ -44,7 +50,7 @@ class KvEvents(Message):
     """
 
     worker: Process
-    seq: int
+    seq: Number
     events: tuple[KvEvent, ...]
 
 
@@ -56,9 +62,9 @@ class ReplayKv(Message):
         part: The next part of that, as the reply has named it; 0 asks for none.
     """
 
-    after: int
-    snapshot: int = 0
-    part: int = 0
+    after: Number
+    snapshot: Number = 0
+    part: Number = 0
 
 
 class KvReplayed(Message):
@@ -73,7 +79,7 @@ class KvReplayed(Message):
     """
 
     worker: Process
-    seq: int
+    seq: Number
     events: tuple[KvEvent, ...] = ()
     snapshot: bool = False
-    part: int = 0
+    part: Number = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.bounds import UnixMs
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
 
@@ -36,4 +37,4 @@ class NoticeBatch(Message):
     gateway: Process
     requests: tuple[LostRequest, ...]
     lacking: tuple[RequestId, ...] = ()
-    not_after_unix_ms: int
+    not_after_unix_ms: UnixMs

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Value
+from antiphon.wire.bounds import INT64_MAX, Count, Positive
 from antiphon.wire.grammar import Grammar
 from antiphon.wire.processors import LogitProcessors, TokenId
 from antiphon.wire.thinking import ThinkingMarks
@@ -14,7 +15,7 @@ from antiphon.wire.thinking import ThinkingMarks
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-TokensMax = Annotated[int, Meta(ge=0)]
+TokensMax = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=4096)]
 StopPattern = Annotated[str, Meta(min_length=1, max_length=256)]
 STOPS_MAX = 32
@@ -37,8 +38,8 @@ NAMED_MAX = 128
 """Most ids whose log-probabilities a request may name."""
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_MAX)]
 NamedIds = Annotated[tuple[TokenId, ...], Meta(max_length=NAMED_MAX)]
-PromptStart = Annotated[int, Meta(ge=-1)]
-Dimensions = Annotated[int, Meta(ge=1)]
+PromptStart = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
+Dimensions = Positive
 
 TEMPERATURE_MIN = 1e-6
 """Below this a temperature means greedy: the division would only make infinities."""
@@ -93,7 +94,7 @@ class PoolParams(Value):
     """
 
     dimensions: Dimensions | None = None
-    second_from: Annotated[int, Meta(ge=1)] | None = None
+    second_from: Positive | None = None
 
 
 class SamplingParams(Value):
@@ -112,7 +113,7 @@ class SamplingParams(Value):
     max_new_tokens: TokensMax
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Count = 0
     min_p: MinP = 0.0
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0

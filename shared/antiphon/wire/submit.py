@@ -7,9 +7,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Attempt, Message, Process, Term, Value
+from antiphon.wire.bounds import Choices, Count, Milliseconds, Number, UnixMs, check_ids
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import ModelName, RequestId, TenantId
-from antiphon.wire.sampling import SamplingParams, StopStrings
+from antiphon.wire.sampling import Priority, SamplingParams, StopStrings
 
 
 class SubmitRequest(Message):
@@ -31,18 +32,21 @@ class SubmitRequest(Message):
     owner: Process
     tenant: TenantId
     model: ModelName
-    digest: bytes
+    digest: Annotated[bytes, Meta(max_length=64)]
     prompt_ids: bytes
     block_digests: bytes = b""
-    choices: Annotated[int, Meta(ge=1)] = 1
+    choices: Choices = 1
     sampling: SamplingParams
     stop: StopStrings = StopStrings()
-    priority: int = 0
+    priority: Priority = 0
     cache_salt: CacheSalt = b""
-    waited_ms: int = 0
-    deadline_unix_ms: int
+    waited_ms: Milliseconds = 0
+    deadline_unix_ms: UnixMs
     attempt_floor: Attempt | None = None
     traceparent: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ids(self.prompt_ids)
 
 
 class SubmitAccepted(Message):
@@ -50,7 +54,7 @@ class SubmitAccepted(Message):
 
     request_id: RequestId
     term: Term
-    position: int
+    position: Count
 
 
 class CancelRequest(Message):
@@ -58,7 +62,7 @@ class CancelRequest(Message):
 
     request_id: RequestId
     owner: Process
-    deadline_unix_ms: int
+    deadline_unix_ms: UnixMs
 
 
 class CancelAccepted(Message):
@@ -71,7 +75,7 @@ class OpenRequest(Value):
     """One line of an open list. `attempt` is the one whose text the owner follows, if any came."""
 
     request_id: RequestId
-    deadline_unix_ms: int
+    deadline_unix_ms: UnixMs
     attempt: Attempt | None = None
 
 
@@ -84,8 +88,8 @@ class OpenList(Message):
 
     model: ModelName
     owner: Process
-    version: int
+    version: Number
     whole: bool
     opened: tuple[OpenRequest, ...] = ()
     closed: tuple[RequestId, ...] = ()
-    not_after_unix_ms: int
+    not_after_unix_ms: UnixMs

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Usage, Value
+from antiphon.wire.bounds import (
+    ChoiceIndex,
+    Count,
+    Number,
+    ShortText,
+    Signed,
+    TextOffset,
+    TokenOffset,
+)
 from antiphon.wire.details import DetailPiece
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import InstanceId, RequestId
@@ -18,10 +27,10 @@ class Origin(Value):
         retractions: How often the choice had lost its pages there before.
     """
 
-    start: int = 0
+    start: TokenOffset = 0
     worker: InstanceId
-    weights: str
-    retractions: int = 0
+    weights: ShortText
+    retractions: Count = 0
 
 
 class TextRow(Value):
@@ -39,14 +48,14 @@ class TextRow(Value):
     """
 
     request_id: RequestId
-    choice: int
+    choice: ChoiceIndex
     attempt: Attempt
     continues: Attempt | None = None
-    text_offset: int
+    text_offset: TextOffset
     text: str = ""
     details: DetailPiece | None = None
     finish_reason: FinishReason | None = None
-    matched_stop: str | int | None = None
+    matched_stop: str | Signed | None = None
     usage: Usage | None = None
     origins: tuple[Origin, ...] = ()
     error: ErrorReply | None = None
@@ -57,7 +66,7 @@ class TextBatch(Message):
 
     detokenizer: Process
     gateway: Process
-    seq: int
+    seq: Number
     rows: tuple[TextRow, ...]
 
 
@@ -68,9 +77,9 @@ class ChoicePlace(Value):
     """
 
     request_id: RequestId
-    choice: int
-    text_offset: int
-    token_offset: int | None = None
+    choice: ChoiceIndex
+    text_offset: TextOffset
+    token_offset: TokenOffset | None = None
 
 
 class ResumeText(Message):
@@ -87,4 +96,4 @@ class ResumeText(Message):
 class TextResumed(Message):
     """What was missing is on its way on the gateway's text subject."""
 
-    rows: int
+    rows: Count

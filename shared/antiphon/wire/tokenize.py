@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
+from antiphon.wire.bounds import Count, Signed, TokenCount, UnixMs
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import ModelName, RequestId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
@@ -81,8 +82,8 @@ class EncodeRequest(Message):
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
     cache_salt: CacheSalt = b""
-    deadline_unix_ms: int
-    left_ms: int | None = None
+    deadline_unix_ms: UnixMs
+    left_ms: Signed | None = None
     traceparent: str | None = None
 
 
@@ -91,7 +92,7 @@ class SamplingDefaults(Value):
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: int | None = None
+    top_k: Signed | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
@@ -109,9 +110,9 @@ class PoolingCard(Value):
     """
 
     scores: bool = False
-    width: int
+    width: Count
     matryoshka: bool = False
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[Count, ...] = ()
     labels: tuple[str, ...] = ()
     several: bool = False
     plain_score: bool = False
@@ -142,16 +143,16 @@ class EncodeReply(Message):
     token_ids: bytes
     block_digests: bytes = b""
     text_end: str = ""
-    vocabulary_size: int
-    context_tokens: int
-    hidden_size: int = 0
+    vocabulary_size: TokenCount
+    context_tokens: TokenCount
+    hidden_size: Count = 0
     defaults: SamplingDefaults = SamplingDefaults()
     architecture: str = ""
     model_type: str = ""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     reranks: bool = False
-    second_from: int | None = None
+    second_from: TokenCount | None = None
     pooling: PoolingCard | None = None
     token_characters: int = 0
 
@@ -169,8 +170,8 @@ class DecodeRequest(Message):
     model: ModelName
     token_ids: Annotated[tuple[bytes, ...], Meta(max_length=4096)]
     skip_special_tokens: bool = True
-    deadline_unix_ms: int
-    left_ms: int | None = None
+    deadline_unix_ms: UnixMs
+    left_ms: Signed | None = None
     traceparent: str | None = None
 
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Value
+from antiphon.wire.bounds import (
+    ChoiceIndex,
+    Choices,
+    Count,
+    Number,
+    ShortText,
+    Signed,
+    TokenCount,
+    TokenOffset,
+    UnixMs,
+)
 from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.ids import RequestId
@@ -17,13 +28,13 @@ class TokenStream(Value):
     """
 
     owner: Process
-    prompt_tokens: int
-    details_from: int | None = None
-    cached_tokens: int = 0
-    choices: int = 1
+    prompt_tokens: TokenCount
+    details_from: TokenOffset | None = None
+    cached_tokens: Count = 0
+    choices: Choices = 1
     continues: Attempt | None = None
     stop: StopStrings = StopStrings()
-    deadline_unix_ms: int
+    deadline_unix_ms: UnixMs
     traceparent: str | None = None
 
 
@@ -46,16 +57,16 @@ class TokenRow(Value):
     """
 
     request_id: RequestId
-    choice: int
+    choice: ChoiceIndex
     attempt: Attempt
-    offset: int
+    offset: TokenOffset
     token_ids: bytes = b""
     details: TokenDetails | None = None
     stream: TokenStream | None = None
-    weights: str | None = None
-    retractions: int = 0
+    weights: ShortText | None = None
+    retractions: Count = 0
     finish_reason: FinishReason | None = None
-    matched_stop: int | None = None
+    matched_stop: Signed | None = None
     error: ErrorReply | None = None
 
 
@@ -67,8 +78,8 @@ class TokenBatch(Message):
     """
 
     worker: Process
-    seq: int
-    step: int
+    seq: Number
+    step: Number
     rows: tuple[TokenRow, ...]
 
 
@@ -84,8 +95,8 @@ class TokenStep(Message):
     """
 
     worker: Process
-    seq: int
-    step: int
+    seq: Number
+    step: Number
     token_ids: bytes
 
 

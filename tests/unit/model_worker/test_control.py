@@ -242,16 +242,22 @@ class Babbling(Batching):
         return tuple(msgspec.structs.replace(news, token_ids=None) for news in progress)
 
 
-async def test_a_bug_on_the_way_from_the_loop_ends_the_process_too(tmp_path: Path) -> None:
+async def test_progress_that_cannot_be_taken_in_ends_its_request_alone(tmp_path: Path) -> None:
     def open_babbling(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
         batching = engine.batching
         return Engine(Babbling(batching.limits, batching.pools), engine.runner)
 
-    with pytest.RaisesGroup(TypeError, flatten_subgroups=True):
-        async with staged(dumping_to(tmp_path), open_babbling) as stage:
-            await stage.order(SetWeightVersion(version="broken"))
-            await stage.command(admit("a"))
-            await stage.worker.gone.wait()
-    (file,) = tmp_path.glob("*.plans")
-    assert read(file).header.reason.startswith("TypeError: ")
+    async with staged(dumping_to(tmp_path), open_babbling) as stage:
+        await stage.order(SetWeightVersion(version="broken"))
+        await stage.command(admit("a"))
+        await until(lambda: stage.ended("a"))
+        (end,) = (row for row in stage.rows if row.finish_reason is not None)
+        assert end.error is not None
+        assert end.error.code == "internal"
+        await stage.order(SetWeightVersion(version="mended"))
+        await stage.command(admit("b"))
+        await until(lambda: stage.ended("b"))
+        assert len(stage.ids("b")) == 5
+        assert not stage.worker.gone.is_set()
+        await stage.close("a", "b")

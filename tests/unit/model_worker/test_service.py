@@ -17,12 +17,15 @@ from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.cache.events import Blocks
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
+from antiphon.model_worker.cache.pages import PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.held import HeldRequest
 from antiphon.model_worker.opening import Engine
 from antiphon.model_worker.service import ModelWorker
 from antiphon.service.clock import SystemClock
 from antiphon.service.model import served_name
+from antiphon.service.refusals import SharedStateBroken
 from antiphon.service.sockets import CannotStart
 from antiphon.testing.services import QUICK, Running, client_bus, running
 from antiphon.testing.wait import until
@@ -447,19 +450,54 @@ async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> Non
             pass
 
 
-async def test_a_bug_in_the_batching_loop_ends_the_process_and_not_in_silence() -> None:
+async def test_worker_survives_an_outcome_of_another_plan() -> None:
     def open_buggy(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
         return Engine(engine.batching, WrongStep(engine.runner))
 
     broker = MemoryBroker()
-    with pytest.RaisesGroup(AssertionError, flatten_subgroups=True):
+    async with (
+        client_bus(MemoryTransport(broker), party="client") as bus,
+        running(ModelWorker(QUICK, open_buggy), MemoryTransport(broker)) as worker,
+    ):
+        stage = Stage(broker, worker, bus)
+        await stage.listen()
+        await stage.command(admit("a"))
+        await until(lambda: stage.ended("a"))
+        (end,) = (row for row in stage.rows if row.finish_reason is not None)
+        assert end.error is not None
+        assert end.error.code == "internal"
+        await stage.load_is(0)
+        assert not worker.gone.is_set()
+        await stage.close("a")
+
+
+async def test_worker_with_broken_pages_ends_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = MemoryBroker()
+    with pytest.RaisesGroup(SharedStateBroken, flatten_subgroups=True):
         async with (
             client_bus(MemoryTransport(broker), party="client") as bus,
-            running(ModelWorker(QUICK, open_buggy), MemoryTransport(broker)) as worker,
+            running(ModelWorker(QUICK, open_hash_engine), MemoryTransport(broker)) as worker,
         ):
+            monkeypatch.setattr(PagePool, "allocate", lambda pool, count: pool.release(range(3)))
             await Stage(broker, worker, bus).command(admit("a"))
             await worker.gone.wait()
+    assert "pages or the prefix tree" in caplog.text
+
+
+async def test_malformed_admit_of_a_leader_ends_its_request_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(self: HeldRequest, choice: ChoiceOutput) -> None:
+        if self.request_id == "bad":
+            raise AssertionError("a bug, on purpose")
+
+    monkeypatch.setattr(HeldRequest, "_told", told)
+    await stage.command(admit("a"), admit("bad"), admit("b"))
+    await until(lambda: stage.ended("a") and stage.ended("b"))
+    assert not stage.worker.gone.is_set()
 
 
 async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:

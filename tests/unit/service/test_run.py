@@ -16,6 +16,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.service.clock import SystemClock
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.peers import Change
+from antiphon.service.refusals import SharedStateBroken
 from antiphon.testing.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from antiphon.testing.services import QUICK, client_bus, running
 from antiphon.testing.wait import until
@@ -207,16 +208,16 @@ async def test_a_crash_in_the_background_ends_the_process_and_answers_what_was_t
 class Wrong(EchoService):
     """Follows a feed that it cannot apply."""
 
+    wrong: Exception = SharedStateBroken("wrong, on purpose")
+
     def endpoints(self) -> Sequence[Endpoint]:
         return (*super().endpoints(), Follow(route=OPEN, apply=self._opened, address={}))
 
     def _opened(self, _: OpenList) -> None:
-        raise AssertionError("wrong, on purpose")
+        raise self.wrong
 
 
-async def test_an_assertion_that_fails_in_a_feed_ends_the_process_and_answers_what_was_taken() -> (
-    None
-):
+async def test_feed_that_breaks_shared_state_ends_the_process_and_answers_what_was_taken() -> None:
     broker, service = MemoryBroker(), Wrong()
     async with callers(broker) as calls:
         async with running(service, MemoryTransport(broker)) as run:
@@ -227,9 +228,24 @@ async def test_an_assertion_that_fails_in_a_feed_ends_the_process_and_answers_wh
                 await run.gone.wait()
             with pytest.raises(ExceptionGroup) as raised:
                 await run.ended()
-        assert raised.group_contains(AssertionError, match="wrong, on purpose")
+        assert raised.group_contains(SharedStateBroken, match="wrong, on purpose")
         assert await calls.outcomes() == ["unavailable"] * 3
         assert service.left
+
+
+async def test_feed_survives_a_failed_assertion_and_counts_it() -> None:
+    broker, service = MemoryBroker(), Wrong()
+    service.wrong = AssertionError("wrong, on purpose")
+    async with (
+        client_bus(MemoryTransport(broker), "gateway", party=Role.GATEWAY) as bus,
+        running(service, MemoryTransport(broker)) as run,
+    ):
+        for _ in range(3):
+            bus.publish(OPEN, an_open_list(bus), model=MODEL)
+        sample = run.metrics.registry.get_sample_value
+        labels = {"route": OPEN.name, "reason": "internal"}
+        await until(lambda: sample("antiphon_messages_refused_total", labels) == 3)
+        assert not run.gone.is_set()
 
 
 def an_open_list(bus: Bus) -> OpenList:
@@ -427,7 +443,8 @@ async def test_a_malformed_feed_message_is_counted_and_dropped() -> None:
     ):
         bus.transport.publish("test.v1.scheduler.echo.open", b"\xc1")
         sample = run.metrics.registry.get_sample_value
-        await until(lambda: sample("antiphon_malformed_total", {"route": OPEN.name}) == 1)
+        labels = {"route": OPEN.name, "reason": "malformed"}
+        await until(lambda: sample("antiphon_messages_refused_total", labels) == 1)
         service.done.set()
 
 

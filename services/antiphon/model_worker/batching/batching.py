@@ -10,6 +10,7 @@ from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.commits import Commits
 from antiphon.model_worker.batching.credit import Credit, credit
+from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.holdings import Holdings
 from antiphon.model_worker.batching.late import LateRows
 from antiphon.model_worker.batching.planner import Planner
@@ -29,6 +30,7 @@ from antiphon.model_worker.batching.timeouts import Timeouts
 from antiphon.model_worker.batching.walking import WalksHere
 from antiphon.model_worker.cache.hashing import Namespace
 from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
+from antiphon.service.refusals import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
@@ -87,7 +89,9 @@ class Batching:
         self._rows_launched = 0
         self._progress: list[Progress] = []
         self._stretch = Stretch(self._holdings, self._planner)
-        self._commits = Commits(self._holdings, self._late, tell=self._tell_on, end=self._end)
+        self._commits = Commits(
+            self._holdings, self._late, tell=self._tell_on, end=self._end, fail=self._end_failed
+        )
 
     @property
     def idle(self) -> bool:
@@ -179,11 +183,22 @@ class Batching:
 
     def _next_chosen(self, now: float) -> Sequence[Row]:
         self._stretch.end()
-        return [
-            Row.launched(request, end)
-            for request, end in self._planner.wants(now)
-            if request.table is not None
-        ]
+        rows: list[Row] = []
+        for request, end in self._planner.wants(now):
+            if request.table is None:
+                continue
+            try:
+                rows.append(Row.launched(request, end))
+            except Exception as error:
+                self._take_back(rows)
+                raise RequestFault(request) from error
+        return rows
+
+    def _take_back(self, rows: Sequence[Row]) -> None:
+        """Rows that were made are not launched after all."""
+        for row in rows:
+            if row.current:
+                row.request.resume(row.request.computed)
 
     @property
     def _full(self) -> bool:
@@ -209,6 +224,53 @@ class Batching:
         self._commits.commit(rows, outcome)
         if not self._rows_launched:
             self._stretch.begin(rows, outcome, self.limits)
+
+    def fail_choice(self, key: ChoiceKey, error: EngineError) -> None:
+        """End a choice that could not be taken in, or not be dropped."""
+        request = self._requests.get(key)
+        if request is None:
+            self._progress.append(Progress(key=key, finish=Finish.failed(error)))
+        else:
+            self._end_failed(request, error)
+
+    def fail_planned(self, request: Request | None, error: EngineError) -> None:
+        """End the request at fault after no rows could be chosen.
+
+        None: it is not known. Then all that run end, or the first that waits if none does, so that
+        each turn comes nearer to the one at fault.
+        """
+        if request is not None:
+            at_fault = [request]
+        elif self.running:
+            self._stretch.forget()  # of whom nobody is left
+            at_fault = list(self.running.values())
+        else:
+            at_fault = self.waiting.ahead()[:1]
+        for each in at_fault:
+            self._end_failed(each, error)
+
+    def fail_committed(self, rows: Sequence[Row], error: EngineError) -> None:
+        """End the requests of a plan whose commit failed as a whole."""
+        if isinstance(rows, SteadyRows):
+            self._stretch.forget()
+        for request in rows.requests if isinstance(rows, SteadyRows) else _requests(rows):
+            self._end_failed(request, error)
+
+    def _end_failed(self, request: Request, error: EngineError) -> None:
+        """End a request whose own state may be broken; nothing more is reported of it.
+
+        Raises:
+            SharedStateBroken: What it holds cannot be freed.
+        """
+        if request.phase is Phase.ENDED:
+            return
+        request.finish = Finish.failed(error)
+        self._progress.append(Progress(key=request.key, finish=request.finish))
+        try:
+            self._stretch.end()
+            self._free(request)
+        except Exception as failure:
+            raise SharedStateBroken("what a failed request holds cannot be freed") from failure
 
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
@@ -340,7 +402,11 @@ class Batching:
         if request.phase is Phase.RUNNING:
             self._holdings.release(request)
         else:
-            self.waiting.remove(request)
+            self.waiting.discard(request)
         self._timeouts.ended(request)
         request.end()
         del self._requests[request.key]
+
+
+def _requests(rows: Sequence[Row]) -> list[Request]:
+    return [row.request for row in rows]

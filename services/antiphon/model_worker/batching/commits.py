@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from antiphon.model_worker.batching.faults import raise_if_shared
 from antiphon.model_worker.batching.late import LateRow
 from antiphon.model_worker.batching.plan import RowStatus
 from antiphon.model_worker.batching.pooling import Vector
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
 
 
+log = logging.getLogger(__name__)
+
+
 class Commits:
     """Writes outcomes to requests: tokens, pages, what others find of them, and their end."""
 
@@ -34,6 +39,7 @@ class Commits:
         *,
         tell: Callable[[Request], None],
         end: Callable[[Request, Finish | None], None],
+        fail: Callable[[Request, EngineError], None],
     ) -> None:
         """Make it.
 
@@ -42,11 +48,13 @@ class Commits:
             late: Rows whose guides have not arrived yet.
             tell: Reports what is new of a request, if that is worth a word yet.
             end: Frees a request, which ends by itself or with this.
+            fail: Ends a request whose commit failed, and may be half done.
         """
         self._holdings = holdings
         self._late = late
         self._tell = tell
         self._end = end
+        self._fail = fail
 
     def commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
         """Apply what a plan produced. Rows whose requests went other ways are passed over."""
@@ -58,25 +66,38 @@ class Commits:
         for index, row in enumerate(rows):
             if not row.current:
                 continue
-            if status[index]:
-                self._end(row.request, Finish.failed(_failure(status[index])))
-                continue
-            told = _told(outcome, index) if tells else None
-            walk = walks.get(index)
-            if walk is None:
-                self._commit_row(row, drawn[index], told)
-            elif walk.done:
-                self._commit_row(row, drawn[index], told, walk.ends())
-            else:
-                self._put_late(LateRow(row, drawn[index], told, walk))
+            try:
+                if status[index]:
+                    self._end(row.request, Finish.failed(_failure(status[index])))
+                    continue
+                told = _told(outcome, index) if tells else None
+                walk = walks.get(index)
+                if walk is None:
+                    self._commit_row(row, drawn[index], told)
+                elif walk.done:
+                    self._commit_row(row, drawn[index], told, walk.ends())
+                else:
+                    self._put_late(LateRow(row, drawn[index], told, walk))
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._fail_row(row, error)
 
     def commit_late(self) -> None:
         """Commit the rows whose guides have arrived, as if their step had just ended."""
         for late in self._late.take_done():
-            if late.row.current:
-                self._commit_row(late.row, late.accepted, late.told, late.walk.ends())
-            elif late.row.request.guide is not None:  # it was retracted, and draws them again
-                late.row.request.guide.take_back()
+            try:
+                if late.row.current:
+                    self._commit_row(late.row, late.accepted, late.told, late.walk.ends())
+                elif late.row.request.guide is not None:  # it was retracted, and draws them again
+                    late.row.request.guide.take_back()
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._fail_row(late.row, error)
+
+    def _fail_row(self, row: Row, error: Exception) -> None:
+        """End the request of a row that could not be committed: the rows beside it go on."""
+        raise_if_shared(error)
+        request = row.request
+        log.error("commit failed", exc_info=error, extra={"request_id": request.state.request_id})
+        self._fail(request, Internal("internal error"))
 
     def _walk(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> dict[int, Walk]:
         """Send guides over what their rows have drawn; which walk is a row's, by its index."""

@@ -14,6 +14,8 @@ import msgspec
 
 from antiphon.model_worker.batching.builder import Row, build_plan
 from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
+from antiphon.model_worker.batching.mailbox import NOTHING
 from antiphon.model_worker.batching.plan import Outcome
 from antiphon.model_worker.batching.queue import Backlog
 from antiphon.model_worker.batching.recorder import Record, Recorder
@@ -98,10 +100,15 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Flight(msgspec.Struct, frozen=True):
-    """A plan that was launched and whose outcome nobody has read yet."""
+    """A plan that was launched and whose outcome was not read yet.
 
+    Attributes:
+        record: Of the plan; None if it could not be built, which shows where it is read.
+    """
+
+    step: int
     rows: Sequence[Row]
-    record: Record
+    record: Record | None
     outcome: Callable[[], Outcome]
 
 
@@ -109,9 +116,11 @@ class BatchingLoop:
     """Turns mail into steps and steps into reports, until the mailbox is closed.
 
     With `overlap` a step is launched before the outcome of the one before it is read. `deliver`
-    gets every report, in order, in the loop's thread. A plan that raises is run again in halves
-    until whoever is to blame is alone; a bug in the loop itself leaves `run` as what it is, and
-    ends the process.
+    gets every report, in order, in the loop's thread. A plan that cannot be built or raises is run
+    again in halves until the request at fault is alone. A request that cannot be taken in, planned
+    or committed ends alone; where the fault cannot be attributed, the requests of the step end.
+    Only broken pages or a broken prefix tree, which all requests share, leave `run` and end the
+    process.
 
     The report of a step is delivered when the next plan is about to be computed, or at once if one
     is in flight already or none follows. Whom that wakes up does so while kernels run, which leave
@@ -172,14 +181,7 @@ class BatchingLoop:
     def turn(self, mail: Mail) -> StepReport:
         """Apply mail, then launch one step and read one, if there are any."""
         batching, now = self._batching, self._clock()
-        for key, state in mail.runs:
-            batching.add(key, state, now, mail.guides.get(key))
-        for key, kept in mail.drops.items():
-            batching.drop(key, kept)
-        returned: tuple[ChoiceKey, ...] = ()
-        if mail.returns:
-            gone = [keys for keys in mail.returns if batching.hand_back(keys)]
-            returned = tuple([key for keys in gone for key in keys])
+        returned = self._apply(mail, now) if mail is not NOTHING else ()
         done = self._obey(mail.orders) if mail.orders else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
@@ -213,10 +215,40 @@ class BatchingLoop:
         if report is not None:
             self._deliver(report)
 
+    def _apply(self, mail: Mail, now: float) -> tuple[ChoiceKey, ...]:
+        """Take in and drop choices; return those that were given up, as was asked."""
+        batching = self._batching
+        for key, state in mail.runs:
+            try:
+                batching.add(key, state, now, mail.guides.get(key))
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._end_choice(key, error)
+        for key, kept in mail.drops.items():
+            try:
+                batching.drop(key, kept)
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._end_choice(key, error)
+        gone = [keys for keys in mail.returns if batching.hand_back(keys)]
+        return tuple([key for keys in gone for key in keys])
+
+    def _end_choice(self, key: ChoiceKey, error: Exception) -> None:
+        """End a choice that could not be taken in or dropped."""
+        raise_if_shared(error)
+        log.error("choice failed", exc_info=error)
+        self._failures += 1
+        self._batching.fail_choice(key, Internal("internal error"))
+
     def _next_rows(self, now: float) -> Sequence[Row]:
-        if not self.paused:
-            return self._batching.next_rows(now)
-        self._batching.expire(now)
+        try:
+            if not self.paused:
+                return self._batching.next_rows(now)
+            self._batching.expire(now)
+        except Exception as error:
+            raise_if_shared(error)
+            log.exception("planning failed")
+            self._failures += 1
+            at_fault = error.request if isinstance(error, RequestFault) else None
+            self._batching.fail_planned(at_fault, Internal("internal error"))
         return ()
 
     def _count_credit(self, now: float) -> Credit:
@@ -271,7 +303,8 @@ class BatchingLoop:
         Return how many tokens they have.
         """
         landed, self._flight = self._flight, self._launch(rows) if rows else None
-        tokens = 0 if self._flight is None else len(self._flight.record.plan.tokens)
+        record = None if self._flight is None else self._flight.record
+        tokens = 0 if record is None else len(record.plan.tokens)
         if not self._overlap:
             landed, self._flight = self._flight, None
         if landed is not None:
@@ -281,24 +314,30 @@ class BatchingLoop:
     def _launch(self, rows: Sequence[Row]) -> Flight:
         self._step += 1
         self._beat()
-        if isinstance(rows, SteadyRows):
-            plan = rows.plan(self._step)
-        else:
-            plan = build_plan(self._step, rows, self._batching.slots)
+        try:
+            if isinstance(rows, SteadyRows):
+                plan = rows.plan(self._step)
+            else:
+                plan = build_plan(self._step, rows, self._batching.slots)
+        except Exception as error:  # noqa: BLE001  # shown where the outcome is read
+            raise_if_shared(error)
+            self._step -= 1  # no runner is ever given this step
+            return Flight(self._step, rows, None, partial(_raise, error))
         record = self.recorder.begin(plan)
         self._batching.pools.launched(plan.step)
-        return Flight(rows, record, self._launch_plan(plan))
+        return Flight(self._step, rows, record, self._launch_plan(plan))
 
     def _land(self, flight: Flight) -> None:
         """Wait for a plan and commit it; if it failed, find out who is to blame."""
         outcome = self._read(flight)
         if outcome is not None:
-            self._batching.commit(flight.rows, outcome)
+            self._commit(flight.rows, outcome)
             return
         spoiled, self._flight = self._flight, None
         if spoiled is not None:
             self._read(spoiled)
-            spoiled.record.spoil()
+            if spoiled.record is not None:
+                spoiled.record.spoil()
         self._halve(flight.rows)
         if spoiled is not None:
             self._batching.recall(spoiled.rows)
@@ -318,26 +357,38 @@ class BatchingLoop:
             flight = self._launch(half)
             outcome = self._read(flight)
             if outcome is not None:
-                self._batching.commit(half, outcome)
+                self._commit(half, outcome)
             else:
                 self._halve(half)
+
+    def _commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
+        """Commit a plan; if that fails as a whole, its requests end."""
+        try:
+            self._batching.commit(rows, outcome)
+        except Exception as error:
+            raise_if_shared(error)
+            log.exception("commit failed", extra={"step": outcome.step, "rows": len(rows)})
+            self._failures += 1
+            self._batching.fail_committed(rows, Internal("internal error"))
 
     def _read(self, flight: Flight) -> Outcome | None:
         """Wait for a plan; nothing if it raised."""
         self._hand_over()
-        step = flight.record.plan.step
+        step, record = flight.step, flight.record
         try:
             outcome = flight.outcome()
+            assert outcome.step == step, "the outcome is another plan's"
         except Exception as error:
             # One of the process's outermost borders: whatever a kernel raises ends the request
             # that it is to blame on, with the traceback here, and not the service.
             log.exception("plan failed", extra={"step": step, "rows": len(flight.rows)})
-            flight.record.failure = f"{type(error).__name__}: {error}"
             self._failures += 1
-            self._batching.pools.finished(step)
+            if record is not None:
+                record.failure = f"{type(error).__name__}: {error}"
+                self._batching.pools.finished(step)
             return None
-        assert outcome.step == step, "the outcome is another plan's"
-        flight.record.end(outcome)
+        assert record is not None, "what was not built has no outcome"
+        record.end(outcome)
         self._batching.pools.finished(step)
         return outcome
 

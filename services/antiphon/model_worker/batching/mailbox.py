@@ -111,14 +111,14 @@ class Mailbox:
             timeout_s: Sleep no longer than this. None: as long as it takes.
         """
         if not (wait or self._closed or self._filled()):
-            return _NOTHING  # without the lock: what comes now is there the next time
+            return NOTHING  # without the lock: what comes now is there the next time
         with self._news:
             if wait:
                 self._news.wait_for(lambda: self._closed or self._filled(), timeout_s)
             if self._closed:
                 return None
             if not self._filled():
-                return _NOTHING
+                return NOTHING
             mail = Mail(
                 runs=tuple(self._runs.items()),
                 guides=self._guides,
@@ -137,4 +137,4 @@ class Mailbox:
         return bool(self._runs or self._drops or self._returns or self._orders)
 
 
-_NOTHING = Mail()
+NOTHING = Mail()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.batching.budget import Budget
 from antiphon.model_worker.batching.decode import Want, grow, needs
+from antiphon.model_worker.batching.faults import RequestFault
 from antiphon.model_worker.batching.retraction import choose_preempted
 from antiphon.model_worker.batching.room import fits
 
@@ -130,11 +131,14 @@ class Planner:
         more, covered = 0, True
         for request in answering:
             table = request.table
-            if table is not None and (tokens := request.pending):
-                end = request.planned + tokens
-                wants.append((request, end))
-                more += tokens - 1
-                covered = covered and table.covers(end)
+            try:
+                if table is not None and (tokens := request.pending):
+                    end = request.planned + tokens
+                    wants.append((request, end))
+                    more += tokens - 1
+                    covered = covered and table.covers(end)
+            except Exception as error:
+                raise RequestFault(request) from error
         if not wants:
             return wants
         # A token each is there for certain; some have more, for more than one was accepted.
@@ -149,9 +153,12 @@ class Planner:
         """Prompts that are begun, and then those who wait."""
         wants: list[Want] = []
         for request in begun:
-            if request.table is None or not (pending := request.pending):
-                continue
-            length = budget.chunk(request.planned, pending)
+            try:
+                if request.table is None or not (pending := request.pending):
+                    continue
+                length = budget.chunk(request.planned, pending)
+            except Exception as error:
+                raise RequestFault(request) from error
             if not length:
                 break
             budget.spend_prompt(length)
@@ -182,21 +189,38 @@ class Planner:
         for request in self._waiting.candidates(now, holdings.prefix):
             if budget.full or not holdings.slots.free_count:
                 break
-            if self._better_later(request):
-                continue
-            table = self._admissible(request, promised)
-            if table is None:
+            try:
+                if self._better_later(request):
+                    continue
+                end = self._admit_one(request, promised, budget, now)
+            except Exception as error:
+                raise RequestFault(request) from error
+            if end is None:
                 break
-            length = budget.chunk(table.committed, request.length - table.committed)
-            end = table.committed + length
-            if not length or not holdings.room.take(table, end):
-                table.release()
-                break
-            budget.spend_prompt(length)
-            self._start(request, table, now)
             promised = holdings.room.promised()
             wants.append((request, end))
         return wants
+
+    def _admit_one(
+        self, request: Request, promised: Sequence[int], budget: Budget, now: float
+    ) -> int | None:
+        """Start a waiting request, up to which of its tokens; None if it does not fit."""
+        table = self._admissible(request, promised)
+        if table is None:
+            return None
+        try:
+            length = budget.chunk(table.committed, request.length - table.committed)
+            end = table.committed + length
+            if not length or not self._holdings.room.take(table, end):
+                table.release()
+                return None
+            budget.spend_prompt(length)
+            self._start(request, table, now)
+        except Exception:
+            if request.table is not table:  # else it is released with the request
+                table.release()
+            raise
+        return end
 
     def _better_later(self, request: Request) -> bool:
         """Whether it cannot start yet, or is cheaper when somebody has computed what it shares."""

@@ -104,6 +104,12 @@ class WaitingQueue:
         assert self._requests[index] is request, "a request left a queue that it was not in"
         del self._requests[index]
 
+    def discard(self, request: Request) -> None:
+        """Take a request out, if it is in: one that failed may be neither here nor running."""
+        index = bisect_left(self._requests, request.place, key=_place)
+        if index < len(self._requests) and self._requests[index] is request:
+            del self._requests[index]
+
 
 def _waits(ticket: Ticket) -> bool:
     request, life = ticket

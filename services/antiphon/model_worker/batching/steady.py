@@ -113,6 +113,11 @@ class SteadyRows(Sequence[Row]):
         self._in_flight = False
         self._rows: list[Row] = []
 
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Whose they are, in order."""
+        return self._requests
+
     def __len__(self) -> int:
         return len(self._requests)
 

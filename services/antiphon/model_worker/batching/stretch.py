@@ -55,6 +55,10 @@ class Stretch:
         if rows is not None:
             rows.end()
 
+    def forget(self) -> None:
+        """There are no steady rows any more, and what they drew is not written: requests end."""
+        self._rows = None
+
     def begin(self, rows: Sequence[Row], outcome: Outcome, limits: Limits) -> None:
         """Steady rows follow these, if these were all, as those before, and go on.
 

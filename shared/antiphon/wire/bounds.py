@@ -1,0 +1,57 @@
+"""Bounds of the numbers, bytes and lists in messages.
+
+Decoding checks them, so that no receiver meets a value that it cannot store, divide by or send
+on. They are far beyond what the services send, and checked in C: a batch of 64 rows takes as long
+to decode with them as without.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+"""How many of something: tokens, pages, bytes, requests."""
+Number = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+"""A sequence number or a version; grows by one."""
+Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+"""A count that something is divided by."""
+Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
+UnixMs = Annotated[int, Meta(ge=0, le=2**53)]
+"""Wall-clock time."""
+TextOffset = Annotated[int, Meta(ge=0, le=2**40)]
+"""In UTF-8 bytes."""
+TokenOffset = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)]
+"""In tokens; those of the prompt lie before 0."""
+TokenCount = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+CHOICES_MAX = 4096
+"""Most choices of one request inside the cluster; APIs allow fewer."""
+Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
+ChoiceIndex = Annotated[int, Meta(ge=0, lt=CHOICES_MAX)]
+
+Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+ShortText = Annotated[str, Meta(max_length=1024)]
+"""A name, a code or a digest in text."""
+LongText = Annotated[str, Meta(max_length=65_536)]
+"""An error's message."""
+
+Signed = Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)]
+Finite = Annotated[float, Meta(ge=-1e18, le=1e18)]
+"""Neither infinite nor NaN, which no comparison would order."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+
+
+def check_ids(packed: bytes) -> None:
+    """Refuse packed token ids of a broken length, as messages with ids do when they are decoded.
+
+    Raises:
+        ValueError: The length is not a multiple of four.
+    """
+    if len(packed) % 4:
+        raise ValueError(f"token ids have {len(packed)} bytes, not a multiple of 4")

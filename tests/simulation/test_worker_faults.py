@@ -1,0 +1,209 @@
+"""Bugs in planning and committing: they end the request that they belong to, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.simulation.test_worker_overlap import Stage, both, harmless, staged
+
+from antiphon.model_worker.batching import batching, builder, loop
+from antiphon.model_worker.batching.builder import Row
+from antiphon.model_worker.batching.commits import Commits
+from antiphon.model_worker.batching.holdings import Holdings
+from antiphon.model_worker.batching.mailbox import Mail
+from antiphon.model_worker.batching.planner import Planner
+from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
+from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.batching.steady import SteadyRows
+from antiphon.model_worker.batching.stretch import Stretch
+from antiphon.model_worker.cache.pages import PagePool
+from antiphon.service.refusals import SharedStateBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+AT_FAULT = ChoiceKey(3)
+"""The choice whose handling fails, of those of a test."""
+
+
+def keys(arguments: Iterable[object]) -> set[ChoiceKey]:
+    """The choices that a call is about."""
+    found: set[ChoiceKey] = set()
+    for argument in arguments:
+        match argument:
+            case Request():
+                found.add(argument.key)
+            case Row():
+                found.add(argument.request.key)
+            case RequestState():
+                found.add(ChoiceKey(int(argument.request_id[1:])))
+            case list():
+                found |= keys(argument)
+            case SteadyRows():
+                found |= keys(argument.requests)
+            case _:
+                pass
+    return found
+
+
+class Fault:
+    """Makes a function fail from its n-th call on that is about the choice at fault."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) -> None:
+        self.raised = 0
+        self.calls = 0
+        self.after = after
+        found = owner.__dict__[name]
+        if isinstance(found, property):
+            assert found.fget is not None
+            patch.setattr(owner, name, property(self._failing(found.fget)))
+        else:
+            patch.setattr(owner, name, self._failing(found))
+
+    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if AT_FAULT in keys(arguments):
+                self.calls += 1
+                if self.calls > self.after:
+                    self.raised += 1
+                    raise AssertionError("a bug, on purpose")
+            return function(*arguments, **named)
+
+        return call
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "check": (batching, "check"),
+    "prefix": (Holdings, "prefix"),
+    "table": (Holdings, "table"),
+    "fill": (Slots, "fill"),
+    "start": (Planner, "_start"),
+    "pending": (Request, "pending"),
+    "launch": (Request, "launch"),
+    "build": (loop, "build_plan"),
+    "pieces": (builder, "_pieces"),
+    "layout": (Slots, "layout"),
+    "commit": (Commits, "_commit_row"),
+    "accept": (Request, "accept"),
+    "settle": (Commits, "_settle"),
+    "share": (Holdings, "share"),
+    "report": (Request, "progress"),
+}
+
+
+def run_eight(stage: Stage) -> None:
+    prompts = [harmless(5 + salt, salt) for salt in range(8)]
+    stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+    stage.drain()
+
+
+def verify_others(stage: Stage) -> None:
+    culprit = stage.told.pop(AT_FAULT)
+    assert culprit.finish is not None
+    assert culprit.finish.error is not None
+    assert culprit.finish.error.code == "internal"
+    stage.verify()
+
+
+@both
+@pytest.mark.parametrize("after", [0, 1, 6])
+@pytest.mark.parametrize("place", PLACES)
+def test_fault_of_one_request_ends_that_request_alone(
+    place: str, after: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(monkeypatch, *PLACES[place], after)
+    with staged(overlap=overlap, curse=-1) as stage:
+        run_eight(stage)
+        told = stage.told[AT_FAULT]
+        if told.finish is not None and told.finish.error is not None:
+            verify_others(stage)
+            return
+        # It was not called so often, or the plan was built after all, in halves.
+        assert fault.calls <= after or place in {"build", "pieces", "layout"}
+        stage.verify()
+
+
+@both
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Planner, "_preempt"), (Commits, "_walk"), (Commits, "commit"), (Stretch, "begin")],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
+    owner: type, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        first = [stage.run(harmless(5, salt), seed=salt) for salt in range(3)]
+        real = owner.__dict__[name]
+
+        def fail(*_: object) -> None:
+            monkeypatch.setattr(owner, name, real)
+            raise AssertionError("a bug, on purpose")
+
+        if name == "_walk":  # it is called only where a request has a grammar
+            stage.batching.slots.steering._guides[-1] = None  # pyright: ignore
+        monkeypatch.setattr(owner, name, fail)
+        for _ in range(3):
+            stage.turn()
+        stage.batching.slots.steering._guides.clear()  # pyright: ignore
+        if overlap and owner is Stretch:
+            return  # none begins while another step is in flight
+        assert owner.__dict__[name] is real, "it was never made to fail"
+        codes = [told.finish.error.code for told in first if told.finish and told.finish.error]
+        assert set(codes) == {"internal"}
+        stage.told = {key: told for key, told in stage.told.items() if told not in first}
+        stage.run(harmless(9, 9))
+        stage.drain()
+        stage.verify()
+
+
+@both
+def test_waiting_request_that_cannot_be_planned_does_not_stop_the_loop(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(monkeypatch, Planner, "_better_later")
+    with staged(overlap=overlap, curse=-1) as stage:
+        run_eight(stage)
+        assert fault.raised
+        verify_others(stage)
+
+
+@both
+def test_fault_in_steady_steps_ends_their_requests(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        for salt in range(3):
+            stage.run(harmless(5, salt), tokens_max=60, seed=salt)
+        calls = 0
+        real = SteadyRows.plan
+
+        def plan(rows: SteadyRows, step: int) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise AssertionError("a bug, on purpose")
+            return real(rows, step)
+
+        monkeypatch.setattr(SteadyRows, "plan", plan)
+        stage.drain()
+        assert calls >= (0 if overlap else 3)
+        stage.verify()  # a plan that cannot be built is built again from the rows
+
+
+@both
+def test_broken_page_pool_ends_the_loop(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        stage.run(harmless(9, 1))
+        release = PagePool.release
+
+        def twice(pool: PagePool, *arguments: Any) -> None:
+            release(pool, *arguments)
+            release(pool, *arguments)
+
+        monkeypatch.setattr(PagePool, "release", twice)
+        with pytest.raises(SharedStateBroken):
+            stage.drain()
