@@ -15,6 +15,7 @@ from antiphon.detokenizer.unfolding import READS
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name, tokenizer_folder
 from antiphon.service.peers import Change, Peer
+from antiphon.service.refusals import UnknownSender
 from antiphon.service.service import Report, Runtime
 from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.service.vocabulary import read_vocabulary
@@ -105,6 +106,13 @@ class DetokenizerService:
             await self._moved.wait()
 
     def _on_tokens(self, news: TokenNews) -> None:
+        """Apply what a worker sent.
+
+        Raises:
+            UnknownSender: It is of none that lives.
+        """
+        if not self._runtime.peers.lives(news.worker):
+            raise UnknownSender(f"tokens of {news.worker.instance}, which is no live peer")
         self._spans.begin(news)
         self._do(self._machine.on_tokens(news, self._runtime.clock.now()))
         self._spans.end(self._machine.requests)
@@ -157,13 +165,19 @@ class DetokenizerService:
             return
         except RequestTooLarge:
             log.exception("message too large", extra={"action": type(action).__name__})
+        except Exception:
+            # The actions after it are of other requests, or of other receivers.
+            log.exception("action failed", extra={"action": type(action).__name__})
 
     async def _tick(self) -> None:
         clock = self._runtime.clock
         while True:
             await asyncio.sleep(TICK_S)
-            self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
-            self._spans.end(self._machine.requests)
+            try:
+                self._do(self._machine.on_tick(clock.now(), clock.unix_ms()))
+                self._spans.end(self._machine.requests)
+            except Exception:
+                log.exception("tick failed")
 
 
 def _written(folder: Path) -> Sequence[bytes]:

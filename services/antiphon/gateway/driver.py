@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from antiphon.bus.errors import BusDown
 from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Ended, Said, Submit
 from antiphon.service.peers import Change
+from antiphon.service.refusals import UnknownSender
+from antiphon.service.tasks import isolated
 from antiphon.wire.base import Role
-from antiphon.wire.errors import EngineError
+from antiphon.wire.errors import EngineError, Internal
 from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
 
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.actions import Action
@@ -106,7 +108,13 @@ class Driver:
         await self._announce(self._owner.farewell())
 
     def take_text(self, batch: TextBatch) -> None:
-        """Apply one batch of a detokenizer."""
+        """Apply one batch of a detokenizer.
+
+        Raises:
+            UnknownSender: It is of none that lives.
+        """
+        if not self._runtime.peers.lives(batch.detokenizer):
+            raise UnknownSender(f"text of {batch.detokenizer.instance}, which is no live peer")
         self._apply(self._owner.text_arrived(batch))
 
     def take_notice(self, batch: NoticeBatch) -> None:
@@ -126,24 +134,37 @@ class Driver:
                 self._apply(self._owner.detokenizer_spoke(peer.process, beat.streams))
         elif change is Change.DIED:
             self._apply(self._owner.scheduler_died(peer.process))
-        elif beat.leads is not None and beat.model == self._model:
+        elif (
+            beat.leads is not None
+            and beat.model == self._model
+            and beat.leads.scheduler == peer.process
+        ):
             self._apply(self._owner.leader_spoke(beat.leads))
 
     def _apply(self, actions: Iterable[Action]) -> None:
-        group = self._runtime.group
         for action in actions:
-            match action:
-                case Deliver():
-                    self._deliver(action)
-                case Announce():
-                    group.create_task(self._announce(action.message))
-                case Submit():
-                    group.create_task(self._submit(action.message))
-                case Cancel():
-                    group.create_task(self._cancel(action.message))
-                case AskText():
-                    group.create_task(self._ask(action.message))
+            try:
+                self._act(action)
+            except Exception:
+                # Of one request, or one message: the actions after it belong to others.
+                log.exception("action failed", extra={"action": type(action).__name__})
         self._arm()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Deliver():
+                self._deliver(action)
+            case Announce():
+                self._start(self._announce(action.message))
+            case Submit():
+                self._start(self._submit(action.message))
+            case Cancel():
+                self._start(self._cancel(action.message))
+            case AskText():
+                self._start(self._ask(action.message))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        self._runtime.group.create_task(isolated(work))
 
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams[action.request_id]
@@ -174,6 +195,9 @@ class Driver:
             )
         except EngineError as error:
             answer = error
+        except Exception:
+            log.exception("submit failed", extra={"request_id": message.request_id})
+            answer = Internal("internal error")
         self._apply(self._owner.submit_answered(message.request_id, answer))
 
     async def _cancel(self, message: CancelRequest) -> None:
@@ -183,6 +207,9 @@ class Driver:
         except EngineError as error:
             accepted = False
             log.info("cancel not taken", extra={"id": message.request_id, "code": error.code})
+        except Exception:
+            accepted = False
+            log.exception("cancel failed", extra={"request_id": message.request_id})
         self._apply(self._owner.cancel_answered(message.request_id, accepted=accepted))
 
     async def _ask(self, message: ResumeText) -> None:
@@ -199,6 +226,9 @@ class Driver:
         except EngineError as error:
             answered = False
             log.warning("missing text not sent", extra={"code": error.code})
+        except Exception:
+            answered = False
+            log.exception("asking for text failed", extra={"detokenizer": detokenizer.instance})
         self._apply(self._owner.text_answered(detokenizer, answered=answered))
 
     def _arm(self) -> None:
@@ -209,7 +239,12 @@ class Driver:
 
     def _wake(self) -> None:
         self._metrics.settle()
-        actions = self._owner.tick()
+        actions: Iterable[Action] = ()
+        try:
+            actions = self._owner.tick()
+        except Exception:
+            # What was due and failed is not due any more; without an alarm nothing ever would be.
+            log.exception("tick failed")
         self._set_alarm()
         self._apply(actions)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.wire.ids import ModelName
+
+log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
 BATCH_BYTES = 64 * 1024**2
@@ -183,7 +186,10 @@ class KvStorageService:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._leases.sweep()
+            try:
+                self._leases.sweep()
+            except Exception:
+                log.exception("sweep failed")
 
 
 def _size(offer: PageOffer) -> int:

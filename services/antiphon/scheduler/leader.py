@@ -146,6 +146,11 @@ class Leader:
         if self._reconciliation is not None:
             self._reconciliation.tick()
 
+    def start_over(self) -> None:
+        """Drop a term whose state cannot be trusted: owners submit again to the next one."""
+        self._leadership.renounce()
+        self._check_term()
+
     def resign(self) -> None:
         """Lead no more: this process leaves."""
         self._leadership.resign()

@@ -34,14 +34,18 @@ class Leadership:
 
     def see(self, term: Term) -> None:
         """Learn of a term from whoever names one. A higher one ends ours."""
+        if not term.may_follow(self._number_max):
+            return
         self._number_max = max(self._number_max, term.number)
         if self.term is not None and term > self.term:
             self.term = None
 
     def hear(self, heartbeat: Heartbeat) -> None:
         """Take in another scheduler's heartbeat."""
-        if heartbeat.leads is None:
+        if heartbeat.leads is None or heartbeat.leads.scheduler != heartbeat.process:
             self.lose(heartbeat.process)
+            return
+        if not heartbeat.leads.may_follow(self._number_max):
             return
         self.see(heartbeat.leads)
         if self._leader is None or heartbeat.leads > self._leader:
@@ -66,6 +70,11 @@ class Leadership:
         self._number_max += 1
         self.term = Term(number=self._number_max, scheduler=self._process)
         return True
+
+    def renounce(self) -> None:
+        """Give up our term, and take the next one as soon as nobody else leads."""
+        self.term = None
+        self._quiet_since = -self._quiet_s
 
     def resign(self) -> None:
         """Lead no more, ever: this process leaves."""

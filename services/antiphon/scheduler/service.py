@@ -18,6 +18,7 @@ from antiphon.scheduler.rules import Rules
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
+from antiphon.service.tasks import isolated
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, RequestTooLarge, Unavailable
@@ -139,7 +140,8 @@ class SchedulerService:
     def _ask_for_replays(self) -> None:
         if self._runtime.bus.link.up:
             for worker, ask in self._leader.caches.asks(self._runtime.clock.now()):
-                self._runtime.group.create_task(self._replay(worker, ask), name="replay")
+                replay = isolated(self._replay(worker, ask), worker=worker.instance)
+                self._runtime.group.create_task(replay, name="replay")
 
     async def _replay(self, worker: Process, ask: ReplayKv) -> None:
         """Ask a worker for the events that are missing, until none is."""
@@ -161,8 +163,12 @@ class SchedulerService:
         link = self._runtime.bus.link
         pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
         while True:
-            self._leader.tick(link_up=link.up, joins=link.joins)
-            self._ask_for_replays()
+            try:
+                self._leader.tick(link_up=link.up, joins=link.joins)
+                self._ask_for_replays()
+            except Exception:
+                log.exception("tick failed")
+                self._leader.start_over()
             self._news.set()
             await asyncio.sleep(pause_s)
 
@@ -171,13 +177,17 @@ class SchedulerService:
         while True:
             await self._news.wait()
             self._news.clear()
-            await self._mind_doors()
-            for action in self._leader.take():
-                await self._act(action)
+            try:
+                await self._mind_doors()
+                for action in self._leader.take():
+                    self._act(action)
+            except Exception:
+                log.exception("leading failed")
+                self._leader.start_over()
             if not self._leader.waiting:
                 self._emptied.set()
 
-    async def _act(self, action: Action) -> None:
+    def _act(self, action: Action) -> None:
         try:
             match action:
                 case SendCommands(batch):
@@ -199,6 +209,9 @@ class SchedulerService:
             return  # whatever it was, it is said again from state
         except RequestTooLarge:
             log.exception("message too large", extra={"action": type(action).__name__})
+        except Exception:
+            # The actions after it are of other requests, or of other receivers.
+            log.exception("action failed", extra={"action": type(action).__name__})
 
     def _note_bound(self, bound: Bound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()

@@ -41,9 +41,13 @@ class Placing:
         if piece.text_offset > have or (details is not None and details.offset > told):
             return None
         new = piece.text.encode()[have - piece.text_offset :]
+        try:
+            text = new.decode()
+        except UnicodeDecodeError:
+            return None  # it does not join what was given out: whatever it is, it is not the answer
         self._bytes[piece.choice] = have + len(new)
         if details is not None:
             details = details.beyond(told) if details.end > told else None
         if details is not None:
             self._tokens[piece.choice] = details.end
-        return msgspec.structs.replace(piece, text_offset=have, text=new.decode(), details=details)
+        return msgspec.structs.replace(piece, text_offset=have, text=text, details=details)

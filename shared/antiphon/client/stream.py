@@ -6,12 +6,13 @@ What it does is written down for every language in docs/nats-client.md.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.bus.errors import BusDown, NobodyListens
 from antiphon.client.placing import Placing
-from antiphon.wire.codec import decode, encode
+from antiphon.wire.codec import MalformedMessage, decode, encode
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from antiphon.wire.base import FinishReason, Usage
     from antiphon.wire.details import DetailPiece
     from antiphon.wire.generate import TextPlace
+
+log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
 """After this long without a step forward the client asks again, which is always harmless."""
@@ -251,7 +254,12 @@ class Stream:
         if packet.nobody:
             event = NobodyListens("no gateway serves this model", retry_after_s=1.0)
         else:
-            event = decode(packet.data, CLIENT_TEXT.carries)
+            try:
+                event = decode(packet.data, CLIENT_TEXT.carries)
+            except MalformedMessage as error:
+                # It is lost, and what it said is asked for like anything lost.
+                log.warning("message dropped", extra={"reason": error.message})
+                return
         if not self._events.full():
             self._events.put_nowait(event)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from antiphon.service.tasks import isolated
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
@@ -22,7 +24,7 @@ class Detached:
         """Let it run by itself."""
         self._running += 1
         self._idle.clear()
-        self._group.create_task(work).add_done_callback(self._ended)
+        self._group.create_task(isolated(work)).add_done_callback(self._ended)
 
     async def idle(self) -> None:
         """Return when nothing runs. The caller bounds it."""

@@ -15,10 +15,12 @@ from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, Said
 from antiphon.gateway.stream import check
 from antiphon.service.endpoint import Answer
+from antiphon.service.tasks import isolated
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (
     DuplicateRequest,
     EngineError,
+    Internal,
     InvalidRequest,
     RequestTooLarge,
     Unavailable,
@@ -132,7 +134,7 @@ class Generations:
             raise
         finally:
             generation.entered.set()
-        self._runtime.group.create_task(self._pump(generation, events))
+        self._runtime.group.create_task(isolated(self._pump(generation, events)))
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, known: Generation, delivery: Delivery) -> GenerateAccepted:
@@ -141,7 +143,7 @@ class Generations:
         if known.refusal is not None:
             raise known.refusal
         known.delivery = delivery
-        self._runtime.group.create_task(self._send(known, known.again(())))
+        self._runtime.group.create_task(isolated(self._send(known, known.again(()))))
         return known.accepted(self._runtime.process.instance)
 
     async def _enter(self, generation: Generation, ask: Ask) -> list[StreamEvent]:
@@ -166,13 +168,20 @@ class Generations:
             generation.unheard = True
             if not generation.looked_for and not generation.told:
                 generation.looked_for = True
-                self._runtime.group.create_task(self._look_for(generation, probe))
+                self._runtime.group.create_task(isolated(self._look_for(generation, probe)))
 
-        with self._runtime.bus.probe(unheard) as probe:
-            while not generation.told:
-                await self._tell(generation, events, probe=probe)
-                if not generation.told:
-                    events = await generation.stream.take()
+        try:
+            with self._runtime.bus.probe(unheard) as probe:
+                while not generation.told:
+                    await self._tell(generation, events, probe=probe)
+                    if not generation.told:
+                        events = await generation.stream.take()
+        except Exception:
+            log.exception("generation failed", extra={"request_id": generation.id})
+            self._driver.leave(generation.stream, Internal("internal error"))
+            generation.hear_all(generation.stream.rest())
+            await self._send(generation, generation.again(()))
+            generation.told = True
         self._entrance.leave(generation.stream)
         self._keep(generation)
 

@@ -7,6 +7,7 @@ stop, length, error, deadline, cancel. The deadline is closed by its own clock, 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.submit import OpenList, SubmitRequest
     from antiphon.wire.text import TextBatch, TextRow
+
+
+log = logging.getLogger(__name__)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -182,7 +186,7 @@ class Owner:
         for row in batch.rows:
             request = self._requests.get(row.request_id)
             if request is not None:
-                self._show(request, row, sender)
+                self._show_row(request, row, sender)
                 torn = torn or request.lacks_text
         if torn:
             self._mend(sender)
@@ -310,6 +314,8 @@ class Owner:
         """Submit everything again to a leader that is new."""
         if self._term is not None and term <= self._term:
             return
+        if not term.may_follow(0 if self._term is None else self._term.number):
+            return
         self._term = term
         self._submit_soon([each for each in self._requests.values() if each.term != term])
 
@@ -338,6 +344,15 @@ class Owner:
         self._timers.set(("submit", request.id), now + pause_s)
 
     # Text.
+
+    def _show_row(self, request: Request, row: TextRow, detokenizer: Process) -> None:
+        """Show a row. One that fails ends its own request: the rows beside it are of others."""
+        try:
+            self._show(request, row, detokenizer)
+        except Exception:
+            log.exception("text row failed", extra={"request_id": request.id})
+            if request.id in self._requests:
+                self._abandon(request, Internal("internal error"))
 
     def _show(self, request: Request, row: TextRow, detokenizer: Process) -> None:
         before = request.attempt
