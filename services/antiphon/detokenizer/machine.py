@@ -126,7 +126,11 @@ class Detokenizer:
                 if request is not None:
                     self._accept(request, row, now, reaction)
             except Exception as error:
-                log.exception("row failed", extra={"request_id": row.request_id})
+                extra = {"request_id": row.request_id, "reason": str(error)}
+                if isinstance(error, EngineError):
+                    log.warning("row failed", extra=extra)
+                else:
+                    log.exception("row failed", extra=extra)
                 self._fail(row, batch.worker, error, now, reaction)
         if reaction.missing:
             reaction.actions += self._ask(batch.worker, now)
@@ -246,7 +250,9 @@ class Detokenizer:
         if request.error is not None:
             reaction.actions += self._refuse(row, request.worker, now)
             return
-        choice = request.choices[row.choice]
+        choice = request.choices.get(row.choice)
+        if choice is None:
+            raise Internal(f"tokens of choice {row.choice}, which was not asked for")
         if choice.end is not None:
             if row.finish_reason is None:
                 reaction.actions += self._stop(request, row.choice, now)
