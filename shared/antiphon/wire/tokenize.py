@@ -154,7 +154,7 @@ class EncodeReply(Message):
     reranks: bool = False
     second_from: TokenCount | None = None
     pooling: PoolingCard | None = None
-    token_characters: int = 0
+    token_characters: Count = 0
 
 
 class CancelEncode(Message):
