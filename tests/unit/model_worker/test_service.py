@@ -482,7 +482,10 @@ async def test_worker_with_broken_pages_ends_and_says_why(
             running(ModelWorker(QUICK, open_hash_engine), MemoryTransport(broker)) as worker,
         ):
             monkeypatch.setattr(PagePool, "allocate", lambda pool, count: pool.release(range(3)))
-            await Stage(broker, worker, bus).command(admit("a"))
+            stage = Stage(broker, worker, bus)
+            await stage.listen()
+            await until(lambda: bool(stage.beats))
+            await stage.command(admit("a"))
             await worker.gone.wait()
     assert "pages or the prefix tree" in caplog.text
 
