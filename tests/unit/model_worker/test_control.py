@@ -77,6 +77,8 @@ async def staged(
     ):
         stage = ControlStage(broker, worker, bus)
         await stage.listen()
+        # So that the leader is known before the first command: messages of two subjects race.
+        await until(lambda: bool(stage.beats))
         yield stage
         await stage.close(*{row.request_id for row in stage.rows})
 

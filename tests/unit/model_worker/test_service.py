@@ -462,6 +462,7 @@ async def test_worker_survives_an_outcome_of_another_plan() -> None:
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
+        await until(lambda: bool(stage.beats))
         await stage.command(admit("a"))
         await until(lambda: stage.ended("a"))
         (end,) = (row for row in stage.rows if row.finish_reason is not None)
