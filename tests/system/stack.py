@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.05
-READY = re.compile(r"API (http://\S+)/v1 · model (\S+) · NATS (\S+) · logs (\S+)")
+READY = re.compile(r"API (https?://\S+)/v1 · model (\S+) · NATS (\S+) · logs (\S+)")
 SERVICES = (
     "gateway-0",
     "tokenizer-0",

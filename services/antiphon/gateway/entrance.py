@@ -14,6 +14,7 @@ from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.sampling import Seeds, answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
 from antiphon.telemetry.context import working_on
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import Role, State
@@ -61,6 +62,7 @@ class Entrance:
         self._tokenizers = tokenizers
         self._metrics = metrics
         self._access = access
+        self._served = served_names(runtime.settings)
         self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._entering = 0
         self._probes = 0
@@ -89,8 +91,8 @@ class Entrance:
             Unsupported: An answer is wanted of a model that makes vectors, or the other way round.
         """
         with self._metrics.refusals(ask.tenant):
-            if ask.model is not None and ask.model != self._model:
-                raise UnknownModel.of(ask.model)
+            if ask.model is not None and ask.model not in self._served:
+                raise UnknownModel.of(ask.model, self._served)
             check(ask)
             self._check_room(ask)
             with self._holding(ask):

@@ -22,7 +22,7 @@ from antiphon.gateway.nats.embed import Embeds
 from antiphon.gateway.nats.generate import Generations
 from antiphon.gateway.owner.machine import Limits, Owner
 from antiphon.service.endpoint import Follow
-from antiphon.service.model import served_name
+from antiphon.service.model import served_name, served_names
 from antiphon.service.probes import probe_routes
 from antiphon.service.room import OPEN_BYTES, check_room
 from antiphon.service.service import Report
@@ -80,7 +80,9 @@ class GatewayService:
             runtime, self._model, driver, tokenizers, metrics, access
         )
         self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
-        self._embeds = Embeds(self._model, entrance, driver, tokenizers, metrics, access)
+        self._embeds = Embeds(
+            served_names(self._settings), entrance, driver, tokenizers, metrics, access
+        )
         self._detached = detached = Detached(runtime.group)
         bodies = BodyReader()
         served = operations(

@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 KEY_VARIABLE = "ANTIPHON_ACCESS__API_KEY"
-HELP = "Enter sends, /reset starts anew, /exit leaves, Ctrl-C stops an answer."
+HELP = "Enter sends, /reset starts anew, /help prints this, /exit leaves, Ctrl-C stops an answer."
 
 
 class Options(msgspec.Struct, frozen=True):
     """What the command line says."""
 
-    url: Annotated[str, Meta(pattern="^https?://")] = "http://127.0.0.1:30000"
+    url: str = "http://127.0.0.1:30000"
     model: str | None = None
     message: str | None = None
     system: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     api_key: Key = ""
+    ca_certs: str | None = None
 
 
 class Conversation:
@@ -70,7 +72,13 @@ class Conversation:
             console.out(CONTROL.sub("", piece), end="", highlight=False)
 
         try:
-            await complete(self._options.url, self._ask(asked), hear, self._options.api_key)
+            await complete(
+                self._options.url,
+                self._ask(asked),
+                hear,
+                self._options.api_key,
+                self._options.ca_certs,
+            )
         finally:
             answer = "".join(heard)
             if answer:
@@ -97,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     try:
         with asyncio.Runner() as runner:
-            model = options.model or runner.run(first_model(options.url, options.api_key))
+            model = options.model or runner.run(
+                first_model(options.url, options.api_key, options.ca_certs)
+            )
             conversation = Conversation(options, model)
             if options.message is not None:
                 runner.run(conversation.say(options.message, console))
@@ -130,6 +140,8 @@ def _talk(conversation: Conversation, runner: asyncio.Runner, console: Console) 
                 continue
             case "/exit":
                 return
+            case "/help":
+                tell(console, HELP)
             case "/reset":
                 conversation.reset()
                 tell(console, "a new conversation")
@@ -157,6 +169,9 @@ def _options(argv: Sequence[str]) -> Options:
     parser.add_argument("--max-tokens", metavar="N", help="longest answer")
     parser.add_argument("--temperature", metavar="X", help="0 always takes the likeliest token")
     parser.add_argument("--api-key", metavar="KEY", help=f"unset: that of {KEY_VARIABLE}, if any")
+    parser.add_argument(
+        "--ca-certs", metavar="FILE", help="authorities of an https server; unset: the system's"
+    )
     plain = parser.parse(argv).plain
     plain.setdefault("api_key", load().settings.access.api_key)
     try:
@@ -164,4 +179,16 @@ def _options(argv: Sequence[str]) -> Options:
     except msgspec.ValidationError as error:
         reason, _, name = str(error).partition(" - at `$.")
         raise ConfigError(f"--{name.rstrip('`').replace('_', '-')}: {reason}") from error
-    return msgspec.structs.replace(options, url=options.url.rstrip("/"))
+    return msgspec.structs.replace(options, url=server_url(options.url))
+
+
+def server_url(text: str) -> str:
+    """Return the address of a server as it may be typed: `host:port`, or its `/v1`.
+
+    Raises:
+        ConfigError: It is no HTTP address.
+    """
+    url = text if "://" in text else f"http://{text}"
+    if not _URL.fullmatch(url):
+        raise ConfigError(f"--url {text}: must be like http://127.0.0.1:30000")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -37,13 +38,13 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float | None = None
 
 
-async def first_model(url: str, key: str = "") -> str:
+async def first_model(url: str, key: str = "", ca_certs: str | None = None) -> str:
     """Ask a server what it serves, showing a key if it wants one.
 
     Raises:
         ChatFailed: Nobody answers there, or not as a server of ours does.
     """
-    async with _session(key) as session:
+    async with _session(key, ca_certs) as session:
         try:
             async with session.get(f"{url}/v1/models") as response:
                 await _check(response)
@@ -57,14 +58,16 @@ async def first_model(url: str, key: str = "") -> str:
     return models.data[0].id
 
 
-async def complete(url: str, ask: Ask, say: Callable[[str], None], key: str = "") -> None:
+async def complete(
+    url: str, ask: Ask, say: Callable[[str], None], key: str = "", ca_certs: str | None = None
+) -> None:
     """Stream one answer into `say`. Cancelling it closes the connection, which ends the request.
 
     Raises:
         ChatFailed: The server refused, failed, or went away before the answer's end.
     """
     body = msgspec.json.encode(ask)
-    async with _session(key) as session:
+    async with _session(key, ca_certs) as session:
         try:
             address = f"{url}/v1/chat/completions"
             async with session.post(address, data=body, headers=JSON) as response:
@@ -105,12 +108,17 @@ class _Models(msgspec.Struct):
     data: tuple[_Model, ...]
 
 
-def _session(key: str) -> aiohttp.ClientSession:
+def _session(key: str, ca_certs: str | None) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S
     )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return aiohttp.ClientSession(timeout=timeout, headers=headers)
+    try:
+        trusted = ssl.create_default_context(cafile=ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ChatFailed(f"--ca-certs {ca_certs}: {error}") from error
+    connector = aiohttp.TCPConnector(ssl=trusted)
+    return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
@@ -140,6 +148,11 @@ async def _read_events(response: aiohttp.ClientResponse, say: Callable[[str], No
 
 
 def _unreachable(url: str, error: Exception) -> ChatFailed:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        text = f"the certificate of {url} is not trusted: {error}"
+        return ChatFailed(f"{text}; name its authority by --ca-certs")
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return ChatFailed(f"{url} does not speak TLS, or not with us: {error}")
     if isinstance(error, aiohttp.ClientConnectorError):
         return ChatFailed(f"no server answers at {url}; start one with: antiphon serve")
     reason = str(error) or type(error).__name__

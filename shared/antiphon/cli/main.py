@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in {"-h", "--help"}:
         print(usage())
         return 0
+    if name in {"-V", "--version"}:
+        name = "version"
     try:
         return _command(name).load()(rest)
     except ConfigError as error:

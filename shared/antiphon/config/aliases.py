@@ -15,8 +15,23 @@ from antiphon.config.spellings import SPELLINGS, Written
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-OUR_SHORT = {"--nats-url": "bus.url"}
+OUR_SHORT = {"--nats-url": "bus.url", "--nats-port": "supervisor.nats_port"}
 """Short forms that SGLang does not have."""
+
+
+VLLM = {
+    "--max-model-len": "--context-length",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--max-prefill-tokens",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--block-size": "--page-size",
+    "--seed": "--random-seed",
+    "--hf-overrides": "--json-model-override-args",
+    "--generation-config": "--sampling-defaults",
+    "--kv-cache-memory-bytes": "--cache-bytes-max",
+    "--ssl-ca-cert": "--ssl-ca-certs",
+}
+"""Names that vLLM has for what has another one here."""
 
 
 def other_names() -> Mapping[str, Sequence[str]]:
@@ -32,7 +47,13 @@ def other_names() -> Mapping[str, Sequence[str]]:
 def serve_parser(prog: str, description: str) -> Parser:
     """The command line of `antiphon serve`: our flags, their short forms, and all of SGLang's."""
     parser = Parser(prog, description)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    parser.foreign = VLLM
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="the same as --model-path", action=_Model
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file: our groups, or SGLang's flat keys"
+    )
     add_settings(parser, also=other_names())
     for flag, path in OUR_SHORT.items():
         row = Row(group="", flags=(flag,), takes="text", neutral=(), answer=path)
@@ -44,6 +65,24 @@ def serve_parser(prog: str, description: str) -> Parser:
         if flags:
             _add(parser, row, flags)
     return parser
+
+
+class _Model(argparse.Action):
+    """Takes the model before or behind the flags, as vLLM's users write it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[str] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser, option_string
+        if isinstance(values, str):
+            path = "model.path"
+            if hasattr(namespace, path):
+                raise ConfigError(f"{values}: the model is given by --model-path already")
+            setattr(namespace, path, Text(values, "MODEL"))
 
 
 class _Translate(argparse.Action):
@@ -65,6 +104,11 @@ class _Translate(argparse.Action):
             setattr(namespace, f"{IMPLIED}{path}", Text(value, flag))
         if self.row.path is not None and given.text is not None:
             setattr(namespace, self.row.path, Text(given.text, flag))
+
+
+def rows_by_key() -> Mapping[str, Row]:
+    """The arguments by their keys in SGLang's YAML files: flags without the leading dashes."""
+    return {flag.removeprefix("--"): row for row in rows() for flag in row.flags}
 
 
 def translate(row: Row, flag: str, text: str) -> Written:

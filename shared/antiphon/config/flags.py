@@ -64,6 +64,8 @@ class Parser(argparse.ArgumentParser):
         )
         self.refused: dict[str, Mapping[str, str]] = {}
         """By flag of ours: values of SGLang's that are refused, each with its reason."""
+        self.foreign: Mapping[str, str] = {}
+        """By flag of another server: ours."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `ConfigError`, so that each mistake is told in one line, in one place."""
@@ -75,10 +77,14 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: An argument is unknown, ambiguous, refused or lacks its value.
         """
+        for argument in argv:
+            if (ours := self.foreign.get(argument.partition("=")[0])) is not None:
+                raise ConfigError(f"{argument}: no such argument; it is {ours} here")
         namespace, rest = self.parse_known_args(list(argv))
         if rest:
             known = (flag for action in self._actions for flag in action.option_strings)
-            raise ConfigError(f"{rest[0]}: no such argument{nearest(rest[0], known)}")
+            same = (flag for flag in known if _direction(flag) == _direction(rest[0]))
+            raise ConfigError(f"{rest[0]}: no such argument{nearest(rest[0], same)}")
         return _sort(vars(namespace))
 
     def flags(self) -> frozenset[str]:
@@ -103,6 +109,9 @@ class Store(argparse.Action):
         assert isinstance(parser, Parser)
         if (reason := parser.refused.get(flag, {}).get(values)) is not None:
             raise ConfigError(f"{flag} {values}: refused: {reason}")
+        before = getattr(namespace, self.dest, None)
+        if isinstance(before, Text) and not before.flag.startswith("-"):
+            raise ConfigError(f"{before.text}: the model is given by {flag} already")
         setattr(namespace, self.dest, Text(values, flag))
 
 
@@ -145,6 +154,12 @@ def _help(field: Field, also: Sequence[str]) -> str:
     names = f"also {' '.join(also)}" if also else ""
     notes = "; ".join(note for note in (field.bounds, default, names) if note)
     return f"{field.help} [{notes}]".replace("%", "%%") if notes else field.help.replace("%", "%%")
+
+
+def _direction(flag: str) -> str:
+    """What a switch does to its subject: a guess must not turn off what was to be turned on."""
+    first = flag.removeprefix("--").partition("-")[0]
+    return first if first in ("enable", "disable", "no") else ""
 
 
 def _sort(namespace: dict[str, object]) -> Typed:

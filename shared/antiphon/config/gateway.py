@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
-from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds
+from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds, Secret
 
 
 class GatewayConfig(Config):
@@ -13,6 +13,25 @@ class GatewayConfig(Config):
 
     host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
     port: Annotated[Port, Help("Port of the HTTP API; taken means an error that names it.")] = 30000
+    ssl_certfile: Annotated[
+        str, Help("PEM file with the TLS certificate and its chain; empty: the API is plain HTTP.")
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, Help("PEM file with the key of the certificate; empty: it is in ssl_certfile.")
+    ] = ""
+    ssl_keyfile_password: Annotated[
+        str, Help("Password of the key file; comes by environment only."), Secret()
+    ] = ""
+    ssl_ca_certs: Annotated[
+        str,
+        Help(
+            "PEM file with the authorities that certificates of clients are verified by; a client "
+            "without a certificate is let in unless ssl_client_required is set."
+        ),
+    ] = ""
+    ssl_client_required: Annotated[
+        bool, Help("Whether each client must show a certificate of ssl_ca_certs (mutual TLS).")
+    ] = False
     body_bytes_max: Annotated[Bytes, Help("Largest request body.")] = 8 * 1024 * 1024
     header_bytes_max: Annotated[
         Bytes, Help("Most bytes in the headers of a request together, and in its path.")
@@ -55,3 +74,8 @@ class GatewayConfig(Config):
         Seconds, Help("Pause before a second tokenizer is asked the same.")
     ] = 0.1
     open_list_s: Annotated[Seconds, Help("Pause between whole open lists.")] = 0.5
+
+    @property
+    def scheme(self) -> str:
+        """How the address of the API begins."""
+        return "https" if self.ssl_certfile else "http"

@@ -139,7 +139,6 @@ REFUSED: Mapping[str, str] = {
     "starts replicas.",
     "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "
     "--enable-trace.",
-    "tls": "TLS is not built; put a proxy before the gateway.",
     "token_ids": "Serving without a tokenizer is not built; /generate takes input_ids and returns "
     "output_ids beside the text.",
     "tokenizer_wait": "The tokenizer never waits for a batch to fill; remove the flag.",

@@ -269,11 +269,24 @@ def _context(settings: Settings, card: ModelCard) -> Decided[int]:
     if said is None:
         stretched = " times its rotation's factor" if card.rope_kind == "dynamic" else ""
         return Decided(card.context_tokens, f"max_position_embeddings of the model{stretched}")
-    if said > card.context_tokens:
-        raise ConfigError(
-            f"model.context_tokens = {said}: the model was made for {card.context_tokens}"
-        )
+    check_context(settings, card)
     return Decided(said, "model.context_tokens")
+
+
+def check_context(settings: Settings, card: ModelCard) -> None:
+    """Compare the given context with the model's.
+
+    Raises:
+        ConfigError: It is longer; says how to extend the model's.
+    """
+    said = settings.model.context_tokens
+    if said is not None and said > card.context_tokens:
+        override = f"--json-model-override-args '{{\"max_position_embeddings\": {said}}}'"
+        raise ConfigError(
+            f"model.context_tokens = {said} (--context-length): the model was made for "
+            f"{card.context_tokens}; to serve it beyond, at the price of its quality there, add "
+            f"{override}"
+        )
 
 
 def _fit(context: Decided[int], cache_tokens: int) -> Decided[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from antiphon.config.schema import Config, Help, Seconds
+from antiphon.config.schema import Config, Help, Port, Seconds
 
 
 class SupervisorConfig(Config):
@@ -16,6 +16,13 @@ class SupervisorConfig(Config):
         Seconds,
         Help("Maximum time without an answer on its health port before a process is restarted."),
     ] = 60.0
+    nats_port: Annotated[
+        Port | None,
+        Help(
+            "Port of the NATS server that serve starts; it must be free, and 0 takes any. Unset: "
+            "4222 if that is free, else any."
+        ),
+    ] = None
     run_path: Annotated[
         str, Help("Folder for the merged settings and the logs; empty: a temporary one.")
     ] = ""

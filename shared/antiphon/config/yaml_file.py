@@ -1,21 +1,23 @@
-"""Settings as a file: groups of fields."""
+"""Settings as a file: groups of fields, or the flat keys of SGLang's own files."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from tempfile import mkstemp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import yaml
 
+from antiphon.config.aliases import rows_by_key, translate
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import Field, fields, groups, value_at
-from antiphon.config.given import Given, Layer, nearest, refusal
+from antiphon.config.given import Given, Layer, nearest, parse, refusal
 
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
+    from antiphon.config.sglang import Row
 
 
 def read_yaml(path: Path) -> Layer:
@@ -31,14 +33,22 @@ def read_yaml(path: Path) -> Layer:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     known = {group.name for group in groups()}
+    flat = rows_by_key()
+    implied: Layer = {}
     layer: Layer = {}
-    for group, members in _mapping(tree, f"{path}").items():
-        if group not in known:
-            raise ConfigError(f"{path}: {group}: no such group{nearest(group, known)}")
-        for name, value in _mapping(members, f"{path}: {group}").items():
-            field = _field(f"{group}.{name}", path)
-            layer[field.path] = _given(value, field, path)
-    return layer
+    for key, value in _mapping(tree, f"{path}").items():
+        row = flat.get(key.replace("_", "-"))
+        if row is not None and not (key in known and _is_mapping(value)):
+            above, below = _flat(row, key, value, path)
+            layer |= above
+            implied |= below
+            continue
+        if key not in known:
+            raise ConfigError(f"{path}: {key}: no such group{nearest(key, known)}")
+        for name, member in _mapping(value, f"{path}: {key}").items():
+            field = _field(f"{key}.{name}", path)
+            layer[field.path] = _given(member, field, path)
+    return implied | layer
 
 
 def write_yaml(settings: Settings, path: Path) -> None:
@@ -66,6 +76,34 @@ def yaml_text(settings: Settings) -> str:
         for group in groups()
     }
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _flat(row: Row, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
+    """One of SGLang's keys: what it sets, and what that needs beside."""
+    if value is None or (value is False and row.takes == "switch"):
+        return {}, {}
+    source = f"{file}: {key}"
+    written = translate(row, source, _text(value, row))
+    layer: Layer = {}
+    if row.path is not None and written.text is not None:
+        layer[row.path] = parse(written.text, fields()[row.path], source)
+    implied = {path: parse(text, fields()[path], source) for path, text in written.implied.items()}
+    return layer, implied
+
+
+def _text(value: object, row: Row) -> str:
+    """A value of YAML as it is typed on the command line."""
+    if value is True and row.takes == "switch":
+        return ""
+    if isinstance(value, list) and row.takes[-1] in "+*":
+        return " ".join(_text(item, row) for item in cast("list[object]", value))
+    if isinstance(value, bool | list | dict):
+        return msgspec.json.encode(value).decode()
+    return str(value)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _mapping(tree: object, where: str) -> dict[str, object]:

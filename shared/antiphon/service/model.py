@@ -91,13 +91,18 @@ def cache_folder(settings: Settings) -> Path:
     return Path(named).expanduser() if named else Path.home() / ".cache" / "antiphon"
 
 
+def served_names(settings: Settings) -> tuple[ModelName, ...]:
+    """Return every name that clients may use; the first is the model's own."""
+    return (served_name(settings), *map(ModelName, settings.cluster.names[1:]))
+
+
 def served_name(settings: Settings) -> ModelName:
     """Return what clients call the model: as configured, else the hub's id or the folder's name.
 
     It depends on the text of the path alone, since not every process has the model beside it.
     """
-    if settings.cluster.model:
-        return ModelName(settings.cluster.model)
+    if settings.cluster.names:
+        return ModelName(settings.cluster.names[0])
     path = settings.model.path
     if path == EMBEDDED:
         return ModelName(embedded.SERVED_NAME)

@@ -11,10 +11,13 @@ from antiphon.service.sockets import bind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
+    from ssl import SSLContext
 
 
 @asynccontextmanager
-async def web_server(runner: web.AppRunner, host: str, port: int) -> AsyncGenerator[int]:
+async def web_server(
+    runner: web.AppRunner, host: str, port: int, tls: SSLContext | None = None
+) -> AsyncGenerator[int]:
     """Answer while inside; gives the port, for 0 the one that was free.
 
     Raises:
@@ -24,7 +27,7 @@ async def web_server(runner: web.AppRunner, host: str, port: int) -> AsyncGenera
     bound: int = listening.getsockname()[1]
     await runner.setup()
     try:
-        await web.SockSite(runner, listening).start()
+        await web.SockSite(runner, listening, ssl_context=tls).start()
         yield bound
     finally:
         await runner.cleanup()

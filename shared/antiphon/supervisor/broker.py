@@ -43,7 +43,7 @@ class Broker:
         self._program = find(program)
         self._settings = ServerSettings(
             name=f"antiphon-{os.getpid()}",
-            port=port if is_free("127.0.0.1", port) else ANY_PORT,
+            port=port if port > 0 and is_free("127.0.0.1", port) else ANY_PORT,
             payload_bytes_max=payload_bytes_max,
             users=users,
             store_path=str(folder / "jetstream"),

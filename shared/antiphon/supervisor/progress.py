@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Task
 
+BAR_COLUMNS = 12
+"""So narrow that the line ends within 80 columns whatever it waits for."""
 _LOADING = re.compile(r"(done_bytes|total_bytes|seconds_left)\W+([\d.]+)")
 
 
@@ -37,18 +39,17 @@ def loading(log: str) -> str:
     return f"weights {done:.2f} of {total:.2f} GB, {said['seconds_left']:.0f} s left"
 
 
-class _Loading(ProgressColumn):
-    """What `tell` says, asked for twice a second."""
+class _Waiting(ProgressColumn):
+    """How far the weights are, read twice a second; while none are loaded, what is awaited."""
 
     max_refresh = 0.5
 
-    def __init__(self, tell: Callable[[], str]) -> None:
+    def __init__(self, progress: Callable[[], str]) -> None:
         super().__init__()
-        self._tell = tell
+        self._progress = progress
 
     def render(self, task: Task) -> Text:
-        del task
-        return Text(self._tell())
+        return Text(self._progress() or task.description)
 
 
 class StartProgress:
@@ -67,11 +68,10 @@ class StartProgress:
         self._waiting = list(names)
         self._bar = Progress(
             TextColumn("starting"),
-            BarColumn(),
+            BarColumn(bar_width=BAR_COLUMNS),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            _Loading(lambda: loading(worker_log())),
+            _Waiting(lambda: loading(worker_log())),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -99,4 +99,7 @@ class StartProgress:
             self._console.print(f"{name} is ready", highlight=False)
 
     def _description(self) -> str:
-        return "waiting for " + ", ".join(self._waiting) if self._waiting else "all ready"
+        if not self._waiting:
+            return "all ready"
+        first, *others = self._waiting
+        return f"waiting for {first}" + (f" and {len(others)} more" if others else "")

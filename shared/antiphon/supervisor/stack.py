@@ -13,11 +13,14 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
+from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
+from antiphon.config.resolve import check_context
 from antiphon.config.tenants import read_tenants
 from antiphon.service.model import model_files, tokenizer_folder
-from antiphon.supervisor.broker import Broker
+from antiphon.service.tls import server_context
+from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.passwords import Passwords
@@ -60,7 +63,7 @@ LOOK_BEATS = 2
 """How long to look for others on a broker that is not ours: who lives says so each beat."""
 
 
-EXAMPLE = """try: curl -N http://{host}:{port}/v1/chat/completions \\
+EXAMPLE = """try: curl -N {scheme}://{host}:{port}/v1/chat/completions \\
   -H 'Content-Type: application/json' \\{key}
   -d '{{"stream": true, "messages": [{{"role": "user", "content": "What is 17 + 25?"}}]}}'"""
 
@@ -121,6 +124,9 @@ class Stack:
             raise CannotServe(
                 f"port {gateway.port} on {gateway.host} is taken; choose another with --port"
             )
+        nats_port = self._settings.supervisor.nats_port
+        if nats_port and not self._settings.bus.url and not is_free("127.0.0.1", nats_port):
+            raise CannotServe(f"port {nats_port} is taken; choose another with --nats-port")
         drain_s, stop_s = (
             self._settings.service.drain_timeout_s,
             self._settings.supervisor.stop_timeout_s,
@@ -131,7 +137,8 @@ class Stack:
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
         read_tenants(self._settings.access.keys_file)
-        model_files(self._settings)
+        server_context(gateway)
+        check_context(self._settings, read_card(model_files(self._settings)))
         tokenizer_folder(self._settings)
 
     async def _start_broker(self) -> str:
@@ -144,7 +151,15 @@ class Stack:
         if self._keys:  # or who reaches the broker could pass by the gateway, which asks for them
             self._passwords = Passwords(ClusterName(self._settings.cluster.name))
             users = self._passwords.server_text()
-        self._broker = Broker(self._folder, program, bus.payload_bytes_max, users=users)
+        port = self._settings.supervisor.nats_port
+        self._broker = Broker(
+            self._folder,
+            program,
+            bus.payload_bytes_max,
+            # 0 is NATS's own word for its default port.
+            port=PORT if port is None else port or ANY_PORT,
+            users=users,
+        )
         await self._broker.start()
         return self._broker.running.url
 
@@ -239,14 +254,15 @@ class Stack:
     def _announce(self, url: str, readiness: Readiness) -> None:
         gateway = readiness.heartbeats[_instance(Role.GATEWAY)]
         host, port = self._settings.gateway.host, self._settings.gateway.port
+        scheme = self._settings.gateway.scheme
         self._console.print(
-            f"[green]ready[/green] API http://{host}:{port}/v1 · model {gateway.model} · "
+            f"[green]ready[/green] API {scheme}://{host}:{port}/v1 · model {gateway.model} · "
             f"NATS {url} · logs {self._folder / 'logs'}",
             highlight=False,
             soft_wrap=True,
         )
         key = EXAMPLE_KEY if self._keys else ""
-        example = EXAMPLE.format(host=host, port=port, key=key)
+        example = EXAMPLE.format(scheme=scheme, host=host, port=port, key=key)
         self._console.print(example, highlight=False, soft_wrap=True)
 
     async def _keep(self, stop: asyncio.Event, readiness: Readiness) -> None:

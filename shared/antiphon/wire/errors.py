@@ -26,12 +26,15 @@ An operating condition is an `EngineError`; a bug is an assertion. `encode_error
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from antiphon.wire.base import Message
 from antiphon.wire.bounds import Seconds, ShortText
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ErrorReply(Message):
@@ -119,9 +122,10 @@ class UnknownModel(InvalidRequest):
     status = 404
 
     @classmethod
-    def of(cls, model: str) -> UnknownModel:
-        """Name the model that was asked for."""
-        return cls(f"The model '{model}' does not exist.", param="model")
+    def of(cls, model: str, served: Sequence[str]) -> UnknownModel:
+        """Name the model that was asked for, and those that are served."""
+        known = f"; this server serves {', '.join(served)}" if served else ""
+        return cls(f"The model '{model}' does not exist{known}.", param="model")
 
 
 class UnknownResponse(InvalidRequest):

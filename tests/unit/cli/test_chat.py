@@ -13,7 +13,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from antiphon.cli.chat import server_url
 from antiphon.cli.completion import Ask, ChatFailed, Turn, complete, first_model
+from antiphon.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -157,7 +159,7 @@ async def test_one_message_prints_the_answer_and_leaves(server: Server) -> None:
 
 async def test_a_conversation_remembers_until_it_is_reset(server: Server) -> None:
     async with chat("--url", server.url) as process:
-        out, _ = await process.communicate(b"one\n\ntwo\n/what\n/reset\nthree\n/exit\n")
+        out, _ = await process.communicate(b"one\n\ntwo\n/what\n/help\n/reset\nthree\n/exit\n")
     assert process.returncode == 0
     assert b"small at http://" in out
     assert b"no such command" in out
@@ -200,3 +202,22 @@ def unused_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "url"),
+    [
+        ("127.0.0.1:31200", "http://127.0.0.1:31200"),
+        ("http://127.0.0.1:31200/v1", "http://127.0.0.1:31200"),
+        ("http://127.0.0.1:31200/v1/", "http://127.0.0.1:31200"),
+        ("https://a.example/llm/v1", "https://a.example/llm"),
+    ],
+)
+def test_url_is_read_as_it_is_typed(typed: str, url: str) -> None:
+    assert server_url(typed) == url
+
+
+@pytest.mark.parametrize("typed", ["", "ftp://a", "http://", "http:// a"])
+def test_url_that_is_none_is_refused_with_an_example(typed: str) -> None:
+    with pytest.raises(ConfigError, match="must be like http://127"):
+        server_url(typed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from antiphon.cli.main import COMMANDS, main
 from antiphon.config.fields import fields, groups
 from antiphon.config.models import MODELS
+from antiphon.config.sglang import rows
 
 
 def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +90,19 @@ def test_config_prints_every_setting_with_its_source(
     assert lines["scheduler.queue_max"] == ["scheduler.queue_max", "1024", "default"]
     assert lines["bus.password"] == ["bus.password", "***", "ANTIPHON_BUS__PASSWORD"]
     assert "swordfish" not in shown
+
+
+@pytest.mark.parametrize("name", ["version", "--version", "-V"])
+def test_version_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 0
+    assert capsys.readouterr().out == f"{metadata.version('antiphon')}\n"
+
+
+def test_config_arguments_lists_every_argument_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "arguments", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert len(listed) == len(rows())
+    assert all(set(row) == {"name", "flags", "status", "reason", "test"} for row in listed)
+    by_name = {row["name"]: row for row in listed}
+    assert by_name["tp_size"]["flags"] == ["--tp-size", "--tensor-parallel-size"]
+    assert by_name["device"]["status"] == "partly"

@@ -232,7 +232,7 @@ def test_a_small_pool_shortens_the_context_and_the_batch() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"model__context_tokens": "513"}, "513: the model was made for 512"),
+        ({"model__context_tokens": "513"}, r"513 \(--context-length\): the model was made for 512"),
         ({"cache__tokens_max": "15"}, "cache.tokens_max = 15: one page has 16 tokens"),
         ({"cache__static_ratio": "0.2"}, "no memory for one page"),
         (

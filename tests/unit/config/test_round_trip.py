@@ -27,7 +27,13 @@ PARSER = Parser()
 add_settings(PARSER)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
-PORTS = ("gateway.port", "health.port", "encoder.port", "kv_storage.port")
+PORTS = (
+    "gateway.port",
+    "health.port",
+    "encoder.port",
+    "kv_storage.port",
+    "supervisor.nats_port",
+)
 NARROW: dict[str, SearchStrategy[Value]] = {
     "cluster.name": st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     "telemetry.otlp_endpoint": st.sampled_from(["[::1]:4317", "http://collector:4318"]),
@@ -38,6 +44,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "responses.replicas": st.integers(1, 5),
     "sessions.replicas": st.integers(1, 5),
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
+    "cluster.model": st.sampled_from(["", "small", "small,gpt-4o"]),
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},
 }

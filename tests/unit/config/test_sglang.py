@@ -256,7 +256,9 @@ def test_the_flag_that_was_typed_is_the_source_of_a_mistake() -> None:
         ("--prot 1", "--prot: no such argument; did you mean --port?"),
         ("--port", "expected one argument"),
         ("--pp 1", "ambiguous option: --pp could match"),
-        ("stray", "stray: no such argument"),
+        ("one two", "two: no such argument"),
+        ("one --model-path two", "one: the model is given by --model-path already"),
+        ("--max-model-len 8", "--max-model-len: no such argument; it is --context-length here"),
         ("--tp 2", "--tp-size 2: refused: It would split every layer over several devices. Tensor"),
         ("--api-key schlüssel", "--api-key: access.api_key = ***: must be text like"),
         (
@@ -270,3 +272,69 @@ def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> N
         serve(line)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "typed", ["--disable-priority-scheduling", "--enable-priority-preemption", "--no-radix-cache"]
+)
+def test_a_guess_never_turns_a_switch_around(typed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve(typed)
+    first = typed.split("-")[2]
+    guess = str(caught.value).partition("did you mean --")[2]
+    assert guess == "" or guess.startswith(first)
+
+
+def test_a_model_may_stand_before_the_flags_or_behind_them() -> None:
+    assert serve("/models/a --port 0").settings.model.path == "/models/a"
+    assert serve("--port 0 /models/a").settings.model.path == "/models/a"
+
+
+def test_a_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) -> None:
+    file = tmp_path / "sglang.yaml"
+    file.write_text(
+        """
+        model-path: /models/small
+        served_model_name: small
+        model: {dtype: float32}
+        tp-size: 1
+        chunked-prefill-size: 8192
+        trust-remote-code: true
+        disable_radix_cache: true
+        enable-cache-report: false
+        max_running_requests: 8
+        json-model-override-args: {"a": 1}
+        api-key: swordfish
+        lora-paths: null
+        batching: {fill_tokens: 100}
+        """
+    )
+    settings = serve(["--config", str(file), "--max-running-requests", "9"]).settings
+    assert (settings.model.path, settings.cluster.model) == ("/models/small", "small")
+    assert settings.model.dtype == "float32"
+    assert (settings.batching.chunk_tokens, settings.batching.tokens_max) == (8192, 8192)
+    assert (settings.cache.prefix, settings.gateway.cache_report) == (False, False)
+    assert (settings.batching.running_max, settings.batching.fill_tokens) == (9, 100)
+    assert settings.load.config_overrides == '{"a":1}'
+    assert settings.access.api_key == "swordfish"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp-size: 2", "tp-size 2: refused: It would split every layer"),
+        ("enable-lora: true", "enable-lora: refused: It would serve LoRA adapters"),
+        ("max-running-request: 2", "max-running-request: no such group"),
+        ("max-running-requests: x", "batching.running_max = 'x': must be an integer"),
+        ("load-format: npcache", "npcache: refused: It converts torch files"),
+    ],
+)
+def test_a_flat_yaml_file_is_refused_as_the_flags_are(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "sglang.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        serve(["--config", str(file)])
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(file))

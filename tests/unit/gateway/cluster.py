@@ -85,6 +85,7 @@ class Cluster:
 
     def __init__(self, bus: Bus, group: asyncio.TaskGroup) -> None:
         self.script: tuple[str, ...] = SCRIPT
+        self.names: str = MODEL
         self.hold_at: int | None = None
         self.go = asyncio.Event()
         self.submit_error: EngineError | None = None
@@ -327,7 +328,7 @@ class Cluster:
             process=process,
             state=State.DRAINING if role in self.draining else State.READY,
             model=MODEL,
-            config_digest=digest(ClusterConfig(name="test", model=MODEL)),
+            config_digest=digest(ClusterConfig(name="test", model=self.names)),
             health_port=0,
             load=0,
             worker=worker if role is Role.WORKER else None,
@@ -391,13 +392,14 @@ def settings(
     responses: ResponsesConfig | None = None,
     sessions: SessionsConfig | None = None,
     model: ModelConfig | None = None,
+    names: str = MODEL,
     **gateway: object,
 ) -> Settings:
     """`QUICK` for the toy model, on any port."""
     return msgspec.structs.replace(
         QUICK,
         service=msgspec.structs.replace(QUICK.service, drain_timeout_s=drain_timeout_s),
-        cluster=ClusterConfig(name="test", model=MODEL),
+        cluster=ClusterConfig(name="test", model=names),
         access=access or AccessConfig(),
         responses=responses or QUICK.responses,
         model=model or QUICK.model,
@@ -425,6 +427,7 @@ async def house(
     responses: ResponsesConfig | None = None,
     sessions: SessionsConfig | None = None,
     model: ModelConfig | None = None,
+    names: str = MODEL,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
@@ -436,6 +439,7 @@ async def house(
         responses=responses,
         sessions=sessions,
         model=model,
+        names=names,
         **gateway,
     )
     service = GatewayService(chosen)
@@ -443,6 +447,7 @@ async def house(
         bus = await stack.enter_async_context(client_bus(transport(), "rest", party=Role.SCHEDULER))
         group = await stack.enter_async_context(Tasks())
         cluster = Cluster(bus, group)
+        cluster.names = names
         await cluster.start()
         gate = await stack.enter_async_context(running(service, transport(), settings=chosen))
         world = House(gate, service, cluster, transport)

@@ -384,7 +384,7 @@ async def test_unknown_model_is_404(at: House) -> None:
         status, reply, _ = await post(at, CHAT, body)
         assert status == 404
         assert reply["error"] == {
-            "message": "The model 'other' does not exist.",
+            "message": "The model 'other' does not exist; this server serves toy.",
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",

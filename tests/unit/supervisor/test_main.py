@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from tests.arguments import settings_of
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
@@ -80,3 +82,38 @@ async def beat(settings: Settings) -> None:
             )
             bus.publish(HEARTBEAT, heartbeat, role=Role.WORKER, instance=me.instance)
             await asyncio.sleep(0.1)
+
+
+async def refused(tmp_path: Path, *arguments: str) -> str:
+    """Why a stack does not start with these arguments."""
+    settings = settings_of("--port", "0", *arguments)
+    with pytest.raises((CannotServe, ConfigError)) as caught:
+        await Stack(settings, tmp_path, Console()).run(asyncio.Event(), asyncio.Event())
+    return str(caught.value)
+
+
+async def test_nats_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        told = await refused(tmp_path, "--nats-port", str(port))
+    assert told == f"port {port} is taken; choose another with --nats-port"
+
+
+async def test_context_length_above_the_models_is_refused_with_the_way_out(tmp_path: Path):
+    told = await refused(tmp_path, "--context-length", "99999")
+    assert "made for 2048" in told
+    assert "--json-model-override-args '{\"max_position_embeddings\": 99999}'" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--ssl-certfile", "/none.pem"), "gateway.ssl_certfile: /none.pem: no such file"),
+        (("--ssl-certfile", __file__), "no certificate with its key"),
+    ],
+)
+async def test_files_of_tls_are_read_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], reason: str
+):
+    assert reason in await refused(tmp_path, *arguments)

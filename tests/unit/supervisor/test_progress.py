@@ -55,3 +55,14 @@ def test_elsewhere_there_is_a_line_a_service(lines: io.StringIO) -> None:
     with StartProgress(Console(file=screen), ["gateway-0"], lines.getvalue) as progress:
         progress.ready("gateway-0")
     assert screen.getvalue() == "gateway-0 is ready\n"
+
+
+@pytest.mark.parametrize("log", ["", "loading weights done_bytes=1 total_bytes=140e9"])
+def test_progress_fits_in_80_columns(log: str) -> None:
+    names = [f"{name}-0" for name in ("worker", "scheduler", "tokenizer", "detokenizer", "encoder")]
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+    with StartProgress(console, names, lambda: log):
+        pass
+    assert "waiting for worker-0 and 4 more" in screen.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in screen.getvalue()

@@ -32,6 +32,7 @@ from antiphon.gateway.owners import Owners
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.shelf import shelf
 from antiphon.gateway.workers import Workers
+from antiphon.service.model import served_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +102,7 @@ def operations(
         *Generation(
             answering, tokenizers, sessions, in_session, runtime, workers.rank
         ).operations(),
-        *OllamaEmbedding(answering, vectors, model).operations(),
+        *OllamaEmbedding(answering, vectors, served_names(runtime.settings)).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),
         *Info(runtime, model, tokenizers, workers).operations(),

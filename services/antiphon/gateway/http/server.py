@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineToo
 
 from antiphon.gateway.http.cors import allow_origins
 from antiphon.gateway.http.errors import retry_after, shape_of
+from antiphon.service.tls import server_context
 from antiphon.service.web import web_server
 from antiphon.wire.errors import (
     EngineError,
@@ -67,7 +68,9 @@ async def http_server(
 
     Raises:
         CannotStart: The port is taken, or the address is not ours.
+        ConfigError: The files of TLS cannot be used.
     """
+    tls = server_context(config)
     app = web.Application(middlewares=[_errors], client_max_size=0)  # we count for ourselves
     app.on_response_prepare.append(_name)
     if origins:
@@ -84,7 +87,7 @@ async def http_server(
         max_line_size=config.header_bytes_max,
         max_field_size=config.header_bytes_max,
     )
-    async with web_server(runner, config.host, config.port) as bound:
+    async with web_server(runner, config.host, config.port, tls) as bound:
         yield bound
 
 

@@ -47,14 +47,15 @@ class Embeds:
 
     def __init__(
         self,
-        model: ModelName,
+        served: Sequence[ModelName],
         entrance: Entrance,
         driver: Driver,
         tokenizers: TokenizerCalls,
         metrics: GatewayMetrics,
         access: Access,
     ) -> None:
-        self._model = model
+        self._model = served[0]
+        self._served = served
         self._entrance = entrance
         self._driver = driver
         self._tokenizers = tokenizers
@@ -63,15 +64,18 @@ class Embeds:
 
     def endpoints(self) -> Sequence[Endpoint]:
         """New requests."""
-        return (Answer(route=EMBED, handler=self._embed, address={"model": self._model}),)
+        return [
+            Answer(route=EMBED, handler=self._embed, address={"model": name})
+            for name in self._served
+        ]
 
     async def _embed(self, request: EmbedRequest, delivery: Delivery) -> EmbedReply:
         with self._metrics.refusals():
             tenant = self._access.member(request.api_key, tenant_of(delivery))
         with self._metrics.refusals(tenant):
             self._access.knock(tenant)
-            if request.model != self._model:
-                raise UnknownModel.of(request.model)
+            if request.model not in self._served:
+                raise UnknownModel.of(request.model, self._served)
             card = (await self._tokenizers.card(PATIENCE_S)).pooling
             asks = _asks(request, card, tenant)
         room = self._entrance.detail_room()

@@ -15,6 +15,7 @@ from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
 from antiphon.gateway.owner.actions import Ended, Said
 from antiphon.gateway.stream import check
 from antiphon.service.endpoint import Answer
+from antiphon.service.model import served_names
 from antiphon.service.tasks import isolated
 from antiphon.wire.digests import cache_salt
 from antiphon.wire.errors import (
@@ -89,7 +90,10 @@ class Generations:
     def endpoints(self) -> Sequence[Endpoint]:
         """New requests, and what concerns those that run: that goes on while draining."""
         return (
-            Answer(route=GENERATE, handler=self._generate, address={"model": self._model}),
+            *(
+                Answer(route=GENERATE, handler=self._generate, address={"model": name})
+                for name in served_names(self._runtime.settings)
+            ),
             Answer(
                 route=GATEWAY_CONTROL,
                 handler=self._control,

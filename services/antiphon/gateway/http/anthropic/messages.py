@@ -15,6 +15,7 @@ from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.server import REQUEST_ID, warn
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id
@@ -123,8 +124,9 @@ class Messages:
 
         ask, warnings = await self._answering.read(request, CountBody, make, refused.COUNT)
         warn(request, warnings)
-        if ask.model not in (None, self._model):
-            raise UnknownModel.of(str(ask.model))
+        served = served_names(self._runtime.settings)
+        if ask.model is not None and ask.model not in served:
+            raise UnknownModel.of(ask.model, served)
         request[REQUEST_ID] = request_id = new_request_id()
         deadline = deadline_in(_COUNT_S, self._runtime.clock)
         encoded = await self._tokenizers.encode(ask, request_id, deadline, None)

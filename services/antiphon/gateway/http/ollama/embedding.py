@@ -18,6 +18,8 @@ from antiphon.gateway.pooling import cut
 from antiphon.wire.sampling import Dimensions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp import web
 
     from antiphon.gateway.ask import Ask
@@ -74,10 +76,10 @@ class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
 class OllamaEmbedding:
     """Has vectors made as every other door does."""
 
-    def __init__(self, answering: Answering, vectors: Vectors, model: ModelName) -> None:
+    def __init__(self, answering: Answering, vectors: Vectors, served: Sequence[ModelName]) -> None:
         self._answering = answering
         self._vectors = vectors
-        self._model = model
+        self._served = served
 
     def operations(self) -> list[Operation]:
         """Both forms."""
@@ -113,7 +115,7 @@ class OllamaEmbedding:
         pooled = await self._vectors.of(request, asks)
         return json_reply(
             OllamaEmbedReply(
-                model=tagged(self._model),
+                model=tagged(self._served[0]),
                 embeddings=[one.numbers for one in pooled],
                 total_duration=int((time.monotonic() - began) * 1e9),
                 prompt_eval_count=sum(one.usage.prompt_tokens for one in pooled),
@@ -139,6 +141,6 @@ class OllamaEmbedding:
             prompts,
             door="ollama",
             field=field,
-            model=model_of(body.model, self._model),
+            model=model_of(body.model, self._served),
             pool=cut(card, dimensions),
         )

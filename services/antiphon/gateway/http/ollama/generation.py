@@ -19,6 +19,7 @@ from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.parsing.formats import formats_of
+from antiphon.service.model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class OllamaGeneration:
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
+        self._served = served_names(runtime.settings)
 
     def operations(self) -> list[Operation]:
         """Both."""
@@ -97,7 +99,7 @@ class OllamaGeneration:
         body, posted = await self._answering.read(
             request,
             OllamaChatBody,
-            lambda body: (body, reading.chat(body, formats, self._model)),
+            lambda body: (body, reading.chat(body, formats, self._served)),
             refused.CHAT,
         )
         if posted is None:
@@ -118,7 +120,7 @@ class OllamaGeneration:
         body, posted = await self._answering.read(
             request,
             OllamaGenerateBody,
-            lambda body: (body, reading.generate(body, formats, self._model)),
+            lambda body: (body, reading.generate(body, formats, self._served)),
             refused.GENERATE,
         )
         if posted is None:
@@ -153,9 +155,9 @@ class OllamaGeneration:
         Raises:
             UnknownModel: It is not served here.
         """
-        other = reading.model_of(body.model, self._model)
+        other = reading.model_of(body.model, self._served)
         if other is not None:
-            raise UnknownModel.of(other)
+            raise UnknownModel.of(other, self._served)
         return body.model or self._model
 
 

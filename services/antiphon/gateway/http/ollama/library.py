@@ -17,6 +17,7 @@ from antiphon.gateway.http.ollama.replies import written
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.parsing.formats import parsers_of
+from antiphon.service.model import served_names
 from antiphon.wire.base import Role
 from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported
 
@@ -149,6 +150,7 @@ class Library:
         self._tokenizers = tokenizers
         self._runtime = runtime
         self._model = model
+        self._served = served_names(runtime.settings)
         self._access = access
         self._name = tagged(model)
         self._digest = _digest(runtime.settings.cluster.model_digest, model)
@@ -239,9 +241,11 @@ class Library:
 
     async def _show(self, request: web.Request) -> web.Response:
         name = await self._answering.read(request, ShowBody, _asked, bytes_max=SMALL_BODY_BYTES_MAX)
-        other = model_of(name, self._model)
-        if other is not None or not self._shown(request):
-            raise UnknownModel.of(other or self._model)
+        other = model_of(name, self._served)
+        if not self._shown(request):
+            raise UnknownModel.of(other or self._model, ())
+        if other is not None:
+            raise UnknownModel.of(other, self._served)
         card = await self._tokenizers.card()
         tools, reasoning = parsers_of(self._runtime.settings.gateway, card)
         capabilities = {"completion": True, "tools": tools, "thinking": reasoning}
@@ -268,10 +272,11 @@ class Library:
             request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
         name = _asked(ShowBody(model=body.model, name=body.name))
-        other = model_of(name, self._model)
+        other = model_of(name, self._served)
         if other is not None or not self._shown(request):
             raise UnknownModel(
-                f"model '{other or self._model}' is not served and not fetched: {_CHOSEN}",
+                f"model '{other or self._model}' is not served and not fetched: {_CHOSEN}; this "
+                f"server serves {', '.join(self._served)}",
                 param="model",
             )
         if body.stream is False:

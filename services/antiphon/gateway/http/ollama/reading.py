@@ -22,6 +22,8 @@ from antiphon.gateway.http.openai.bodies import (
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.gateway.http.ollama.bodies import (
         OllamaBody,
         OllamaCall,
@@ -38,7 +40,7 @@ B = TypeVar("B", ChatBody, CompletionBody)
 _LATEST = "latest"
 
 
-def chat(body: OllamaChatBody, formats: Formats, served: ModelName) -> Posted | None:
+def chat(body: OllamaChatBody, formats: Formats, served: Sequence[ModelName]) -> Posted | None:
     """Read a conversation; None: it has no messages, and asks only whether the model is there.
 
     Raises:
@@ -57,7 +59,9 @@ def chat(body: OllamaChatBody, formats: Formats, served: ModelName) -> Posted | 
     return _chat("ollama_chat", body, asked, formats, served)
 
 
-def generate(body: OllamaGenerateBody, formats: Formats, served: ModelName) -> Posted | None:
+def generate(
+    body: OllamaGenerateBody, formats: Formats, served: Sequence[ModelName]
+) -> Posted | None:
     """Read a prompt; None: it is empty, and asks only whether the model is there.
 
     Raises:
@@ -78,12 +82,14 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else f"{name}:{_LATEST}"
 
 
-def model_of(name: str | None, served: ModelName) -> str | None:
+def model_of(name: str | None, served: Sequence[ModelName]) -> str | None:
     """The model that is meant; None: the one that is served."""
-    return None if name and tagged(name) == tagged(served) else openai.model_of(name)
+    if name and tagged(name) in map(tagged, served):
+        return None
+    return openai.model_of(name)
 
 
-def _nothing(body: OllamaBody, served: ModelName) -> None:
+def _nothing(body: OllamaBody, served: Sequence[ModelName]) -> None:
     if model_of(body.model, served) is None and _ends(body.keep_alive):
         text = "keep_alive: the model stays loaded as long as it is served"
         raise Unsupported(text, param="keep_alive")
@@ -97,7 +103,7 @@ def _ends(keep_alive: str | float | None) -> bool:
 
 
 def _chat(
-    door: str, body: OllamaBody, asked: ChatBody, formats: Formats, served: ModelName
+    door: str, body: OllamaBody, asked: ChatBody, formats: Formats, served: Sequence[ModelName]
 ) -> Posted:
     if body.think and formats.reasoning is None:
         text = (
@@ -114,7 +120,7 @@ def _chat(
     return _posted(door, body, openai.chat(_filled(asked, body), formats), served)
 
 
-def _raw(body: OllamaGenerateBody, prompt: str, served: ModelName) -> Posted:
+def _raw(body: OllamaGenerateBody, prompt: str, served: Sequence[ModelName]) -> Posted:
     if body.system:
         raise InvalidRequest(
             "system: a prompt without a template has a place for it, if any", param="system"
@@ -175,7 +181,7 @@ def _switches(think: bool | str | None) -> Json | None:
     return {"enable_thinking": on, "thinking": on}
 
 
-def _posted(door: str, body: OllamaBody, posted: Posted, served: ModelName) -> Posted:
+def _posted(door: str, body: OllamaBody, posted: Posted, served: Sequence[ModelName]) -> Posted:
     """Name things as Ollama does; a limit over what the context leaves is none."""
     (ask,) = posted.asks
     limit = None if body.options is None else body.options.num_predict

@@ -10,6 +10,7 @@ import msgspec
 from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
+from antiphon.service.model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Models:
                 method="GET",
                 path="/v1/models",
                 answer=self._list,
-                summary="The model that is served, if the key may use it.",
+                summary="The names of the served model, if the key may use it.",
                 reply=ModelList,
             ),
             Operation(
@@ -85,29 +86,32 @@ class Models:
     async def _list(self, request: web.Request) -> web.Response:
         if not self._shown(request):
             return json_reply(ModelList(data=(), first_id=None, last_id=None))
-        entry = await self._entry()
-        return json_reply(ModelList(data=(entry,), first_id=entry.id, last_id=entry.id))
+        names = served_names(self._runtime.settings)
+        entries = tuple([await self._entry(name) for name in names])
+        return json_reply(ModelList(data=entries, first_id=names[0], last_id=names[-1]))
 
     async def _one(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name != self._model or not self._shown(request):
-            raise UnknownModel.of(name)
-        return json_reply(await self._entry())
+        name, names = request.match_info["name"], served_names(self._runtime.settings)
+        if not self._shown(request):
+            raise UnknownModel.of(name, ())
+        if name not in names:
+            raise UnknownModel.of(name, names)
+        return json_reply(await self._entry(name))
 
     def _shown(self, request: web.Request) -> bool:
         return self._access.serves(tenant_of(request), self._model)
 
-    async def _entry(self) -> ModelEntry:
+    async def _entry(self, name: str) -> ModelEntry:
         try:
             context_tokens = (await self._tokenizers.card()).context_tokens
         except EngineError:
             context_tokens = None
         return ModelEntry(
-            id=self._model,
+            id=name,
             created=self._created,
             root=self._model,
             max_model_len=context_tokens,
-            display_name=self._model,
+            display_name=name,
             created_at=datetime.fromtimestamp(self._created, UTC).isoformat(),
             max_input_tokens=context_tokens,
         )

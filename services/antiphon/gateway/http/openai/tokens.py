@@ -16,6 +16,7 @@ from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.together import together
 from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.errors import InvalidRequest, UnknownModel
 from antiphon.wire.ids import new_request_id
@@ -197,8 +198,9 @@ class Tokens:
         return lists, True, skips
 
     def _check(self, model: str | None) -> None:
-        if model_of(model) not in (None, self._model):
-            raise UnknownModel.of(str(model))
+        asked, served = model_of(model), served_names(self._runtime.settings)
+        if asked is not None and asked not in served:
+            raise UnknownModel.of(asked, served)
 
 
 def _text(value: list[Json] | Json | None) -> str | None:

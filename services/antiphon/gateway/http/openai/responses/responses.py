@@ -29,6 +29,7 @@ from antiphon.gateway.http.reply import json_reply
 from antiphon.gateway.http.server import REQUEST_ID, warn
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import (
     InvalidRequest,
@@ -149,8 +150,9 @@ class Responses:
         heard = await self._read(request)
         items = [*await self._before(tenant_of(request), heard), *heard.items]
         ask = asked(heard, items, formats).ask
-        if ask.model not in (None, self._model):
-            raise UnknownModel.of(str(ask.model))
+        served = served_names(self._runtime.settings)
+        if ask.model is not None and ask.model not in served:
+            raise UnknownModel.of(ask.model, served)
         request[REQUEST_ID] = request_id = new_request_id()
         deadline = deadline_in(_COUNT_S, self._runtime.clock)
         encoded = await self._tokenizers.encode(ask, request_id, deadline, None)

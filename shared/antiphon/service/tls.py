@@ -1,0 +1,54 @@
+"""TLS of the HTTP server, from the files that the operator names."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from antiphon.config.gateway import GatewayConfig
+
+
+def server_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    """Return what the gateway's connections are secured by; None for plain HTTP.
+
+    Raises:
+        ConfigError: A file is missing or is not what it should be, or the password is wrong.
+    """
+    if not config.ssl_certfile:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_client_required"):
+            if getattr(config, name):
+                raise ConfigError(f"gateway.{name} needs gateway.ssl_certfile, the certificate")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate = _file("ssl_certfile", config.ssl_certfile)
+    key = _file("ssl_keyfile", config.ssl_keyfile) if config.ssl_keyfile else None
+    try:
+        # A text that is empty fails at an encrypted key; without one, OpenSSL asks the terminal.
+        context.load_cert_chain(certificate, key, lambda: config.ssl_keyfile_password)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"gateway.ssl_certfile, ssl_keyfile: {certificate}, {key or certificate}: no "
+            f"certificate with its key, or another password: {error}"
+        ) from error
+    if config.ssl_ca_certs:
+        authorities = _file("ssl_ca_certs", config.ssl_ca_certs)
+        try:
+            context.load_verify_locations(authorities)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"gateway.ssl_ca_certs: {authorities}: {error}") from error
+        required = config.ssl_client_required
+        context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
+    elif config.ssl_client_required:
+        raise ConfigError("gateway.ssl_client_required needs gateway.ssl_ca_certs")
+    return context
+
+
+def _file(name: str, path: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"gateway.{name}: {file}: no such file")
+    return file
