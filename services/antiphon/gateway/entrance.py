@@ -11,7 +11,7 @@ import msgspec
 from antiphon.gateway.ask import PROBE_DOOR, check
 from antiphon.gateway.details import DetailRoom, check_start
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
-from antiphon.gateway.sampling import Seeds, answer_tokens, sampling_params
+from antiphon.gateway.sampling import NOTHING, Seeds, answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
 from antiphon.service.model import served_names
@@ -29,6 +29,7 @@ from antiphon.wire.errors import (
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.sampling import SamplingParams
 from antiphon.wire.submit import SubmitRequest
+from antiphon.wire.tokenize import SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -62,6 +63,9 @@ class Entrance:
         self._tokenizers = tokenizers
         self._metrics = metrics
         self._access = access
+        gateway = runtime.settings.gateway
+        self._model_defaults = gateway.sampling_defaults == "model"
+        self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=SamplingDefaults)
         self._served = served_names(runtime.settings)
         self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._entering = 0
@@ -255,9 +259,10 @@ class Entrance:
             return SamplingParams(max_new_tokens=0, pool=pool)
         return sampling_params(
             ask,
-            encoded.defaults,
+            encoded.defaults if self._model_defaults else NOTHING,
             tokens_max=tokens_max,
             vocabulary_size=encoded.vocabulary_size,
+            preferred=self._preferred,
         )
 
     def _contexts(self, encoded: EncodeReply) -> set[int]:

@@ -30,6 +30,9 @@ _TOP_K_ALL = 2**30
 """SGLang's way to say: the whole vocabulary."""
 
 
+NOTHING = SamplingDefaults()
+
+
 class Seeds:
     """Seeds of the requests that name none.
 
@@ -105,14 +108,17 @@ def sampling_params(
     *,
     tokens_max: int,
     vocabulary_size: int,
+    preferred: SamplingDefaults = NOTHING,
 ) -> SamplingParams:
     """Fill in what the client left open, but for the seed: see `Seeds`.
+
+    What the operator prefers goes before what the model recommends.
 
     Raises:
         InvalidRequest: A token is not in the vocabulary, or a number is out of its range.
     """
     said = ask.sampling
-    model = recommended if ask.model_defaults else SamplingDefaults()
+    model = _over(preferred, recommended if ask.model_defaults else NOTHING)
     for name, ids in _named_ids(said):
         if max(ids, default=0) >= vocabulary_size:
             text = f"{name} holds {max(ids)}; the vocabulary ends at {vocabulary_size - 1}"
@@ -182,3 +188,13 @@ def _first(said: T | None, recommended: T | None, default: T) -> T:
 def _top_k(top_k: int) -> int:
     """0, which keeps every token, for all the ways to say so."""
     return 0 if top_k < 0 or top_k >= _TOP_K_ALL else top_k
+
+
+def _over(above: SamplingDefaults, below: SamplingDefaults) -> SamplingDefaults:
+    """The fields of `above`, and of `below` those that it leaves open."""
+    said = {
+        name: value
+        for name in above.__struct_fields__
+        if (value := getattr(above, name)) is not None
+    }
+    return msgspec.structs.replace(below, **said)

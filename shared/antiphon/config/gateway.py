@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds, Secret
+
+
+class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
+    """What `preferred_sampling` may hold, with the bounds of a request."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
 
 
 class GatewayConfig(Config):
@@ -59,6 +72,20 @@ class GatewayConfig(Config):
     stream_output: Annotated[
         bool, Help("Whether a stream of /generate tells what is new, not all so far.")
     ] = False
+    stream_usage: Annotated[
+        bool, Help("Whether OpenAI streams end with a usage chunk unless the request says no.")
+    ] = False
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        Help("Sampling parameters of requests that name none: the model's, or OpenAI's."),
+    ] = "model"
+    preferred_sampling: Annotated[
+        str,
+        Help(
+            "JSON object with temperature, top_p, top_k, min_p and repetition_penalty of requests "
+            "that name none; it goes before the model's own."
+        ),
+    ] = "{}"
     tool_call_parser: Annotated[
         ToolParser,
         Help("How the model writes calls; auto sees it in the chat template where it is certain."),
@@ -74,6 +101,12 @@ class GatewayConfig(Config):
         Seconds, Help("Pause before a second tokenizer is asked the same.")
     ] = 0.1
     open_list_s: Annotated[Seconds, Help("Pause between whole open lists.")] = 0.5
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.json.decode(self.preferred_sampling, type=PreferredSampling)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"preferred_sampling: {error}") from error
 
     @property
     def scheme(self) -> str:

@@ -56,7 +56,8 @@ REFUSED: Mapping[str, str] = {
     "opened for ranks.",
     "diffusion": "Diffusion language models are not built; serve an autoregressive model.",
     "disaggregation": "Prefill and decode run in one worker; start more workers to scale both.",
-    "dp_attention": "A replica is a whole worker, attention included; start several by --dp-size.",
+    "dp_attention": "A replica is a whole worker, attention included; start several by "
+    "python -m antiphon.model_worker.",
     "dumps": "Dumps of tensors are not built; `antiphon replay` runs the recorded steps of a "
     "worker again, see --batching-dump-folder.",
     "dynamic_chunks": "Chunks have one length, set by --chunked-prefill-size.",
@@ -91,8 +92,8 @@ REFUSED: Mapping[str, str] = {
     "metric_labels": "Metric labels are fixed; add labels where the page is scraped.",
     "metrics_file": "Metrics are served at /metrics, not written to files; scrape the page.",
     "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
-    "moe": "One worker computes all experts of a model with the CPU's kernels; --dp-size starts "
-    "more workers.",
+    "moe": "One worker computes all experts of a model with the CPU's kernels; more workers share "
+    "the requests, see python -m antiphon.model_worker.",
     "multimodal": "Requests with images, audio or video are not built; the text part of such a "
     "model is served.",
     "nodes": "A worker runs on one machine; start workers on other machines by python -m "
@@ -118,8 +119,6 @@ REFUSED: Mapping[str, str] = {
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
     "root_path": "The API is served at /; let the proxy strip the prefix.",
-    "sampling_defaults": "Defaults come from the model's generation_config.json; send parameters "
-    "with each request.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",
     "slow_tokenizer": "Tokenizers are read from tokenizer.json by the tokenizers library; convert "
     "others to that file.",
@@ -135,8 +134,8 @@ REFUSED: Mapping[str, str] = {
     "where it began.",
     "template_name": "The default template of a tokenizer is used; give another by "
     "--chat-template.",
-    "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
-    "starts replicas.",
+    "tensor": "Tensor parallelism is not built; a model must fit on one machine, and more workers "
+    "share its requests, see python -m antiphon.model_worker.",
     "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "
     "--enable-trace.",
     "token_ids": "Serving without a tokenizer is not built; /generate takes input_ids and returns "
@@ -146,7 +145,6 @@ REFUSED: Mapping[str, str] = {
     "trace_modules": "Requests are traced through all services; --telemetry-trace-ratio sets how "
     "many.",
     "truncate": "A prompt that is too long is refused with both numbers; cut it in the client.",
-    "usage": "Send stream_options with include_usage in the request.",
     "warmup": "No request is sent for warming up; send one after the ready line.",
     "watermark": "Watermarks are not built; remove the flag.",
     "weight_updates": "Weights cannot be changed while serving; restart the worker with the new "

@@ -112,6 +112,17 @@ def served_name(settings: Settings) -> ModelName:
     return ModelName(folder.stem if is_gguf(folder) else folder.name)
 
 
+def check_template(settings: Settings) -> None:
+    """Look for the file of the chat template.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    named = settings.model.chat_template
+    if named and not Path(named).expanduser().is_file():
+        raise ConfigError(f"model.chat_template (--chat-template): {named}: no such file")
+
+
 def hub_models(settings: Settings) -> tuple[str, ...]:
     """Return the models of the hub that the settings name."""
     model = settings.model

@@ -18,7 +18,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
 from antiphon.config.resolve import check_context
 from antiphon.config.tenants import read_tenants
-from antiphon.service.model import model_files, tokenizer_folder
+from antiphon.service.model import check_template, model_files, tokenizer_folder
 from antiphon.service.tls import server_context
 from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
 from antiphon.supervisor.child import Child
@@ -138,6 +138,7 @@ class Stack:
             )
         read_tenants(self._settings.access.keys_file)
         server_context(gateway)
+        check_template(self._settings)
         check_context(self._settings, read_card(model_files(self._settings)))
         tokenizer_folder(self._settings)
 

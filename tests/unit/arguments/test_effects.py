@@ -12,7 +12,7 @@ import pytest
 from tests.arguments import compare, compare_async, compare_equal, settings_of, shows
 from tests.unit.config.test_resolve import CARD, DEVICE, GIB
 from tests.unit.gateway.cluster import house
-from tests.unit.gateway.test_openai import CHAT, post
+from tests.unit.gateway.test_openai import CHAT, post, stream
 from tests.unit.model_worker.steps import pools
 
 from antiphon import embedded
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.batching import Batching
 
+HI = [{"role": "user", "content": "hi"}]
 STATES = States(layers=2, attending=2, convolved=10, matrices=1000, channels=10, parameters=10)
 RECURRENT = msgspec.structs.replace(CARD, states=STATES)
 
@@ -431,6 +432,56 @@ async def test_enable_cache_report_counts_cached_tokens() -> None:
 
     given, without = await compare_async("--enable-cache-report", observe=details)
     assert (given, without) == ({"cached_tokens": 1}, None)
+
+
+@pytest.mark.argument("--sampling-defaults")
+@pytest.mark.argument("--preferred-sampling-params")
+async def test_defaults_of_sampling_are_those_of_the_operator() -> None:
+    async def temperatures(settings: Settings) -> tuple[float, float]:
+        """Of a request that names none, and of one that does."""
+        gateway = settings.gateway
+        async with house(
+            sampling_defaults=gateway.sampling_defaults,
+            preferred_sampling=gateway.preferred_sampling,
+        ) as at:
+            for said in ({}, {"temperature": 0.75}):
+                await post(at, CHAT, {"messages": HI, **said})
+            first, second = (submit.sampling.temperature for submit in at.cluster.submits)
+        return first, second
+
+    given, without = await compare_async("--sampling-defaults", "openai", observe=temperatures)
+    assert (given, without) == ((1.0, 0.75), (0.25, 0.75))
+    given, without = await compare_async(
+        "--preferred-sampling-params", '{"temperature": 0.5}', observe=temperatures
+    )
+    assert (given, without) == ((0.5, 0.75), (0.25, 0.75))
+
+
+@pytest.mark.parametrize("value", ["[]", '{"max_new_tokens": 3}', '{"temperature": -1}', "x"])
+def test_preferred_sampling_params_that_cannot_hold_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="preferred_sampling"):
+        settings_of("--preferred-sampling-params", value)
+
+
+@pytest.mark.argument("--stream-response-default-include-usage")
+async def test_stream_response_default_include_usage_ends_streams_with_usage() -> None:
+    async def has_usage(settings: Settings) -> list[bool]:
+        """Of streams whose request is silent, says no, and says yes."""
+        found: list[bool] = []
+        async with house(stream_usage=settings.gateway.stream_usage) as at:
+            for options in (
+                {},
+                {"stream_options": {"include_usage": False}},
+                {"stream_options": {"include_usage": True}},
+            ):
+                events = await stream(at, CHAT, {"messages": HI, **options})
+                found.append(json.loads(events[-2]).get("usage") is not None)
+        return found
+
+    given, without = await compare_async(
+        "--stream-response-default-include-usage", observe=has_usage
+    )
+    assert (given, without) == ([True, False, True], [False, False, True])
 
 
 @pytest.mark.argument("--incremental-streaming-output")

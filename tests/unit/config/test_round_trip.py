@@ -45,6 +45,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "sessions.replicas": st.integers(1, 5),
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
     "cluster.model": st.sampled_from(["", "small", "small,gpt-4o"]),
+    "gateway.preferred_sampling": st.sampled_from(["{}", '{"top_p": 0.5}']),
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},
 }

@@ -26,6 +26,8 @@ PARSER = serve_parser("antiphon serve", "")
 SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": "true"}
 SETTABLE = {
     "grammar.backend": "none",
+    "gateway.sampling_defaults": "openai",
+    "gateway.preferred_sampling": '{"top_p": 0.5}',
     "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
     "load.config_overrides": '{"a": 1}',
     "load.format": "dummy",

@@ -117,3 +117,10 @@ async def test_files_of_tls_are_read_before_anything_starts(
     tmp_path: Path, arguments: tuple[str, ...], reason: str
 ):
     assert reason in await refused(tmp_path, *arguments)
+
+
+async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(tmp_path: Path):
+    told = await refused(tmp_path, "--chat-template", "/none.jinja")
+    assert told == "model.chat_template (--chat-template): /none.jinja: no such file"
+    with pytest.raises(ConfigError, match="chatml: refused: Named conversation formats"):
+        settings_of("--chat-template", "chatml")

@@ -110,7 +110,7 @@ class Completions:
         posted = await self._answering.read(
             request, ChatBody, lambda body: reading.chat(body, formats), refused.CHAT
         )
-        posted = await self._with_mark(posted, formats)
+        posted = self._with_usage(await self._with_mark(posted, formats))
 
         async def voice(streams: Sequence[Stream]) -> Voice:
             header = self._header(posted, streams)
@@ -131,6 +131,7 @@ class Completions:
             lambda body: (reading.completion(body), body.session_params),
             refused.COMPLETION,
         )
+        posted = self._with_usage(posted)
         if params is not None:
             (ask,) = posted.asks
 
@@ -146,6 +147,14 @@ class Completions:
             return await self._text_voice(posted, streams)
 
         return await self._answering.answer(request, posted.asks, voice, streamed=posted.stream)
+
+    def _with_usage(self, posted: Posted) -> Posted:
+        """End the stream with usage if the server does so and the request does not say."""
+        if posted.telling.usage_last is not None:
+            return posted
+        usage_last = self._runtime.settings.gateway.stream_usage
+        telling = msgspec.structs.replace(posted.telling, usage_last=usage_last)
+        return msgspec.structs.replace(posted, telling=telling)
 
     async def _text_voice(
         self, posted: Posted, streams: Sequence[Stream], keep: Keep | None = None

@@ -32,7 +32,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
         choices: Answers to each prompt that it wants.
         name: Its own for the answer.
         logprobs: Whether log-probabilities are told.
-        usage_last: Whether a stream ends with a chunk of the tokens.
+        usage_last: Whether a stream ends with a chunk of the tokens; None: as the server does.
         usage_always: Whether each chunk of it has them.
         hidden: Whether hidden states are told.
         ids: Whether ids of the answer are told.
@@ -49,7 +49,7 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     name: str | None = None
     logprobs: bool = False
-    usage_last: bool = False
+    usage_last: bool | None = None
     usage_always: bool = False
     hidden: bool = False
     ids: bool = False
@@ -85,7 +85,7 @@ def telling_of(
         choices=body.n or 1,
         name=body.rid,
         logprobs=logprobs,
-        usage_last=bool(options.include_usage),
+        usage_last=options.include_usage,
         usage_always=bool(options.continuous_usage_stats),
         hidden=bool(body.return_hidden_states),
         ids=bool(body.return_token_ids),
