@@ -20,7 +20,7 @@ from antiphon.config.yaml_file import write_yaml
 from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ECHO_WORKER = "antiphon.testing.echo_worker"
 GATEWAY = "antiphon.gateway"
@@ -43,7 +43,10 @@ class EchoStack:
 
 @contextmanager
 def echo_stack(
-    nats_url: str, worker: str = ECHO_WORKER, gateway: str = GATEWAY
+    nats_url: str,
+    worker: str = ECHO_WORKER,
+    gateway: str = GATEWAY,
+    settings: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Iterator[EchoStack]:
     """Run five services on a broker until left; logs are JSON, for the breakdown.
 
@@ -51,10 +54,12 @@ def echo_stack(
         nats_url: The broker.
         worker: The module that is run in the worker's place.
         gateway: The module that is run as the gateway.
+        settings: More of them, by section.
     """
     port = free_port("127.0.0.1")
-    settings = msgspec.convert(
+    merged = msgspec.convert(
         {
+            **(settings or {}),
             "bus": {"url": nats_url},
             "gateway": {"port": port},
             "telemetry": {"log_format": "json"},
@@ -64,8 +69,8 @@ def echo_stack(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         logs = Path(folder)
         config = logs / "settings.yaml"
-        write_yaml(settings, config)
-        environment = child_environment(settings)
+        write_yaml(merged, config)
+        environment = child_environment(merged)
         pids = {
             instance: stack.enter_context(_process(module, instance, config, logs, environment))
             for instance, module in {"worker-0": worker, **MODULES, "gateway-0": gateway}.items()

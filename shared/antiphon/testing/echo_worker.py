@@ -37,12 +37,20 @@ CONTEXT_TOKENS = 2048
 RUNNING_MAX = 1024
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The tokens that a request gets, and how it finishes."""
+
+    ids: Sequence[int]
+    finish_reason: FinishReason
+
+
 @dataclass
 class _Echo:
     """One request under way: what is still to be said of it."""
 
     admit: Admit
-    ids: Sequence[int]
+    answer: Answer
     stream: TokenStream | None = field(init=False)
     offset: int = 0
 
@@ -60,7 +68,7 @@ class _Echo:
     @property
     def ended(self) -> bool:
         """Whether all is said."""
-        return self.offset == len(self.ids)
+        return self.offset == len(self.answer.ids)
 
     def row(self) -> TokenRow:
         """The next token; the first row introduces the stream, the last one ends it."""
@@ -71,10 +79,10 @@ class _Echo:
             choice=0,
             attempt=self.admit.attempt,
             offset=offset,
-            token_ids=pack_ids([self.ids[offset]]),
-            details=self._details(self.ids[offset]),
+            token_ids=pack_ids([self.answer.ids[offset]]),
+            details=self._details(self.answer.ids[offset]),
             stream=stream,
-            finish_reason=FinishReason.LENGTH if self.ended else None,
+            finish_reason=self.answer.finish_reason if self.ended else None,
         )
 
     def _details(self, token: int) -> TokenDetails | None:
@@ -98,13 +106,17 @@ class EchoWorker:
     Args:
         settings: For the name of the model.
         step_s: How long a step takes; 0 says everything at once.
+        context_tokens: Maximum tokens of prompt and answer, as its heartbeats report it.
     """
 
     role = Role.WORKER
 
-    def __init__(self, settings: Settings, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self, settings: Settings, *, step_s: float = 0.0, context_tokens: int = CONTEXT_TOKENS
+    ) -> None:
         self._model = served_name(settings)
         self._step_s = step_s
+        self._context_tokens = context_tokens
         self._live: list[_Echo] = []
         self._seqs: dict[InstanceId, int] = {}
         self._steps = 0
@@ -137,7 +149,7 @@ class EchoWorker:
             running_max=RUNNING_MAX,
             step=self._steps,
             step_age_s=0.0,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self._context_tokens,
             term=self._leader,
             commands_seq=self._commands_seq,
         )
@@ -147,14 +159,18 @@ class EchoWorker:
     async def drain(self) -> None:
         """Nothing runs."""
 
+    def answer(self, admit: Admit) -> Answer:
+        """Choose the tokens of an answer: here the prompt's own, up to the limit."""
+        ids = unpack_ids(admit.prompt_ids)[: max(1, admit.sampling.max_new_tokens)]
+        return Answer(ids, FinishReason.LENGTH)
+
     def _on_commands(self, batch: CommandBatch) -> None:
         if batch.worker != self._runtime.process:
             return
         self._leader, self._commands_seq = batch.leader, batch.seq
         for command in batch.commands:
             if isinstance(command, Admit):
-                ids = unpack_ids(command.prompt_ids)[: max(1, command.sampling.max_new_tokens)]
-                self._live.append(_Echo(command, ids))
+                self._live.append(_Echo(command, self.answer(command)))
         while self._live and not self._step_s:
             self._step()
 

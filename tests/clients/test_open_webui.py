@@ -1,0 +1,113 @@
+"""Open WebUI before the gateway: it lists the model and chats, over OpenAI's API and Ollama's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from tests.clients.conftest import MODEL
+from tests.clients.programs import python_of, serving_on_loopback
+from tests.clients.scripts import call
+
+from antiphon.supervisor.ports import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.clients.conftest import ScriptedStack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+ANSWER = "Oslo is cold, and it is light for long in June."
+APIS = {
+    "openai": {"ENABLE_OLLAMA_API": "False", "ENABLE_OPENAI_API": "True"},
+    "ollama": {"ENABLE_OLLAMA_API": "True", "ENABLE_OPENAI_API": "False"},
+}
+QUIET = {
+    "ANONYMIZED_TELEMETRY": "False",
+    "BYPASS_EMBEDDING_AND_RETRIEVAL": "True",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OFFLINE_MODE": "True",
+    "SCARF_NO_ANALYTICS": "true",
+    "WEBUI_AUTH": "False",
+    "WEBUI_SECRET_KEY": "secret",
+}
+
+
+@dataclass(frozen=True)
+class WebUi:
+    """A session of its page, and what it calls the model."""
+
+    session: aiohttp.ClientSession
+    model: str
+
+    async def chat(self, **body: Any) -> list[dict[str, Any]]:
+        """Send a chat as the page does; return the deltas."""
+        asked = {"model": self.model, "stream": True, **body}
+        async with self.session.post("/api/chat/completions", json=asked) as answer:
+            assert answer.status == 200, await answer.text()
+            lines = (await answer.text()).splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        chunks = [json.loads(event) for event in events]
+        return [choice["delta"] for chunk in chunks for choice in chunk.get("choices", [])]
+
+
+@pytest.fixture(scope="module", params=sorted(APIS))
+def open_webui(
+    request: pytest.FixtureRequest,
+    scripted: ScriptedStack,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("open-webui")
+    port = free_port("127.0.0.1")
+    backends = {
+        "OLLAMA_BASE_URL": scripted.url,
+        "OPENAI_API_BASE_URL": f"{scripted.url}/v1",
+        "OPENAI_API_KEY": "none",
+        "DATA_DIR": str(folder / "data"),
+    }
+    program = str(python_of("open-webui").parent / "open-webui")
+    with serving_on_loopback(
+        [program, "serve", "--host", "127.0.0.1", "--port", str(port)],
+        folder=folder,
+        environment=QUIET | backends | APIS[request.param],
+        health_url=f"http://127.0.0.1:{port}/health",
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+async def signed_in(open_webui: str) -> AsyncIterator[WebUi]:
+    async with aiohttp.ClientSession(open_webui) as session:
+        nobody = {"email": "", "password": ""}
+        async with session.post("/api/v1/auths/signin", json=nobody) as answer:
+            token = (await answer.json())["token"]
+    headers = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(open_webui, headers=headers) as session:
+        async with session.get("/api/models") as answer:
+            listed = (await answer.json())["data"]
+        names = [model["id"] for model in listed if "arena" not in model["id"]]
+        assert [name.removesuffix(":latest") for name in names] == [MODEL]
+        yield WebUi(session, names[0])
+
+
+async def test_open_webui_streams_a_chat(scripted: ScriptedStack, signed_in: WebUi) -> None:
+    scripted.script(("", ANSWER))
+    deltas = await signed_in.chat(messages=[{"role": "user", "content": "What is Oslo like?"}])
+    assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
+
+
+async def test_open_webui_streams_a_call(scripted: ScriptedStack, signed_in: WebUi) -> None:
+    scripted.script(("", call("measure", {"city": "Oslo"})))
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "measure", "parameters": schema}}
+    asked = [{"role": "user", "content": "How warm is it in Oslo?"}]
+    deltas = await signed_in.chat(messages=asked, tools=[tool])
+    calls = [part["function"] for delta in deltas for part in delta.get("tool_calls") or []]
+    assert "".join(part.get("name") or "" for part in calls) == "measure"
+    assert json.loads("".join(part.get("arguments") or "" for part in calls)) == {"city": "Oslo"}

@@ -1,0 +1,66 @@
+"""Python's frameworks over the OpenAI API: structured output, tools that run, typed results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.clients.conftest import MODEL
+from tests.clients.programs import python_of, run_on_loopback
+from tests.clients.scripts import call, thinking_call
+
+if TYPE_CHECKING:
+    from tests.clients.conftest import ScriptedStack
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+PROGRAMS = Path(__file__).parent / "python"
+MEASURED = "it has 21 degrees"
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_TELEMETRY": "False",
+    "OTEL_SDK_DISABLED": "true",
+}
+
+
+def run_program(name: str, stack: ScriptedStack, folder: Path, *arguments: str) -> str:
+    """Run one of the programs beside this file; return its last line."""
+    program = [str(python_of("agents")), str(PROGRAMS / f"{name}.py")]
+    ran = run_on_loopback(
+        [*program, f"{stack.url}/v1", MODEL, *arguments],
+        folder=folder,
+        environment=QUIET,
+    )
+    assert ran.code == 0, ran.output
+    return ran.output.rstrip().splitlines()[-1]
+
+
+def test_instructor_reads_a_model_from_a_response(scripted: ScriptedStack, tmp_path: Path) -> None:
+    scripted.script(("", call("User", {"name": "Ada", "age": 36})))
+    read = run_program("with_instructor", scripted, tmp_path)
+    assert json.loads(read) == {"name": "Ada", "age": 36}
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+def test_openai_agents_call_a_tool_and_return_their_output_type(
+    api: str, scripted: ScriptedStack, tmp_path: Path
+) -> None:
+    scripted.script(
+        (MEASURED, '{"city": "Oslo", "degrees": 21}'),
+        ("", thinking_call("measure", {"city": "Oslo"})),
+    )
+    output = run_program("with_openai_agents", scripted, tmp_path, api)
+    assert json.loads(output) == {"city": "Oslo", "degrees": 21}
+
+
+def test_semantic_kernel_calls_a_function_by_itself(
+    scripted: ScriptedStack, tmp_path: Path
+) -> None:
+    scripted.script(
+        (MEASURED, "It has 21 degrees in Oslo."),
+        ("", thinking_call("thermometer-measure", {"city": "Oslo"})),
+    )
+    answer = run_program("with_semantic_kernel", scripted, tmp_path)
+    assert answer == "It has 21 degrees in Oslo."

@@ -1,0 +1,71 @@
+"""A worker that answers from a script, so that a real client's conversation takes a known course.
+
+The folder of the model holds `script.json` where the weights would be: a list of rules, of which
+the first whose `contains` stands in the prompt gives the answer. Each prompt is appended to
+`prompts.jsonl` beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from tokenizers import Tokenizer
+
+from antiphon.service.main import run
+from antiphon.testing.echo_worker import Answer, EchoWorker
+from antiphon.wire.base import FinishReason, Role
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from antiphon.config.settings import Settings
+    from antiphon.wire.command import Admit
+
+CONTEXT_TOKENS = 65_536
+SCRIPT = "script.json"
+PROMPTS = "prompts.jsonl"
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """An answer, and the text that a prompt has to contain to get it; "" fits every prompt."""
+
+    contains: str
+    answer: str
+
+
+def write_script(folder: Path, *rules: tuple[str, str]) -> None:
+    """Give a worker its rules; they hold from the next request on. Forgets earlier prompts."""
+    script = [Rule(contains, answer) for contains, answer in rules]
+    (folder / PROMPTS).unlink(missing_ok=True)
+    (folder / SCRIPT).write_bytes(msgspec.json.encode(script))
+
+
+def read_prompts(folder: Path) -> list[str]:
+    """Return the prompts that came since the script was written, in order."""
+    file = folder / PROMPTS
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [msgspec.json.decode(line, type=str) for line in lines]
+
+
+class ScriptedWorker(EchoWorker):
+    """Answers by the rules in the folder of its model."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, context_tokens=CONTEXT_TOKENS)
+        self._folder = Path(settings.model.path)
+        self._tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+
+    def answer(self, admit: Admit) -> Answer:
+        """Encode the answer of the first rule that fits."""
+        prompt = self._tokenizer.decode(unpack_ids(admit.prompt_ids), skip_special_tokens=False)
+        with (self._folder / PROMPTS).open("ab") as prompts:
+            prompts.write(msgspec.json.encode(prompt) + b"\n")
+        rules = msgspec.json.decode((self._folder / SCRIPT).read_bytes(), type=list[Rule])
+        answer = next((rule.answer for rule in rules if rule.contains in prompt), "No rule fits.")
+        ids = self._tokenizer.encode(answer, add_special_tokens=False).ids
+        return Answer(ids, FinishReason.STOP)
+
+
+if __name__ == "__main__":
+    run(Role.WORKER, ScriptedWorker)
