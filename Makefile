@@ -6,7 +6,7 @@ ARGS ?=
 SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
+.PHONY: help setup test-tools run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
   bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers docs up down image
 
 help:  ## Print this list
@@ -41,13 +41,16 @@ tidy: setup  ## Registries, generated pages, folders
 check: lint types arch  ## Lint, types, architecture, tidiness and the fast tests, two at a time
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "not system and not gpu and not long"
 
-test: check  ## Everything that CI runs
+test-tools: setup  ## Find prometheus and promtool, or unpack them in .venv
+	@PIP_ARGS="$(PIP_ARGS)" $(PYTHON) shared/antiphon/cli/bootstrap.py --test-tools
+
+test: check test-tools  ## Everything that CI runs
 	$(BIN)/pytest -q -m "system and not gpu and not long"
 
 test-kernels: setup  ## Operations against their references
 	$(BIN)/pytest -q tests/kernels tests/models
 
-test-faults: setup  ## Killed services, lost messages, simulated worlds
+test-faults: test-tools  ## Killed services, lost messages, simulated worlds
 	$(BIN)/pytest -q tests/simulation tests/system -m "not gpu"
 
 test-long: setup  ## Tests that take minutes
@@ -101,6 +104,7 @@ docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.config.argument_tests
 	$(BIN)/python -m antiphon.config.reference
 	$(BIN)/python -m antiphon.bus.reference
+	$(BIN)/python -m antiphon.telemetry.reference
 	$(BIN)/python -m antiphon.gateway.http.reference
 	$(BIN)/python -m antiphon.model_worker.model.reference
 	$(BIN)/python -m antiphon.gateway.parsing.reference

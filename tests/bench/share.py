@@ -175,7 +175,7 @@ def _window(seconds: float, before: Mapping[str, float], after: Mapping[str, flo
 
     return Window(
         seconds=seconds,
-        steps=round(grown("antiphon_worker_step_seconds_count")),
+        steps=round(grown("antiphon_step_seconds_count")),
         parts_s={
             part: grown(f'antiphon_worker_cpu_seconds_total{{part="{part}"}}') for part in PARTS
         },

@@ -52,12 +52,11 @@ GROWTH_KIB_MAX = 5 * 1024.0
 """Most that a line through the second half of a run may climb in that half. What allocators and
 caches still settle is below it, and of ten minutes a leak of 300 bytes a request is above."""
 EMPTY = (
-    "antiphon_worker_pages_used",
-    "antiphon_worker_running",
-    "antiphon_worker_waiting",
-    "antiphon_worker_held",
-    "antiphon_scheduler_waiting",
-    "antiphon_gateway_open_requests",
+    "antiphon_kv_used_tokens",
+    "antiphon_num_running_reqs",
+    "antiphon_num_queue_reqs",
+    "antiphon_held_reqs",
+    "antiphon_num_open_reqs",
 )
 """Gauges that are zero when nobody asks for anything."""
 _REFUSED = ("503", "overloaded")
@@ -108,17 +107,18 @@ async def _soak(stack: Stack, minutes: float, seed: int) -> Result:
                 asker = _Asker(stack, client, session, dice, outcomes)
                 group.create_task(asker.run(ends_at))
             group.create_task(_watch(pids, samples, ends_at))
-        left = await asyncio.to_thread(_settled, ports)
+        gateway = {"gateway-0": ports["gateway-0"]}  # it shows the whole model
+        left = await asyncio.to_thread(_settled, gateway)
     growth = {name: _growth(points) for name, points in samples.items()}
-    counted = numbers(ports)
+    counted = numbers(gateway)
     result = Result(
         machine=machine(),
         seed=seed,
         minutes=minutes,
         requests=outcomes.total(),
         outcomes=dict(sorted(outcomes.items())),
-        output_tokens=int(counted["antiphon_worker_output_tokens_total"]),
-        retractions=int(counted["antiphon_worker_retractions_total"]),
+        output_tokens=int(counted['antiphon_realtime_tokens_total{mode="decode"}']),
+        retractions=int(counted["antiphon_num_retractions_total"]),
         left=left,
         growth=growth,
         growth_kib_max=GROWTH_KIB_MAX,
@@ -272,7 +272,7 @@ def _settled(ports: dict[str, int]) -> dict[str, float]:
     while True:
         counted = numbers(ports)
         left = {name: counted[name] for name in EMPTY}
-        left["slots"] = RUNNING_MAX - counted["antiphon_worker_slots_free"]
+        left["slots"] = RUNNING_MAX - counted["antiphon_free_slots"]
         if not any(left.values()) or time.monotonic() > until:
             return left
         time.sleep(0.25)

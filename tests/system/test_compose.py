@@ -20,6 +20,7 @@ from antiphon.client import Client
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.load import child_environment, load
 from antiphon.config.settings import Settings
+from antiphon.testing.wait import until
 from antiphon.wire.ids import ClusterName
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))
@@ -195,12 +196,12 @@ def test_an_image_copies_what_docker_is_given_and_ends_unprivileged(dockerfile: 
     assert 'exec python -m antiphon.%s "$@"' in text
 
 
-def test_prometheus_asks_every_service_where_it_answers(services: dict[str, dict]):
+def test_prometheus_asks_a_gateway_where_it_answers(services: dict[str, dict]):
     content = yaml.safe_load((COMPOSE / "prometheus/prometheus.yaml").read_text())
-    (found,) = content["scrape_configs"][0]["dns_sd_configs"]
-    assert sorted(found["names"]) == SERVICES
-    for name in SERVICES:
-        assert services[name]["environment"]["ANTIPHON_HEALTH__PORT"] == str(found["port"])
+    (job,) = content["scrape_configs"]
+    (found,) = job["static_configs"]
+    port = services["gateway"]["environment"]["ANTIPHON_HEALTH__PORT"]
+    assert found["targets"] == [f"gateway:{port}"]
 
 
 @pytest.mark.parametrize("overlay", [None, *OVERLAYS])
@@ -234,8 +235,8 @@ async def test_the_same_commands_without_containers_hold_a_conversation(
         assert over_http == over_nats
         assert "42" in over_http
         await leave_early(stack.nats_url, secrets["NATS_CLIENT_DEFAULT_PASSWORD"])
-        for metric in dashboard_metrics():
-            assert any(metric in stack.metrics(name) for name in SERVICES), metric
+        drawn = dashboard_metrics()
+        await until(lambda: all(name in stack.metrics("gateway") for name in drawn), 15)
         for name in sorted(SERVICES, key=lambda name: name != "gateway"):
             assert await stack.stop(name) == 0, stack.log(name)
         assert await stack.probe("gateway") != 0
@@ -269,7 +270,9 @@ async def leave_early(url: str, password: str) -> None:
 
 
 def dashboard_metrics() -> set[str]:
-    """Return every metric that the dashboard draws."""
+    """Return every metric that the dashboard draws and that is there from the beginning."""
     content = json.loads((COMPOSE / "grafana/dashboards/antiphon.json").read_text())
-    drawn = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+    asked = [target["expr"] for panel in content["panels"] for target in panel["targets"]]
+    # Losses and errors have series once there are any; until then the dashboard draws zero.
+    drawn = [expression for expression in asked if not expression.endswith("or vector(0)")]
     return set(re.findall(r"antiphon_\w+", " ".join(drawn)))

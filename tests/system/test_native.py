@@ -224,7 +224,7 @@ async def test_a_server_tells_of_itself(http: aiohttp.ClientSession, stack: Stac
     (load,) = told["internal_states"]
     assert load["max_total_num_tokens"] > 0
     async with http.get("/metrics") as reply:
-        assert "antiphon_gateway_open_requests 0.0" in await reply.text()
+        assert "antiphon_num_open_reqs 0.0" in await reply.text()
 
 
 async def test_a_prefix_is_found_by_those_who_bring_the_same_salt_and_by_nobody_else(

@@ -68,6 +68,7 @@ from antiphon.wire.kv_events import (
     KvReplayed,
     ReplayKv,
 )
+from antiphon.wire.metrics import MetricFamily, MetricSeries, MetricsReport
 from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import LostRequest, NoticeBatch
 from antiphon.wire.processors import AllowRange, AllowTokens, DisallowTokens, ThinkingBudget
@@ -584,6 +585,19 @@ EVERY: tuple[Message, ...] = (
     Discover(asker=GATEWAY),
     ClaimName(process=GATEWAY),
     NameTaken(process=GATEWAY),
+    MetricsReport(
+        role=Role.WORKER,
+        process=WORKER,
+        model=MODEL,
+        metrics_port=30100,
+        families=(
+            MetricFamily(
+                name="step_seconds",
+                bounds=(0.01, 0.1),
+                series=(MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
+            ),
+        ),
+    ),
     ERROR,
 )
 EXAMPLES: dict[type[Message], Message] = {type(example): example for example in EVERY}

@@ -60,9 +60,7 @@ class EncoderService:
                 self._serve_results(held)
                 thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="embed"))
                 self._cache = EmbeddingCache(self._config.cache_bytes_max)
-                self._metrics = EncoderMetrics(
-                    runtime.metrics.registry, lambda: self._cache.bytes_held
-                )
+                self._metrics = EncoderMetrics(runtime.metrics, lambda: self._cache.bytes_held)
 
                 def embed(image: bytes | bytearray) -> Embedding:
                     with self._metrics.embed_seconds.time():

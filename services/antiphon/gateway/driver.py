@@ -169,8 +169,11 @@ class Driver:
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams[action.request_id]
         now = self._runtime.clock.now()
-        if isinstance(action.event, Said) and stream.spoke_at is not None:
-            self._metrics.note_gap(now - stream.spoke_at)
+        if isinstance(action.event, Said):
+            if stream.spoke_at is not None:
+                self._metrics.note_gap(stream, now - stream.spoke_at)
+            else:
+                self._metrics.first_token(stream, now - stream.came_at)
         stream.put(action.event, now)
         if isinstance(action.event, Ended):
             del self._streams[action.request_id]

@@ -211,6 +211,7 @@ class Entrance:
             raise
         stream = Stream(submit, whole, hold, door=ask.door, came_at=came_at, opened_at=clock.now())
         stream.inside = inside
+        stream.labels = self._metrics.custom.current()
         stream.name = _name(ask)
         self._driver.open(stream)
         return stream

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter
 
+from antiphon.config.metrics import bounds, token_bounds
+from antiphon.gateway.custom_labels import CustomLabels
+from antiphon.telemetry import catalog
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
+    from prometheus_client import Histogram
+
+    from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.owner.actions import Ended
     from antiphon.gateway.stream import Stream
+    from antiphon.telemetry.catalog import Family
+    from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.ids import TenantId
 
 log = logging.getLogger(__name__)
 
-_FIRST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-_WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SIZES = (
+    catalog.PROMPT_TOKENS_HISTOGRAM,
+    catalog.UNCACHED_PROMPT_TOKENS_HISTOGRAM,
+    catalog.GENERATION_TOKENS_HISTOGRAM,
+)
+_ABORTED = frozenset({"cancelled", "abort"})
 
 TENANTS_MAX = 100
 """As many tenants have a label of their own; the others share one."""
@@ -29,49 +41,74 @@ _OTHERS = "other"
 
 
 class GatewayMetrics:
-    """Named `antiphon_gateway_*`, in the process's registry."""
+    """What a gateway counts of requests; those with `custom` labels get their values too."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(f"antiphon_gateway_{name}", meaning, labels, registry=registry)
+    def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
+        self.custom = CustomLabels(config)
+        names = self.custom.names
+        bounds_of = partial(_bounds, config)
+        self._requests = metrics.counter(catalog.NUM_REQUESTS, *names)
+        self._rejected = metrics.counter(catalog.NUM_REJECTED_REQUESTS)
+        self._aborted = metrics.counter(catalog.NUM_ABORTED_REQUESTS, *names)
+        self._structured = metrics.counter(catalog.NUM_SO_REQUESTS, *names)
+        self._prompt_tokens = metrics.counter(catalog.PROMPT_TOKENS, *names)
+        self._generation_tokens = metrics.counter(catalog.GENERATION_TOKENS, *names)
+        self._cached_tokens = metrics.counter(catalog.CACHED_TOKENS, *names)
+        self._tenant_requests = metrics.counter(catalog.TENANT_REQUESTS)
+        self._tenant_tokens = metrics.counter(catalog.TENANT_TOKENS)
 
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                f"antiphon_gateway_{name}", meaning, registry=registry, buckets=buckets
-            )
+        def histogram(family: Family) -> Histogram:
+            return metrics.histogram(family, *names, buckets=bounds_of(family))
 
-        self._registry = registry
-        self.requests = counter("requests", "Requests ended or refused, by outcome.", "outcome")
-        self.tokens = counter("tokens", "Tokens of ended requests.", "kind")
-        self.unknown_fields = counter("unknown_fields", "Fields that nobody documents, ignored.")
-        self.tenant_requests = counter(
-            "tenant_requests", "Requests ended or refused, by tenant.", "tenant", "outcome"
+        self._first = histogram(catalog.TIME_TO_FIRST_TOKEN)
+        self._gap = histogram(catalog.INTER_TOKEN_LATENCY)
+        self._per_token = histogram(catalog.TIME_PER_OUTPUT_TOKEN)
+        self._whole = histogram(catalog.E2E_REQUEST_LATENCY)
+        self._sizes = (
+            tuple(histogram(family) for family in _SIZES) if config.tokens_histogram else ()
         )
-        self.tenant_tokens = counter(
-            "tenant_tokens", "Tokens of ended requests, by tenant.", "tenant", "kind"
+        self._open = metrics.gauge(catalog.NUM_OPEN_REQS)
+        self.http_requests = metrics.counter(catalog.HTTP_REQUESTS)
+        self.http_responses = metrics.counter(catalog.HTTP_RESPONSES)
+        self.http_active = metrics.gauge(catalog.HTTP_REQUESTS_ACTIVE)
+        self.unknown_fields = Counter(
+            "antiphon_unknown_fields",
+            "Fields of bodies that are not documented, and were ignored.",
+            registry=metrics.registry,
         )
-        self.keys_read = counter("keys_read", "Times that the keys file had changed.", "outcome")
+        self.keys_read = Counter(
+            "antiphon_keys_file_reads",
+            "Times that the keys file had changed.",
+            ("outcome",),
+            registry=metrics.registry,
+        )
+        self.asked = Counter(
+            "antiphon_text_resumes",
+            "Times that missing text was requested from a detokenizer.",
+            registry=metrics.registry,
+        )
         self._tenants: set[TenantId] = set()
-        self.asked = counter("text_asked", "Times that missing text was asked for.")
-        self.first = histogram("first_text_seconds", "From the door to the first text.", _FIRST_S)
-        self._gaps: list[float] = []
-        self._gap = histogram("text_gap_seconds", "Between two texts of a request.", _GAP_S)
-        self.whole = histogram("request_seconds", "From the door to the end.", _WHOLE_S)
+        self._gaps: dict[tuple[str, ...], list[float]] = {}
 
-    def note_gap(self, seconds: float) -> None:
-        """Note the time between two texts of a request; each text does it, so it must be cheap."""
-        self._gaps.append(seconds)
+    def note_gap(self, stream: Stream, seconds: float) -> None:
+        """Note the time between two tokens of a request; each does it, so it must be cheap."""
+        self._gaps.setdefault(stream.labels, []).append(seconds)
+
+    def first_token(self, stream: Stream, seconds: float) -> None:
+        """The first token of a request has come."""
+        _with(self._first, stream.labels).observe(seconds)
 
     def settle(self) -> None:
         """Show the gaps that were noted: twice a second, and when they are read."""
-        for seconds in self._gaps:
-            self._gap.observe(seconds)
+        for labels, gaps in self._gaps.items():
+            histogram = _with(self._gap, labels)
+            for seconds in gaps:
+                histogram.observe(seconds)
         self._gaps.clear()
 
     def watch_open(self, count: Callable[[], int]) -> None:
         """Serve the number of open requests."""
-        gauge = Gauge("antiphon_gateway_open_requests", "Open requests.", registry=self._registry)
-        gauge.set_function(count)
+        self._open.set_function(count)
 
     def know(self, tenants: Iterable[TenantId]) -> None:
         """Give tenants labels of their own, as long as there are any."""
@@ -91,23 +128,37 @@ class GatewayMetrics:
     def ended(self, stream: Stream, end: Ended) -> None:
         """A request that was open has its terminal."""
         outcome = end.error.code if end.error else str(stream.reason)
-        self.requests.labels(outcome).inc()
-        self.tokens.labels("prompt").inc(end.usage.prompt_tokens)
-        self.tokens.labels("completion").inc(end.usage.completion_tokens)
+        usage, labels = end.usage, stream.labels
+        self._requests.labels(outcome, *labels).inc()
+        if outcome in _ABORTED:
+            _counted(self._aborted, labels).inc()
+        if stream.submit.sampling.grammar is not None:
+            _counted(self._structured, labels).inc()
+        _counted(self._prompt_tokens, labels).inc(usage.prompt_tokens)
+        _counted(self._generation_tokens, labels).inc(usage.completion_tokens)
+        self._cached_tokens.labels("device", *labels).inc(usage.cached_tokens)
+        uncached = usage.prompt_tokens - usage.cached_tokens
+        sizes = (usage.prompt_tokens, uncached, usage.completion_tokens)
+        for histogram, size in zip(self._sizes, sizes, strict=bool(self._sizes)):
+            _with(histogram, labels).observe(size)
+        self._timed(stream, usage.completion_tokens)
         tenant = self._label(stream.submit.tenant)
-        self.tenant_requests.labels(tenant, outcome).inc()
-        self.tenant_tokens.labels(tenant, "prompt").inc(end.usage.prompt_tokens)
-        self.tenant_tokens.labels(tenant, "completion").inc(end.usage.completion_tokens)
-        assert stream.ended_at is not None
-        if stream.said_at is not None:
-            self.first.observe(stream.said_at - stream.came_at)
-        self.whole.observe(stream.ended_at - stream.came_at)
+        self._tenant_requests.labels(tenant, outcome).inc()
+        self._tenant_tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
+        self._tenant_tokens.labels(tenant, "completion").inc(usage.completion_tokens)
         log.info("request ended", extra=_line(stream, end, outcome))
 
+    def _timed(self, stream: Stream, tokens: int) -> None:
+        assert stream.ended_at is not None
+        _with(self._whole, stream.labels).observe(stream.ended_at - stream.came_at)
+        if stream.said_at is not None and tokens > 1:
+            seconds = (stream.ended_at - stream.said_at) / (tokens - 1)
+            _with(self._per_token, stream.labels).observe(seconds)
+
     def _refused(self, error: EngineError, tenant: TenantId | None) -> None:
-        self.requests.labels(error.code).inc()
+        self._rejected.labels(error.code).inc()
         if tenant is not None:
-            self.tenant_requests.labels(self._label(tenant), error.code).inc()
+            self._tenant_requests.labels(self._label(tenant), error.code).inc()
         log.info(
             "request refused",
             extra={
@@ -121,6 +172,27 @@ class GatewayMetrics:
     def _label(self, tenant: TenantId) -> str:
         """A client may call itself as it likes where no key is asked for: labels are bounded."""
         return tenant if tenant in self._tenants else _OTHERS
+
+
+def _with(metric: Histogram, labels: tuple[str, ...]) -> Histogram:
+    return metric.labels(*labels) if labels else metric
+
+
+def _counted(metric: Counter, labels: tuple[str, ...]) -> Counter:
+    return metric.labels(*labels) if labels else metric
+
+
+def _bounds(config: MetricsConfig, family: Family) -> tuple[float, ...]:
+    """The bounds that a setting names for a histogram, if any does."""
+    if family is catalog.TIME_TO_FIRST_TOKEN:
+        return bounds(config.time_to_first_token_buckets, family.name)
+    if family in (catalog.INTER_TOKEN_LATENCY, catalog.TIME_PER_OUTPUT_TOKEN):
+        return bounds(config.inter_token_latency_buckets, family.name)
+    if family is catalog.E2E_REQUEST_LATENCY:
+        return bounds(config.e2e_request_latency_buckets, family.name)
+    if family is catalog.GENERATION_TOKENS_HISTOGRAM:
+        return token_bounds(config.generation_tokens_buckets, family.name)
+    return token_bounds(config.prompt_tokens_buckets, family.name)
 
 
 def _line(stream: Stream, end: Ended, outcome: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from antiphon.config.tenants import Tenants
@@ -10,10 +11,12 @@ from antiphon.gateway.access.access import Access
 from antiphon.gateway.driver import Driver
 from antiphon.gateway.encode import TokenizerCalls
 from antiphon.gateway.entrance import Entrance
+from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.http.body_reader import BodyReader
+from antiphon.gateway.http.counting import counting
 from antiphon.gateway.http.detached import Detached
 from antiphon.gateway.http.doors import operations
-from antiphon.gateway.http.guard import guard
+from antiphon.gateway.http.guard import guard, is_admin
 from antiphon.gateway.http.operation import routes
 from antiphon.gateway.http.server import http_server
 from antiphon.gateway.keys_file import KeysFile
@@ -22,18 +25,20 @@ from antiphon.gateway.nats.embed import Embeds
 from antiphon.gateway.nats.generate import Generations
 from antiphon.gateway.owner.machine import Limits, Owner
 from antiphon.service.endpoint import Follow
+from antiphon.service.metrics_feed import report_of
 from antiphon.service.model import served_name, served_names
 from antiphon.service.probes import probe_routes
 from antiphon.service.room import OPEN_BYTES, check_room
 from antiphon.service.service import Report
 from antiphon.wire.base import Role
 from antiphon.wire.errors import Unavailable
-from antiphon.wire.routes import ABORT, NOTICE, TEXT
+from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.config.settings import Settings
+    from antiphon.gateway.model_metrics import ModelMetrics
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.abort import AbortRequests
@@ -67,7 +72,8 @@ class GatewayService:
             each_bytes=OPEN_BYTES,
             message_bytes_max=runtime.bus.transport.payload_bytes_max,
         )
-        metrics = GatewayMetrics(runtime.metrics.registry)
+        metrics = GatewayMetrics(runtime.metrics, self._settings.metrics)
+        self._model_metrics = self._show_model(runtime)
         runtime.metrics.settle_with(metrics.settle)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
@@ -86,12 +92,23 @@ class GatewayService:
         self._detached = detached = Detached(runtime.group)
         bodies = BodyReader()
         served = operations(
-            runtime, self._model, entrance, driver, tokenizers, metrics, access, detached, bodies
+            runtime,
+            self._model,
+            entrance,
+            driver,
+            tokenizers,
+            metrics,
+            access,
+            detached,
+            bodies,
+            self._model_metrics.ports,
         )
         metrics.watch_open(lambda: driver.open_count)
-        paths = (*routes(served), *probe_routes(runtime.health, runtime.metrics))
+        probes = probe_routes(runtime.health, runtime.metrics, partial(is_admin, access))
+        paths = (*routes(served), *probes)
         watch = guard(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
-        async with http_server(gateway, paths, watch, rules.origins) as self.port:
+        counts = counting(metrics)
+        async with http_server(gateway, paths, watch, rules.origins, counts) as self.port:
             driver.start()
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))
@@ -109,9 +126,18 @@ class GatewayService:
             Follow(route=TEXT, apply=self._driver.take_text, address=address),
             Follow(route=NOTICE, apply=self._driver.take_notice, address=address),
             Follow(route=ABORT, apply=self._on_abort, address={"model": self._model}),
+            Follow(route=METRICS, apply=self._model_metrics.take),
             *self._generations.endpoints(),
             *self._embeds.endpoints(),
         )
+
+    def _show_model(self, runtime: Runtime) -> ModelMetrics:
+        """Have `/metrics` show the whole model."""
+        own = partial(report_of, self, runtime)
+        now = runtime.clock.now
+        page = Exposition.of(self._settings.metrics, self._model, runtime.process, now, own)
+        runtime.metrics.show(page.collect)
+        return page.metrics
 
     def _on_abort(self, message: AbortRequests) -> None:
         sender = message.sender or self._runtime.process

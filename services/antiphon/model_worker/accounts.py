@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.figures import Figures
 from antiphon.model_worker.journal import Journal
-from antiphon.model_worker.metrics import WorkerMetrics
+from antiphon.model_worker.metrics import Capacity, WorkerMetrics
+from antiphon.model_worker.step_log import StepLog
 
 if TYPE_CHECKING:
     from antiphon.config.resolve import Plan as Resolved
@@ -34,8 +35,15 @@ class Accounts:
     if their owner sees to it that no other does. Times are `Clock.now`.
     """
 
-    def __init__(self, metrics: Metrics, pages_total: int, resolved: Resolved | None) -> None:
-        self.metrics = WorkerMetrics(metrics.registry, pages_total)
+    def __init__(
+        self,
+        metrics: Metrics,
+        capacity: Capacity,
+        resolved: Resolved | None,
+        decode_log_interval: int = 40,
+    ) -> None:
+        self.metrics = WorkerMetrics(metrics, capacity)
+        self._step_log = StepLog(decode_log_interval, capacity.pages_total, capacity.page_tokens)
         self._journal = Journal()
         self._figures = Figures(resolved)
         self._uncounted: deque[tuple[StepReport, float]] = deque()
@@ -69,6 +77,7 @@ class Accounts:
                 tokens = self._journal.step(report.progress, now)
                 self.metrics.observe(report, tokens)
                 self._figures.observe(report, tokens, now)
+                self._step_log.step(report, tokens, now)
             except Exception:
                 # Numbers for those who watch: no answer depends on them.
                 log.exception("report not counted", extra={"step": report.step})
@@ -76,7 +85,9 @@ class Accounts:
     def figures(self, last: StepReport, *, grammars: int, now: float) -> WorkerFigures:
         """What the heartbeat says; so many answers wait for their grammars."""
         self.count()
-        return self._figures.report(last, grammars=grammars, now=now)
+        figures = self._figures.report(last, grammars=grammars, now=now)
+        self.metrics.figures(figures)
+        return figures
 
     def _settle(self) -> None:
         self.count()

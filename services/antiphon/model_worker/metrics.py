@@ -4,72 +4,85 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import msgspec
+
+from antiphon.telemetry import catalog
 
 if TYPE_CHECKING:
     from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.telemetry.metrics import Metrics
+    from antiphon.wire.heartbeat import WorkerFigures
 
-_STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 SECONDS_MAX = 4096
 """Steps whose times wait for somebody to read them."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is made of."""
+
+    pages_total: int
+    page_tokens: int = 1
+    running_max: int = 0
+    context_tokens: int = 0
 
 
 class WorkerMetrics:
     """What the batching loop did, and how full the worker is."""
 
-    def __init__(self, registry: CollectorRegistry, pages_total: int) -> None:
-        self._pages_total = pages_total
+    def __init__(self, metrics: Metrics, capacity: Capacity) -> None:
+        self._capacity = capacity
         self._last: StepReport | None = None
-        self._seconds: list[float] = []
-        self._computed_tokens = 0
-        self._prompt_tokens = self._cached_tokens = 0
-        self._output_tokens = 0
+        self._seconds: list[tuple[float, bool]] = []
+        self._computed_tokens = self._prefill_tokens = 0
+        self._cached_tokens = self._output_tokens = 0
         self._retractions_seen = self._preemptions_seen = self._failures_seen = 0
-
-        def counter(name: str, meaning: str) -> Counter:
-            return Counter(f"antiphon_worker_{name}", meaning, registry=registry)
-
-        def gauge(name: str, meaning: str) -> Gauge:
-            return Gauge(f"antiphon_worker_{name}", meaning, registry=registry)
-
-        self._step_seconds = Histogram(
-            "antiphon_worker_step_seconds",
-            "Time of one forward pass with its sampling.",
-            buckets=_STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self._computed = counter("computed_tokens", "Tokens computed, prompts included.")
-        self._output = counter("output_tokens", "Tokens of answers.")
-        self._prompts = counter("prompt_tokens", "Tokens of the prompts that were begun.")
-        self._cached = counter("cached_tokens", "Of those, what the prefix cache had.")
-        self._retractions = counter("retractions", "Choices that had to start over.")
-        self._preemptions = counter("preemptions", "Choices that gave way to a higher priority.")
-        self._failures = counter("plan_failures", "Steps that raised, repetitions included.")
-        self._stalls = counter("stalls", "Times that the batching loop stood still.")
-        self.refused = Counter(
-            "antiphon_worker_commands_refused",
-            "Batches of commands that were not obeyed.",
-            ("reason",),
-            registry=registry,
-        )
-        self._paused = gauge("paused", "1 while no steps are run.")
-        self._overrun = gauge("overrun_tokens", "Tokens made beyond a stop string, since start.")
-        self._returned = gauge("returned", "Requests given back unstarted, since start.")
-        self._rows = gauge("batch_rows", "Choices in the last step.")
-        self._running = gauge("running", "Choices with pages.")
-        self._waiting = gauge("waiting", "Choices that wait for pages.")
-        self._slots_free = gauge("slots_free", "Choices that could have pages beside those.")
-        self._pages_used = gauge("pages_used", "Pages that requests have.")
-        self._pages_cached = gauge("pages_cached", "Pages that only the prefix cache has.")
-        self._held = gauge("held", "Requests whose ids are kept for a replay.")
+        self._overrun_seen = 0
+        self._step_seconds = metrics.histogram(catalog.STEP_SECONDS)
+        forward = metrics.counter(catalog.FORWARD_SECONDS)
+        self._extend_s, self._decode_s = forward.labels("extend"), forward.labels("decode")
+        tokens = metrics.counter(catalog.REALTIME_TOKENS)
+        self._prefilled = tokens.labels("prefill_compute")
+        self._cached = tokens.labels("prefill_cache")
+        self._decoded = tokens.labels("decode")
+        self._computed = metrics.counter(catalog.COMPUTED_TOKENS)
+        self._retractions = metrics.counter(catalog.NUM_RETRACTIONS)
+        self._preemptions = metrics.counter(catalog.NUM_PREEMPTIONS)
+        self._failures = metrics.counter(catalog.FAILED_STEPS)
+        self._stalls = metrics.counter(catalog.STALLS)
+        self.refused = metrics.counter(catalog.REFUSED_COMMANDS)
+        self._overrun = metrics.counter(catalog.OVERRUN_TOKENS)
+        self._paused = metrics.gauge(catalog.PAUSED_WORKERS)
+        self._rows = metrics.gauge(catalog.BATCH_SIZE)
+        self._running = metrics.gauge(catalog.NUM_RUNNING_REQS)
+        self._waiting = metrics.gauge(catalog.NUM_QUEUE_REQS)
+        self._paused_reqs = metrics.gauge(catalog.NUM_PAUSED_REQS)
+        self._retracted = metrics.gauge(catalog.NUM_RETRACTED_REQS)
+        self._grammar_queue = metrics.gauge(catalog.NUM_GRAMMAR_QUEUE_REQS)
+        self._slots_free = metrics.gauge(catalog.FREE_SLOTS)
+        self._used_tokens = metrics.gauge(catalog.KV_USED_TOKENS)
+        self._evictable_tokens = metrics.gauge(catalog.KV_EVICTABLE_TOKENS)
+        self._available_tokens = metrics.gauge(catalog.KV_AVAILABLE_TOKENS)
+        self._token_usage = metrics.gauge(catalog.TOKEN_USAGE)
+        self._utilization = metrics.gauge(catalog.UTILIZATION)
+        self._ratio = metrics.gauge(catalog.NEW_TOKEN_RATIO)
+        self._throughput = metrics.gauge(catalog.GEN_THROUGHPUT)
+        self._hit_rate = metrics.gauge(catalog.CACHE_HIT_RATE)
+        self._weight_bytes = metrics.gauge(catalog.WEIGHT_BYTES)
+        self._cache_bytes = metrics.gauge(catalog.KV_CACHE_BYTES)
+        self._held = metrics.gauge(catalog.HELD_REQS)
+        metrics.gauge(catalog.NUM_PAGES).set(capacity.pages_total)
+        metrics.gauge(catalog.PAGE_SIZE).set(capacity.page_tokens)
+        metrics.gauge(catalog.CONTEXT_LEN).set(capacity.context_tokens)
+        tokens_max = capacity.pages_total * capacity.page_tokens
+        metrics.gauge(catalog.MAX_TOTAL_NUM_TOKENS).set(tokens_max)
 
     def observe(self, report: StepReport, output_tokens: int) -> None:
-        """Take note of a turn of the loop, which told so many tokens; `settle` does the rest."""
+        """Note a turn of the loop, which generated so many tokens; `settle` does the rest."""
         self._last = report
         if report.rows:
-            self._seconds.append(report.seconds)
+            self._seconds.append((report.seconds, report.prefill_rows > 0))
             self._computed_tokens += report.tokens
-            self._prompt_tokens += report.prompt_tokens
+            self._prefill_tokens += report.prefill_tokens
             self._cached_tokens += report.cached_tokens
         self._output_tokens += output_tokens
         if len(self._seconds) >= SECONDS_MAX:
@@ -80,36 +93,57 @@ class WorkerMetrics:
         report = self._last
         if report is None:
             return
-        for seconds in self._seconds:
+        for seconds, prefill in self._seconds:
             self._step_seconds.observe(seconds)
+            (self._extend_s if prefill else self._decode_s).inc(seconds)
         self._seconds.clear()
         self._computed.inc(self._computed_tokens)
-        self._output.inc(self._output_tokens)
-        self._prompts.inc(self._prompt_tokens)
+        self._decoded.inc(self._output_tokens)
+        self._prefilled.inc(self._prefill_tokens)
         self._cached.inc(self._cached_tokens)
         self._computed_tokens = self._output_tokens = 0
-        self._prompt_tokens = self._cached_tokens = 0
+        self._prefill_tokens = self._cached_tokens = 0
         self._retractions.inc(report.retractions - self._retractions_seen)
         self._retractions_seen = report.retractions
         self._preemptions.inc(report.preemptions - self._preemptions_seen)
         self._preemptions_seen = report.preemptions
         self._failures.inc(report.failures - self._failures_seen)
         self._failures_seen = report.failures
-        self._paused.set(report.paused)
-        self._rows.set(report.rows)
-        self._running.set(report.running)
-        self._waiting.set(report.waiting)
-        self._slots_free.set(report.credit.slots_free)
-        held = report.credit.pages_evictable
-        self._pages_used.set(self._pages_total - report.credit.pages_free - held)
-        self._pages_cached.set(held)
+        self._show(report)
+
+    def figures(self, figures: WorkerFigures) -> None:
+        """Show what the worker has done lately, and what it takes."""
+        self._throughput.set(figures.output_tokens_s)
+        prompts = figures.prompt_tokens
+        self._hit_rate.set(figures.cached_tokens / prompts if prompts else 0.0)
+        self._weight_bytes.set(figures.weight_bytes)
+        self._cache_bytes.set(figures.cache_bytes)
+        self._grammar_queue.set(figures.grammars)
+        self._retracted.set(figures.retracted)
 
     def stalled(self) -> None:
         """Count a standstill."""
         self._stalls.inc()
 
-    def hold(self, *, held: int, overrun_tokens: int, returned: int) -> None:
-        """Say what is kept, and what was made in vain or given back since start."""
+    def hold(self, *, held: int, overrun_tokens: int) -> None:
+        """Show how many requests are kept, and count tokens that were generated in vain so far."""
         self._held.set(held)
-        self._overrun.set(overrun_tokens)
-        self._returned.set(returned)
+        self._overrun.inc(overrun_tokens - self._overrun_seen)
+        self._overrun_seen = overrun_tokens
+
+    def _show(self, report: StepReport) -> None:
+        capacity, credit = self._capacity, report.credit
+        used = capacity.pages_total - credit.pages_free - credit.pages_evictable
+        self._paused.set(report.paused)
+        self._rows.set(report.rows)
+        self._running.set(report.running)
+        self._waiting.set(report.waiting)
+        self._paused_reqs.set(report.waiting if report.paused else 0)
+        self._slots_free.set(credit.slots_free)
+        self._used_tokens.set(used * capacity.page_tokens)
+        self._evictable_tokens.set(credit.pages_evictable * capacity.page_tokens)
+        self._available_tokens.set(credit.pages_free * capacity.page_tokens)
+        self._token_usage.set(used / capacity.pages_total if capacity.pages_total else 0.0)
+        most = capacity.running_max
+        self._utilization.set(report.running / most if most else 0.0)
+        self._ratio.set(report.new_token_ratio)

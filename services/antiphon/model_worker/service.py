@@ -21,6 +21,7 @@ from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.grammar.grammars import Grammars
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.handing_back import others, room, tokens_max
+from antiphon.model_worker.metrics import Capacity
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.model_worker.output import Action, Drop, Output, Run
 from antiphon.model_worker.pulse import Pulse
@@ -237,7 +238,15 @@ class ModelWorker:
             lambda: self._output.live_count,
             self._runtime.health.tell,
         )
-        self._accounts = Accounts(self._runtime.metrics, pools.pages_total, engine.resolved)
+        capacity = Capacity(
+            pages_total=pools.pages_total,
+            page_tokens=pools.page_tokens,
+            running_max=limits.running_max,
+            context_tokens=limits.context_tokens,
+        )
+        self._accounts = Accounts(
+            self._runtime.metrics, capacity, engine.resolved, batching.decode_log_interval
+        )
         self._runtime.metrics.registry.register(
             CpuTime(lambda: self._loop.native_thread, lambda: self._sending.relayed_s)
         )
@@ -451,7 +460,6 @@ class ModelWorker:
         self._accounts.metrics.hold(
             held=self._output.held_count,
             overrun_tokens=self._output.overrun_tokens,
-            returned=self._output.returned_count,
         )
         self._pulse.check(self._runtime.clock.now())
 

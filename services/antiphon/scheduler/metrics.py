@@ -4,80 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from antiphon.telemetry import catalog
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from antiphon.scheduler.actions import Bound
     from antiphon.scheduler.caches import Caches
-
-_WAIT_BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
+    from antiphon.telemetry.metrics import Metrics
 
 
 class SchedulerMetrics:
-    """Named `antiphon_scheduler_*`."""
+    """The queue, and what is known of the workers."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.leads = Gauge(
-            "antiphon_scheduler_leads", "1 on the scheduler that leads.", registry=registry
-        )
-        self.waiting = Gauge(
-            "antiphon_scheduler_waiting", "Requests in the queue.", registry=registry
-        )
-        self.kept = Gauge(
-            "antiphon_scheduler_requests",
-            "Requests accepted and not seen to end.",
-            registry=registry,
-        )
-        self.wait_seconds = Histogram(
-            "antiphon_scheduler_wait_seconds",
-            "Time from the submit to a worker.",
-            registry=registry,
-            buckets=_WAIT_BUCKETS_S,
-        )
-        self.bound = Counter(
-            "antiphon_scheduler_bound", "Attempts made.", ("worker",), registry=registry
-        )
-        self.returned = Counter(
-            "antiphon_scheduler_returned",
-            "Requests that a worker gave back unstarted.",
-            ("worker",),
-            registry=registry,
-        )
-        self._blocks = Counter(
-            "antiphon_scheduler_prompt_blocks",
-            "Blocks of 64 tokens of the prompts that were bound.",
-            registry=registry,
-        )
-        self._cached_blocks = Counter(
-            "antiphon_scheduler_prompt_blocks_cached",
-            "Of these, those that the worker was known to have.",
-            registry=registry,
-        )
-        self._known_blocks = Gauge(
-            "antiphon_scheduler_known_blocks",
-            "Blocks in the workers' caches that are known here.",
-            registry=registry,
-        )
-        self._replays = Counter(
-            "antiphon_scheduler_kv_replays",
-            "Replays of KV events asked for.",
-            registry=registry,
-        )
+    def __init__(self, metrics: Metrics) -> None:
+        self.leads = metrics.gauge(catalog.SCHEDULER_LEADERS)
+        self.waiting = metrics.gauge(catalog.NUM_QUEUE_REQS)
+        self.kept = metrics.gauge(catalog.SCHEDULER_REQS)
+        self.wait_seconds = metrics.histogram(catalog.QUEUE_TIME)
+        self.bound = metrics.counter(catalog.SCHEDULED_REQS)
+        self.returned = metrics.counter(catalog.REQUEUED_REQS)
+        self._blocks = metrics.counter(catalog.PROMPT_BLOCKS)
+        self._cached_blocks = metrics.counter(catalog.CACHED_PROMPT_BLOCKS)
+        self._known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
+        self._replays = metrics.counter(catalog.KV_REPLAYS)
         self._replays_seen = 0
-        self.refused = Counter(
-            "antiphon_scheduler_refused", "Submits refused.", ("reason",), registry=registry
-        )
-        self.lost = Counter(
-            "antiphon_scheduler_notices", "Notices of lost requests sent.", registry=registry
-        )
-        self.credit = Gauge(
-            "antiphon_scheduler_credit",
-            "Requests that a worker may still be given.",
-            ("worker",),
-            registry=registry,
-        )
+        self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
+        self.lost = metrics.counter(catalog.LOST_REQS)
+        self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
 
     def place(self, bound: Bound) -> None:
         """A request has got its worker."""

@@ -73,7 +73,7 @@ class SchedulerService:
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Stand by, and lead when nobody does."""
         self._runtime = runtime
-        self._metrics = SchedulerMetrics(runtime.metrics.registry)
+        self._metrics = SchedulerMetrics(runtime.metrics)
         self._leader = Leader(
             runtime.process, self._model, Rules.of(self._settings), runtime.clock, runtime.peers
         )

@@ -25,6 +25,8 @@ PYTHON_MIN = (3, 11)
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NATS_PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin")
+TEST_TOOLS = "--test-tools"
+PROMETHEUS = VENV / "prometheus"
 NATS_DOWNLOADS = "https://github.com/nats-io/nats-server/releases"
 
 
@@ -42,6 +44,8 @@ def main() -> int:
             STAMP.write_text(wanted(), encoding="utf-8")
         build_kernels()
         find_nats()
+        if TEST_TOOLS in sys.argv[1:]:
+            find_prometheus()
     except CannotSetUp as error:
         print(f"antiphon setup: {error}", file=sys.stderr)
         return 1
@@ -162,20 +166,47 @@ def find_nats() -> None:
     )
 
 
+def find_prometheus() -> None:
+    """Find prometheus and promtool, or unpack Debian's package in `.venv`, for the tests.
+
+    It is not installed: on Debian the package starts a server.
+    """
+    tools = ("prometheus", "promtool")
+    if all(shutil.which(tool) for tool in tools) or (PROMETHEUS / "usr/bin/promtool").exists():
+        return
+    folder = VENV / "downloads"
+    folder.mkdir(exist_ok=True)
+    download = ["apt-get", "-qq", "download", "prometheus"]
+    if shutil.which("apt-get") and not succeeds(download, quiet=True, folder=folder):
+        succeeds([*admin(), "apt-get", "-qq", "update"], quiet=True)
+        succeeds(download, quiet=True, folder=folder)
+    for package in folder.glob("prometheus_*.deb"):
+        if succeeds(["dpkg-deb", "-x", str(package), str(PROMETHEUS)], quiet=True):
+            return
+    raise CannotSetUp(
+        "prometheus and promtool are missing, which the tests need, and could not be downloaded. "
+        "On Debian and Ubuntu: apt install prometheus; elsewhere put both on the PATH."
+    )
+
+
+def admin() -> "list[str]":
+    """Say what stands before a command that needs root."""
+    return [] if os.geteuid() == 0 else ["sudo", "-n"]
+
+
 def apt_installs(package: str) -> bool:
     """Whether apt is here, may be used without a password, and has installed it."""
-    admin = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    if not shutil.which("apt-get") or (admin and not shutil.which("sudo")):
+    if not shutil.which("apt-get") or (admin() and not shutil.which("sudo")):
         return False
-    apt = [*admin, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
+    apt = [*admin(), "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
     succeeds([*apt, "update"], quiet=True)
     return succeeds([*apt, "install", "-y", package], quiet=True)
 
 
-def succeeds(command: "list[str]", quiet: bool = False) -> bool:
-    """Run a command to its end; `quiet` shows its errors only."""
+def succeeds(command: "list[str]", quiet: bool = False, folder: "Path | None" = None) -> bool:
+    """Run a command to its end, in a folder; `quiet` shows its errors only."""
     output = subprocess.DEVNULL if quiet else None
-    return subprocess.run(command, stdout=output, check=False).returncode == 0
+    return subprocess.run(command, stdout=output, cwd=folder, check=False).returncode == 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ from antiphon.config.spellings import SPELLINGS, Written
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-OUR_SHORT = {"--nats-url": "bus.url", "--nats-port": "supervisor.nats_port"}
+OUR_SHORT = {
+    "--nats-url": "bus.url",
+    "--nats-port": "supervisor.nats_port",
+    "--metrics-port-base": "supervisor.metrics_port_base",
+}
 """Short forms that SGLang does not have."""
 
 

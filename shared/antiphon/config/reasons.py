@@ -15,7 +15,8 @@ HOLDS: Mapping[str, str] = {
     "absent": "Holds with the flag and without it: what it turns off does not exist here.",
     "config_file": "Reads a YAML file: SGLang's flat keys, or the groups of this page.",
     "idle": "Holds with the flag and without it: an idle worker sleeps until a command arrives.",
-    "metrics": "Holds with the flag and without it: every process serves /metrics.",
+    "metrics": "Holds with the flag and without it: a gateway serves /metrics of the whole model, "
+    "with SGLang's names.",
     "nan": "Holds with the flag and without it: a request whose numbers are not finite ends with "
     "an error.",
     "no_effect": "It has no effect in SGLang either.",
@@ -88,8 +89,6 @@ REFUSED: Mapping[str, str] = {
     "loaders": "Weights are read from files; copy the checkpoint to a folder and name it by "
     "--model-path.",
     "lora": "LoRA adapters are not built; merge the adapter into the model and serve the result.",
-    "metric_buckets": "Histogram buckets are fixed; see docs/metrics.md.",
-    "metric_labels": "Metric labels are fixed; add labels where the page is scraped.",
     "metrics_file": "Metrics are served at /metrics, not written to files; scrape the page.",
     "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
     "moe": "One worker computes all experts of a model with the CPU's kernels; more workers share "
@@ -128,7 +127,6 @@ REFUSED: Mapping[str, str] = {
     "state_dtype": "Recurrent states are kept in float32; --max-mamba-cache-size sets how many.",
     "states": "Recurrent states have one buffer and one kernel; see --mamba-track-interval and "
     "--max-mamba-cache-size.",
-    "step_log": "Steps are counted at /metrics, not logged.",
     "streaming_session": "A prompt must come whole; sessions by /open_session are there.",
     "strip_thinking": "Thinking is cached as it was generated; a prompt without it matches up to "
     "where it began.",

@@ -10,6 +10,7 @@ from antiphon.config.gateway import GatewayConfig
 from antiphon.config.grammar import GrammarConfig
 from antiphon.config.kv_storage import KvStorageConfig
 from antiphon.config.loading import LoadConfig
+from antiphon.config.metrics import MetricsConfig
 from antiphon.config.model import ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
 from antiphon.config.responses import ResponsesConfig
@@ -31,6 +32,7 @@ class Settings(Config):
     service: ServiceConfig = ServiceConfig()
     health: HealthConfig = HealthConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    metrics: MetricsConfig = MetricsConfig()
     gateway: GatewayConfig = GatewayConfig()
     access: AccessConfig = AccessConfig()
     responses: ResponsesConfig = ResponsesConfig()

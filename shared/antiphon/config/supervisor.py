@@ -26,3 +26,10 @@ class SupervisorConfig(Config):
     run_path: Annotated[
         str, Help("Folder for the merged settings and the logs; empty: a temporary one.")
     ] = ""
+    metrics_port_base: Annotated[
+        Port,
+        Help(
+            "First port for the health and metrics of the processes; each takes the next that is "
+            "free. 0 takes any."
+        ),
+    ] = 30100

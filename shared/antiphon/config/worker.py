@@ -12,6 +12,7 @@ from antiphon.config.schema import Bytes, Config, Help, Ratio, Requests, Seconds
 
 ChunkTokens = Annotated[int, Meta(ge=-1, extra={"unit": "tokens"})]
 Events = Annotated[int, Meta(ge=1, extra={"unit": "events"})]
+Steps = Annotated[int, Meta(ge=1, extra={"unit": "steps"})]
 Conservativeness = Annotated[float, Meta(ge=0)]
 Threshold = Annotated[int, Meta(ge=0)]
 Multiple = Annotated[float, Meta(gt=0)]
@@ -86,6 +87,9 @@ class BatchingConfig(Config):
     overlap: Annotated[
         bool, Help("Launch a step while the one before is read, on devices that compute apart.")
     ] = True
+    decode_log_interval: Annotated[
+        Steps, Help("Decode batches between two of their log lines.")
+    ] = 40
     dump_folder: Annotated[
         str, Help("Where a crash, a hang or a command leaves the last plans; empty: nowhere.")
     ] = ""

@@ -11,7 +11,7 @@ from antiphon.service.web import web_server
 from antiphon.wire.base import State
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from antiphon.service.health import Health
     from antiphon.telemetry.metrics import Metrics
@@ -20,8 +20,10 @@ _LEAVE_S = 0.5
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def probe_routes(health: Health, metrics: Metrics) -> list[web.RouteDef]:
-    """The three routes, for `app.add_routes`."""
+def probe_routes(
+    health: Health, metrics: Metrics, private: Callable[[web.Request], bool] = lambda _: False
+) -> list[web.RouteDef]:
+    """The three routes, for `app.add_routes`. `private` is whether a request may see tenants."""
 
     async def alive(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -30,8 +32,9 @@ def probe_routes(health: Health, metrics: Metrics) -> list[web.RouteDef]:
         status = 200 if health.state is State.READY else 503
         return web.Response(text=f"{health.state}\n", status=status)
 
-    async def numbers(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+    async def numbers(request: web.Request) -> web.Response:
+        body = metrics.text(private=private(request))
+        return web.Response(body=body, headers={"Content-Type": _METRICS_TYPE})
 
     return [web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", numbers)]
 

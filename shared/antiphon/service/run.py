@@ -15,6 +15,7 @@ from antiphon.service.health import Health
 from antiphon.service.heartbeat import Pulse
 from antiphon.service.inbox import InboxLimits
 from antiphon.service.listeners import Listeners
+from antiphon.service.metrics_feed import MetricsFeed
 from antiphon.service.name import Name
 from antiphon.service.peers import Patience, Peers
 from antiphon.service.probes import probe_server
@@ -102,6 +103,7 @@ async def _live(
             health=around.health,
             metrics=around.metrics,
             listeners=listeners,
+            metrics_port=health_port,
         )
         await _discovery(service, runtime).listen()
         name = Name(runtime)
@@ -111,6 +113,8 @@ async def _live(
         group.create_task(name.keep(), name="name")
         group.create_task(pulse.beat(), name="heartbeat")
         group.create_task(pulse.judge(), name="peers")
+        feed = MetricsFeed(service, runtime)
+        group.create_task(feed.publish(), name="metrics")
         async with asyncio.timeout(None) as leaving, service.lifespan(runtime):
             try:
                 around.on_started()

@@ -36,6 +36,7 @@ class Runtime:
         health: State of this process; `health.changed()` sends a heartbeat at once.
         metrics: What this process counts; a service adds its own to `metrics.registry`.
         listeners: What the process listens to; use `listen`.
+        metrics_port: Where this process answers `/metrics`.
     """
 
     settings: Settings
@@ -47,6 +48,7 @@ class Runtime:
     health: Health
     metrics: Metrics
     listeners: Listeners
+    metrics_port: int = 0
 
     async def listen(self, endpoint: Endpoint) -> Subscription:
         """Open an endpoint at run time, as a scheduler does that becomes leader.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from antiphon.config.settings import Settings
+    from antiphon.supervisor.ports import PortRange
     from antiphon.wire.ids import InstanceId
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Child:
     config: Path
     log_folder: Path
     environment: Mapping[str, str]
+    ports: PortRange
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
     _settings_written: bool = False
@@ -67,8 +69,9 @@ class Child:
         services in order.
 
         Raises:
-            OSError: The machine has no room for one more process.
+            OSError: The machine has no room for one more process, or no free port for it.
         """
+        port = self.ports.take(self.instance)
         with ExitStack() as opened:
             config, descriptors = self._find_settings(opened)
             output = self._open_log(opened)
@@ -77,7 +80,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=dict(self.environment),
+                env={**self.environment, "ANTIPHON_HEALTH__PORT": str(port)},
                 start_new_session=True,
                 pass_fds=descriptors,
             )

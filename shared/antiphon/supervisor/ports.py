@@ -11,6 +11,9 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _EPHEMERAL_FIRST = 32_768
 """Linux's default, where it cannot be read."""
 _TRIES = 100
+_RANGE = 1000
+"""How many ports are tried from the first one upward."""
+_LAST = 65_535
 
 
 def is_free(host: str, port: int) -> bool:
@@ -22,6 +25,35 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+class PortRange:
+    """Gives names ports from a first one upward, each the next that is free.
+
+    A process binds its port some time after it was started, so what was given to another name is
+    taken, free as it may look.
+    """
+
+    def __init__(self, host: str, first: int) -> None:
+        self._host = host
+        self._first = first
+        self._given: dict[str, int] = {}
+
+    def take(self, name: str) -> int:
+        """Give a name a port: the one that it had, if nothing else has it now. 0 is any.
+
+        Raises:
+            OSError: None is free.
+        """
+        if not self._first:
+            return 0
+        taken = {port for other, port in self._given.items() if other != name}
+        had = [self._given[name]] if name in self._given else []
+        for port in (*had, *range(self._first, min(self._first + _RANGE, _LAST + 1))):
+            if port not in taken and is_free(self._host, port):
+                self._given[name] = port
+                return port
+        raise OSError(f"no port is free from {self._first} to {self._first + _RANGE - 1}")
 
 
 def free_port(host: str) -> int:

@@ -24,7 +24,7 @@ from antiphon.supervisor.broker import ANY_PORT, PORT, Broker
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.passwords import Passwords
-from antiphon.supervisor.ports import free_port, is_free
+from antiphon.supervisor.ports import PortRange, free_port, is_free
 from antiphon.supervisor.progress import StartProgress
 from antiphon.supervisor.readiness import Readiness
 from antiphon.wire.base import Process, Role
@@ -181,6 +181,7 @@ class Stack:
         settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
         config = self._folder / "settings.yaml"
         environment = child_environment(settings)
+        ports = PortRange(settings.health.host, settings.supervisor.metrics_port_base)
         self._children = tuple(
             Child(
                 role=role,
@@ -189,6 +190,7 @@ class Stack:
                 config=config,
                 log_folder=self._folder / "logs",
                 environment={**environment, **self._user_of(role)},
+                ports=ports,
             )
             for role in START_ORDER
         )
@@ -258,7 +260,8 @@ class Stack:
         scheme = self._settings.gateway.scheme
         self._console.print(
             f"[green]ready[/green] API {scheme}://{host}:{port}/v1 · model {gateway.model} · "
-            f"NATS {url} · logs {self._folder / 'logs'}",
+            f"NATS {url} · logs {self._folder / 'logs'} · "
+            f"metrics {scheme}://{host}:{port}/metrics ({_ports(readiness)})",
             highlight=False,
             soft_wrap=True,
         )
@@ -320,6 +323,12 @@ def _with_port(settings: Settings) -> Settings:
         if gateway.port
         else replace(settings, gateway=replace(gateway, port=free_port(gateway.host)))
     )
+
+
+def _ports(readiness: Readiness) -> str:
+    """Where each process shows its own metrics."""
+    beats = sorted(readiness.heartbeats.items())
+    return ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
 
 
 def _instance(role: Role) -> InstanceId:

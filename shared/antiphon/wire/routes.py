@@ -42,6 +42,7 @@ from antiphon.wire.generate import (
 from antiphon.wire.heartbeat import Discover, Heartbeat
 from antiphon.wire.ids import DEFAULT_TENANT, TenantId
 from antiphon.wire.kv_events import KvEvents, KvReplayed, ReplayKv
+from antiphon.wire.metrics import MetricsReport
 from antiphon.wire.name import ClaimName, NameTaken
 from antiphon.wire.notice import NoticeBatch
 from antiphon.wire.storage import (
@@ -386,6 +387,14 @@ DISCOVER = Feed(
     listeners=ANYBODY,
     spread=Spread.ALL,
 )
+METRICS = Feed(
+    name="metrics",
+    subject="metrics.{role}.{instance}",
+    carries=(MetricsReport,),
+    senders=ANYBODY,
+    listeners=(Role.GATEWAY,),
+    spread=Spread.ALL,
+)
 
 ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # Feed is invariant
     GENERATE,
@@ -413,4 +422,5 @@ ROUTES: Sequence[Feed[Message]] = (  # pyright: ignore[reportAssignmentType]  # 
     HEARTBEAT,
     NAME,
     DISCOVER,
+    METRICS,
 )

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from antiphon.model_worker.batching.credit import Credit
 from antiphon.model_worker.batching.loop import StepReport
@@ -30,9 +29,10 @@ from antiphon.model_worker.batching.recorder import Recorder
 from antiphon.model_worker.batching.request import Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.journal import Journal
-from antiphon.model_worker.metrics import WorkerMetrics
+from antiphon.model_worker.metrics import Capacity, WorkerMetrics
 from antiphon.model_worker.output import Output, Run
 from antiphon.service.sequence import SeqSender
+from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import encode, pack_ids
 from antiphon.wire.command import Admit, ChoiceOutput, CommandBatch
@@ -90,7 +90,7 @@ class BusSide:
         worker = process("worker-0")
         self.output = Output(worker, SeqSender(), live_max=rows)
         self.journal = Journal()
-        self.metrics = WorkerMetrics(CollectorRegistry(), pages_total=1000)
+        self.metrics = WorkerMetrics(Metrics(), Capacity(pages_total=1000))
         admits = tuple(
             Admit(
                 request_id=RequestId(f"request-{number:032}"),

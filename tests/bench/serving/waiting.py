@@ -60,7 +60,7 @@ DATASET = RandomLengths(128, 400)
 WINDOW = (150, 390)
 """Which tokens of each answer are timed: the queue must stand before the first of them."""
 POLL_S = 0.2
-OPEN = re.compile(rb"^antiphon_gateway_open_requests (\S+)$", re.MULTILINE)
+OPEN = re.compile(rb"^antiphon_num_open_reqs (\S+)$", re.MULTILINE)
 SETTINGS = (
     *("--max-running-requests", str(RUNNING), "--max-queued-requests", str(2 * WAITING)),
     *("--gateway-requests-max", str(2 * WAITING), "--queue-waiting-max", str(2 * WAITING)),

@@ -11,6 +11,7 @@ from antiphon.bus import reference as bus
 from antiphon.config import reference as settings
 from antiphon.config.fields import fields
 from antiphon.config.sglang import rows
+from antiphon.telemetry import reference as metrics
 from antiphon.wire.routes import ROUTES
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ ROOT = Path(__file__).parents[3]
 def test_a_committed_page_is_current(path: Path, page: Callable[[], str], module: str) -> None:
     committed = (ROOT / path).read_text(encoding="utf-8")
     assert committed == page(), f"run: python -m {module}"
+
+
+def test_the_table_of_metrics_is_current() -> None:
+    committed = (ROOT / metrics.PAGE).read_text(encoding="utf-8")
+    assert committed == metrics.page(committed), f"run: python -m {metrics.__name__}"
 
 
 def test_every_setting_and_every_flag_of_sglang_has_a_line() -> None:

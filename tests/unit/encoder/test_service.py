@@ -77,7 +77,7 @@ class World:
 
     def embedded(self) -> float:
         """How many images have been embedded."""
-        name = "antiphon_encoder_embed_seconds_count"
+        name = "antiphon_encoder_request_e2e_latency_seconds_count"
         return self.encoder.metrics.registry.get_sample_value(name) or 0.0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import anthropic
+import msgspec
 import ollama
 import openai
 import pytest
@@ -176,7 +177,7 @@ async def test_too_many_calls_are_told_when_to_come_back(tmp_path: Path) -> None
             assert [model.id async for model in await acme.models.list()] == [MODEL]
         async with client(at, key_of("other")) as other:
             await ask(other)
-        said = at.gateway.metrics.text().decode()
+        said = at.gateway.metrics.text(private=True).decode()
         label = 'tenant_requests_total{outcome="%s",tenant="acme"}'
         assert f"{label % 'rate_limit_exceeded'} 1.0" in said
         assert f"{label % 'stop'} 2.0" in said
@@ -412,8 +413,8 @@ async def test_the_file_is_read_again_and_a_bad_one_is_not_taken(
         await until(lambda: said("keys read again") == 1)
         assert [await status("acme"), await status("new")] == [401, 200]
         text = at.gateway.metrics.text().decode()
-    assert 'antiphon_gateway_keys_read_total{outcome="refused"} 2.0' in text
-    assert 'antiphon_gateway_keys_read_total{outcome="read"} 1.0' in text
+    assert 'antiphon_keys_file_reads_total{outcome="refused"} 2.0' in text
+    assert 'antiphon_keys_file_reads_total{outcome="read"} 1.0' in text
 
 
 async def test_a_bad_file_at_the_start_is_no_start(tmp_path: Path) -> None:
@@ -435,11 +436,28 @@ async def test_labels_of_tenants_are_bounded(
         for name in ("a", "b"):
             async with client(at, key_of(name)) as each:
                 await ask(each)
-        said = at.gateway.metrics.text().decode()
+        said = at.gateway.metrics.text(private=True).decode()
     # `default` is always there.
-    assert 'antiphon_gateway_tenant_tokens_total{kind="completion",tenant="a"} 4.0' in said
-    assert 'antiphon_gateway_tenant_tokens_total{kind="completion",tenant="other"} 4.0' in said
+    assert 'antiphon_tenant_tokens_total{kind="completion",tenant="a"} 4.0' in said
+    assert 'antiphon_tenant_tokens_total{kind="completion",tenant="other"} 4.0' in said
     assert 'tenant="b"' not in said
+
+
+async def test_metrics_name_tenants_to_operators_only(tmp_path: Path) -> None:
+    rules = keyed(tmp_path, {"acme": {}})
+    access = msgspec.structs.replace(rules, api_key=API, admin_api_key=ADMIN)
+    async with house(access=access) as at:
+        async with client(at, key_of("acme")) as acme:
+            await ask(acme)
+        pages = [
+            (await call(at, "GET", "/metrics", **headers))[:2]
+            for headers in ({}, bearer(key_of("acme")), bearer(API), bearer(ADMIN))
+        ]
+        own_page = at.gateway.metrics.text().decode()
+    assert [status for status, _ in pages] == [200] * 4
+    assert ["acme" in str(page) for _, page in pages] == [False, False, False, True]
+    assert all("sglang:num_requests_total" in str(page) for _, page in pages)
+    assert "acme" not in own_page
 
 
 async def test_no_key_is_logged_or_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -256,7 +256,7 @@ async def test_everything_a_request_may_say_reaches_the_leader(at: House) -> Non
     assert sampling.max_new_tokens == 20
     assert submit.stop.strings == ("x", "y")
     counted = at.gateway.metrics.text().decode()
-    assert "antiphon_gateway_unknown_fields_total 1.0" in counted
+    assert "antiphon_unknown_fields_total 1.0" in counted
 
 
 async def test_what_is_not_said_is_the_model_s(at: House) -> None:

@@ -223,7 +223,7 @@ async def test_everything_a_request_may_say_reaches_the_leader() -> None:
     assert (submit.stop.strings, submit.stop.include) == (("x",), True)
     assert not submit.stop.skip_special_tokens
     assert submit.traceparent == TRACE
-    assert "antiphon_gateway_unknown_fields_total 1.0" in counted
+    assert "antiphon_unknown_fields_total 1.0" in counted
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -588,7 +588,7 @@ async def test_client_that_does_not_read_ends_in_an_error_and_holds_little() -> 
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: len(at.cluster.cancelled) == 1)
         said = at.gateway.metrics.text().decode()
-        assert 'antiphon_gateway_requests_total{outcome="cancelled"} 1.0' in said
+        assert 'antiphon_num_requests_total{outcome="cancelled"} 1.0' in said
         heard = b""
         while piece := await reader.read(1 << 20):
             heard += piece

@@ -56,10 +56,10 @@ class ControlStage(Stage):
 
     async def watched(self) -> None:
         """Wait until the worker has looked at its loop with the request in it."""
-        await until(lambda: self.metric("held") == 1.0)
+        await until(lambda: self.metric("held_reqs") == 1.0)
 
     def metric(self, name: str) -> float | None:
-        return self.worker.metrics.registry.get_sample_value(f"antiphon_worker_{name}")
+        return self.worker.metrics.registry.get_sample_value(f"antiphon_{name}")
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def test_a_paused_worker_says_so_and_lets_requests_wait() -> None:
         await until(lambda: stage.load is not None and stage.load.waiting == 1)
         assert stage.load is not None
         assert stage.load.step_age_s == 0.0
-        await until(lambda: stage.metric("paused") == 1.0)
+        await until(lambda: stage.metric("paused_workers") == 1.0)
         assert not stage.ids("a")
         await stage.order(ContinueWorker())
         await until(lambda: stage.ended("a"))

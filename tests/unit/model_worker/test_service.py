@@ -63,6 +63,8 @@ from antiphon.wire.submit import OpenList
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from prometheus_client import CollectorRegistry
+
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.plan import Outcome, Plan
@@ -71,6 +73,10 @@ if TYPE_CHECKING:
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 VOCAB_SIZE = 50
+
+
+def decoded(registry: CollectorRegistry) -> float | None:
+    return registry.get_sample_value("antiphon_realtime_tokens_total", {"mode": "decode"})
 
 
 def process(name: str) -> Process:
@@ -299,9 +305,7 @@ async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
         (leader.scheduler.instance, reason)
     ]
     registry = stage.worker.metrics.registry
-    counted = registry.get_sample_value(
-        "antiphon_worker_commands_refused_total", {"reason": reason}
-    )
+    counted = registry.get_sample_value("antiphon_refused_commands_total", {"reason": reason})
     assert counted == 2
     assert not stage.ids("a")
 
@@ -357,7 +361,7 @@ async def test_the_worker_goes_on_while_the_link_is_down_and_sends_all_of_it_aft
     assert isinstance(transport, MemoryTransport)
     stage.broker.cut(transport)
     registry = stage.worker.metrics.registry
-    await until(lambda: registry.get_sample_value("antiphon_worker_output_tokens_total") == 400)
+    await until(lambda: decoded(registry) == 400)
     assert not stage.ended("a")
     stage.broker.heal(transport)
     await until(lambda: stage.ended("a"))
@@ -393,7 +397,7 @@ async def test_who_missed_an_event_asks_and_who_missed_a_flush_hears_of_it(stage
     await until(lambda: bool(stage.ids("a")))
     stage.broker.cut(transport)
     registry = stage.worker.metrics.registry
-    await until(lambda: registry.get_sample_value("antiphon_worker_output_tokens_total") == 300)
+    await until(lambda: decoded(registry) == 300)
     stage.broker.heal(transport)
     await until(lambda: stage.ended("a"))
     await stage.load_is(0)

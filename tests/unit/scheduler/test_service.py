@@ -237,8 +237,8 @@ async def test_a_submitted_request_reaches_the_worker_in_the_same_trace(cluster:
     assert cluster.admits[0].traceparent is not None
     assert cluster.admits[0].traceparent[3:35] == TRACE[3:35]
     text = cluster.schedulers[0].metrics.text().decode()
-    assert 'antiphon_scheduler_bound_total{worker="worker-0"} 1.0' in text
-    assert "antiphon_scheduler_wait_seconds_count 1.0" in text
+    assert 'antiphon_scheduler_scheduled_reqs_total{worker="worker-0"} 1.0' in text
+    assert "antiphon_queue_time_seconds_count 1.0" in text
 
 
 async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Cluster) -> None:
@@ -247,13 +247,13 @@ async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Clust
     for number in range(5):
         await cluster.gateway.submit(cluster.gateway.request(f"r{number}"))
     metrics = cluster.schedulers[0].metrics
-    await until(lambda: b"antiphon_scheduler_waiting 2.0" in metrics.text())
-    assert b'antiphon_scheduler_credit{worker="worker-0"} 0.0' in metrics.text()
+    await until(lambda: b"antiphon_num_queue_reqs 2.0" in metrics.text())
+    assert b'antiphon_scheduler_worker_capacity{worker="worker-0"} 0.0' in metrics.text()
     request = cluster.gateway.request("gone")
     await cluster.gateway.cancel(request)
     with pytest.raises(Cancelled):
         await cluster.gateway.submit(request)
-    assert b'antiphon_scheduler_refused_total{reason="cancelled"} 1.0' in metrics.text()
+    assert b'antiphon_scheduler_rejected_reqs_total{reason="cancelled"} 1.0' in metrics.text()
 
 
 async def test_a_cancelled_request_is_aborted_at_its_worker(cluster: Cluster) -> None:

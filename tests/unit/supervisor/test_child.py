@@ -16,7 +16,7 @@ from antiphon.config.settings import Settings
 from antiphon.supervisor import child as module
 from antiphon.supervisor.child import Child
 from antiphon.supervisor.hangs import HangWatch
-from antiphon.supervisor.ports import free_port
+from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.testing.wait import until
 from antiphon.wire.base import Role
@@ -43,6 +43,7 @@ def program(folder: Path, line: str) -> Program:
         config=folder / "settings.yaml",
         log_folder=folder / "logs",
         environment=child_environment(Settings()),
+        ports=PortRange("127.0.0.1", 0),
     )
     found.line = line
     return found

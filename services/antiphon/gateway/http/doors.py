@@ -35,7 +35,7 @@ from antiphon.gateway.workers import Workers
 from antiphon.service.model import served_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from antiphon.gateway.access.access import Access
     from antiphon.gateway.driver import Driver
@@ -60,6 +60,7 @@ def operations(
     access: Access,
     detached: Detached,
     bodies: BodyReader,
+    metrics_ports: Callable[[], Mapping[str, int]],
 ) -> Sequence[Operation]:
     """All that can be asked."""
     gateway = runtime.settings.gateway
@@ -105,7 +106,7 @@ def operations(
         *OllamaEmbedding(answering, vectors, served_names(runtime.settings)).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),
-        *Info(runtime, model, tokenizers, workers).operations(),
+        *Info(runtime, model, tokenizers, workers, metrics_ports).operations(),
         *Health(runtime, model, answering, tokenizers).operations(),
         *control.operations(),
         *Parsing(answering).operations(),

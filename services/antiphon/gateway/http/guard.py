@@ -8,7 +8,7 @@ from aiohttp import hdrs, web
 
 from antiphon.gateway.access.access import ANYBODY, PROBE
 from antiphon.gateway.access.keys import Caller
-from antiphon.wire.errors import HeadersTooLarge
+from antiphon.wire.errors import EngineError, HeadersTooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,6 +62,15 @@ def guard(
         return await handler(request)
 
     return middleware
+
+
+def is_admin(access: Access, request: web.Request) -> bool:
+    """Whether a request shows an operator's key, where one is asked for."""
+    try:
+        access.caller(_key(request), admin=True)
+    except EngineError:
+        return False
+    return True
 
 
 def _path(request: web.Request) -> str:

@@ -61,17 +61,19 @@ async def http_server(
     routes: Iterable[web.AbstractRouteDef],
     guard: Middleware,
     origins: frozenset[str],
+    counting: Middleware,
 ) -> AsyncGenerator[int]:
     """Answer while inside; gives the port. A client that leaves cancels its handler.
 
-    `guard` lets requests in; pages of `origins` may call.
+    `guard` lets requests in; pages of `origins` may call; `counting` sees what the client sees.
 
     Raises:
         CannotStart: The port is taken, or the address is not ours.
         ConfigError: The files of TLS cannot be used.
     """
     tls = server_context(config)
-    app = web.Application(middlewares=[_errors], client_max_size=0)  # we count for ourselves
+    # We count bytes for ourselves.
+    app = web.Application(middlewares=[counting, _errors], client_max_size=0)
     app.on_response_prepare.append(_name)
     if origins:
         allow_origins(app, origins)  # before the guard: browsers ask for leave without a key

@@ -109,6 +109,16 @@ class Batching:
         return self._planner.retractions
 
     @property
+    def retracted_tokens(self) -> int:
+        """Tokens that these had in the cache, since start."""
+        return self._planner.retracted_tokens
+
+    @property
+    def new_token_ratio(self) -> float:
+        """Share of the longest answers for which pages are kept free."""
+        return self._planner.new_token_ratio
+
+    @property
     def preemptions(self) -> int:
         """Requests that lost their pages to one that outranks them, since start."""
         return self._planner.preemptions

@@ -58,7 +58,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         tokens: Tokens in the plan that was launched.
         rows: Choices in it.
         credit: What could be taken on, lately.
+        prefill_rows: Of the choices in the plan, those whose prompts it computes.
+        prefill_tokens: Tokens of these.
         retractions: Since start.
+        retracted_tokens: Tokens that these had in the cache, since start.
+        new_token_ratio: Share of the longest answers for which pages are kept free.
         preemptions: Since start.
         failures: Plans that raised, since start.
         paused: Whether steps are run.
@@ -79,7 +83,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     credit: Credit
     running: int
     waiting: int
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
     retractions: int
+    retracted_tokens: int = 0
+    new_token_ratio: float = 0.0
     preemptions: int = 0
     failures: int = 0
     paused: bool = False
@@ -188,6 +196,7 @@ class BatchingLoop:
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if rows else 0.0
         started = batching.take_started()
+        prefill_rows = _prefill_rows(rows, tokens, len(started))
         return StepReport(
             step=self._step,
             seconds=seconds,
@@ -197,7 +206,11 @@ class BatchingLoop:
             credit=self._count_credit(now),
             running=len(batching.running),
             waiting=len(batching.waiting),
+            prefill_rows=prefill_rows,
+            prefill_tokens=tokens - (len(rows) - prefill_rows) if prefill_rows else 0,
             retractions=batching.retractions,
+            retracted_tokens=batching.retracted_tokens,
+            new_token_ratio=batching.new_token_ratio,
             preemptions=batching.preemptions,
             failures=self._failures,
             paused=self.paused,
@@ -391,6 +404,13 @@ class BatchingLoop:
         record.end(outcome)
         self._batching.pools.finished(step)
         return outcome
+
+
+def _prefill_rows(rows: Sequence[Row], tokens: int, started: int) -> int:
+    """Rows of a plan that compute prompts. A decode has one token, as may the end of a prompt."""
+    if tokens == len(rows):
+        return min(started, len(rows))
+    return max(started, sum([row.length > 1 for row in rows]))
 
 
 def _launcher(runner: Runner, *, overlap: bool) -> Callable[[Plan], Callable[[], Outcome]]:

@@ -32,6 +32,7 @@ class Planner:
 
     Attributes:
         retractions: Requests that lost their pages because none were left, since start.
+        retracted_tokens: Tokens that these had in the cache.
         preemptions: Requests that lost their pages to one that outranks them, since start.
     """
 
@@ -44,6 +45,7 @@ class Planner:
         timeouts: Timeouts,
     ) -> None:
         self.retractions = 0
+        self.retracted_tokens = 0
         self.preemptions = 0
         self._limits = limits
         self._rules = rules
@@ -97,6 +99,11 @@ class Planner:
         self._steps += steps
         for _ in range(steps):
             self._holdings.room.ratio.decay()
+
+    @property
+    def new_token_ratio(self) -> float:
+        """Share of the longest answers for which pages are kept free."""
+        return self._holdings.room.ratio.value
 
     def take_started(self) -> Sequence[Request]:
         """Those that were started for the first time since the last call."""
@@ -174,6 +181,7 @@ class Planner:
         return grow(wants, holdings.room, holdings.slots, holdings.running.values, self._give_way)
 
     def _give_way(self, request: Request) -> None:
+        self.retracted_tokens += request.length
         self.retract(request)
         self.retractions += 1
         self._pages_short = True

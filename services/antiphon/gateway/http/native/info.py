@@ -18,7 +18,7 @@ from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.workers import Workers
@@ -64,11 +64,15 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Beside these stand SGLang's arguments under their own names, and what its clients read of the
     cache: `max_total_num_tokens`, `max_req_input_len`.
+
+    Attributes:
+        metrics_ports: Where each process of the model shows its own metrics.
     """
 
     version: str
     model: ModelInfo
     settings: dict[str, dict[str, Value]]
+    metrics_ports: dict[str, int]
     internal_states: list[Load]
 
 
@@ -101,12 +105,18 @@ class Info:
     """Answers from settings and heartbeats."""
 
     def __init__(
-        self, runtime: Runtime, model: ModelName, tokenizers: TokenizerCalls, workers: Workers
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        tokenizers: TokenizerCalls,
+        workers: Workers,
+        metrics_ports: Callable[[], Mapping[str, int]],
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._tokenizers = tokenizers
         self._workers = workers
+        self._metrics_ports = metrics_ports
         self._version = metadata.version("antiphon")
 
     def operations(self) -> list[Operation]:
@@ -251,6 +261,7 @@ class Info:
                     }
                     for group in groups()
                 },
+                metrics_ports=dict(self._metrics_ports()),
                 internal_states=loads,
             )
         )

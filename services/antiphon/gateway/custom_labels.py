@@ -1,0 +1,65 @@
+"""The labels that clients put on the metrics of their own requests, by a header."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.metrics import label_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.config.metrics import MetricsConfig
+
+SETS_MAX = 100
+"""As many sets of values have series of their own; the others share one."""
+_VALUE_MAX = 128
+_OTHER = "other"
+
+custom_labels_var: ContextVar[tuple[str, ...] | None] = ContextVar("custom_labels", default=None)
+"""Of the request that is being read: values of the labels that are allowed, in their order."""
+
+
+class CustomLabels:
+    """Reads the header. Labels that are not allowed are ignored, as in SGLang."""
+
+    def __init__(self, config: MetricsConfig) -> None:
+        self.names = label_names(config.custom_labels)
+        self._header = config.custom_labels_header
+        self._seen: set[tuple[str, ...]] = set()
+
+    @property
+    def none(self) -> tuple[str, ...]:
+        """The values of a request that names none."""
+        return ("",) * len(self.names)
+
+    def read(self, headers: Mapping[str, str]) -> None:
+        """Note the labels of the request with these headers, for what this task begins."""
+        if self.names:
+            # Set each time: the requests of a connection are read in one task.
+            text = headers.get(self._header)
+            custom_labels_var.set(self._values(text) if text else None)
+
+    def current(self) -> tuple[str, ...]:
+        """The values of the request that is being read."""
+        return (custom_labels_var.get() or self.none) if self.names else ()
+
+    def _values(self, text: str) -> tuple[str, ...]:
+        try:
+            given = msgspec.json.decode(text, type=dict[str, str | int | float | bool | None])
+        except (msgspec.DecodeError, UnicodeError):
+            return self.none
+        values = tuple([_shown(given.get(name)) for name in self.names])
+        if values in self._seen or values == self.none:
+            return values
+        if len(self._seen) >= SETS_MAX:
+            return (_OTHER,) * len(self.names)
+        self._seen.add(values)
+        return values
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)[:_VALUE_MAX]

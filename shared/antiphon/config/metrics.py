@@ -1,0 +1,162 @@
+"""What metrics look like: their buckets and labels."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from typing import Annotated, cast
+
+import msgspec
+
+from antiphon.config.schema import Config, Help
+
+BUCKETS_MAX = 100
+LABELS_MAX = 16
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_TAKEN = frozenset(
+    {
+        *("le", "quantile", "instance", "job", "model_name", "engine_type", "worker", "tenant"),
+        *("tp_rank", "pp_rank", "dp_rank", "outcome", "code", "kind", "route", "reason", "mode"),
+        *("endpoint", "method", "status_code", "component", "category", "cache_source"),
+    }
+)
+"""Labels that metrics have already, or that Prometheus adds."""
+
+
+class MetricsConfig(Config):
+    """Metrics: their buckets and labels. Lists are written with commas or spaces."""
+
+    time_to_first_token_buckets: Annotated[
+        str, Help("Bucket bounds of `time_to_first_token_seconds`, ascending; empty: built in.")
+    ] = ""
+    inter_token_latency_buckets: Annotated[
+        str, Help("Bucket bounds of `inter_token_latency_seconds`, ascending; empty: built in.")
+    ] = ""
+    e2e_request_latency_buckets: Annotated[
+        str, Help("Bucket bounds of `e2e_request_latency_seconds`, ascending; empty: built in.")
+    ] = ""
+    tokens_histogram: Annotated[
+        bool, Help("Whether prompt and generation tokens of requests are collected as histograms.")
+    ] = False
+    prompt_tokens_buckets: Annotated[
+        str,
+        Help(
+            "Bucket bounds of `prompt_tokens_histogram`: `default`, `tse MIDDLE BASE COUNT` (two "
+            "sides of exponential distances) or `custom BOUND ...`."
+        ),
+    ] = "default"
+    generation_tokens_buckets: Annotated[
+        str, Help("Bucket bounds of `generation_tokens_histogram`, written likewise.")
+    ] = "default"
+    custom_labels_header: Annotated[
+        str, Help("HTTP header with the custom labels of a request, as a JSON object.")
+    ] = "x-custom-labels"
+    custom_labels: Annotated[
+        str, Help("Names of the custom labels that requests may set; empty: none.")
+    ] = ""
+    extra_labels: Annotated[
+        str, Help("JSON object of labels and values that every metric of the model gets.")
+    ] = ""
+    by_worker: Annotated[
+        bool, Help("Whether the metrics of each worker are shown apart, not added up.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        for field in (
+            "time_to_first_token_buckets",
+            "inter_token_latency_buckets",
+            "e2e_request_latency_buckets",
+        ):
+            bounds(getattr(self, field), field)
+        token_bounds(self.prompt_tokens_buckets, "prompt_tokens_buckets")
+        token_bounds(self.generation_tokens_buckets, "generation_tokens_buckets")
+        if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.custom_labels_header):
+            raise ValueError("custom_labels_header is not the name of an HTTP header")
+        names = (*label_names(self.custom_labels), *label_values(self.extra_labels))
+        for name in names:
+            if not _LABEL.fullmatch(name) or name.startswith("__"):
+                raise ValueError(f"'{name}' is not a label name: letters, digits and underscores")
+            if name in _TAKEN:
+                raise ValueError(f"the label '{name}' is taken by the metrics themselves")
+        if len(set(names)) != len(names):
+            raise ValueError("a label is named twice in custom_labels and extra_labels")
+        if len(names) > LABELS_MAX:
+            raise ValueError(f"{len(names)} labels are more than {LABELS_MAX}")
+
+
+def label_names(text: str) -> tuple[str, ...]:
+    """Read `custom_labels`."""
+    return tuple(_words(text))
+
+
+def label_values(text: str) -> dict[str, str]:
+    """Read `extra_labels`.
+
+    Raises:
+        ValueError: They are not a JSON object of scalars.
+    """
+    if not text:
+        return {}
+    try:
+        found = msgspec.json.decode(text, type=dict[str, str | int | float | bool])
+    except msgspec.DecodeError as error:
+        reason = f"extra_labels is not a JSON object of names and values: {error}"
+        raise ValueError(reason) from error
+    return {name: value if isinstance(value, str) else str(value) for name, value in found.items()}
+
+
+def bounds(text: str, name: str) -> tuple[float, ...]:
+    """Read bucket bounds; none if the text is empty.
+
+    Raises:
+        ValueError: They are not finite numbers that ascend, or too many.
+    """
+    try:
+        found = tuple(float(word) for word in _words(text))
+    except ValueError as error:
+        raise ValueError(f"{name}: '{text}' is not a list of numbers") from error
+    return _checked(found, name)
+
+
+def token_bounds(text: str, name: str) -> tuple[float, ...]:
+    """Read the rule for buckets of token counts; none if the built-in ones are meant.
+
+    Raises:
+        ValueError: It is none of the three rules.
+    """
+    rule, *words = _words(text) or ["default"]
+    values = bounds(" ".join(words), name) if rule == "custom" else ()
+    if (rule == "default" and not words) or values:
+        return values
+    if rule == "tse" and len(words) == 3:
+        return _checked(_two_sided(words, name), name)
+    raise ValueError(
+        f"{name}: '{text}' must be `default`, `tse MIDDLE BASE COUNT` or `custom BOUND ...`"
+    )
+
+
+def _two_sided(words: list[str], name: str) -> tuple[float, ...]:
+    try:
+        middle, base, count = float(words[0]), float(words[1]), int(words[2])
+    except ValueError as error:
+        raise ValueError(f"{name}: tse takes two numbers and a count") from error
+    if not (base > 1 and 1 <= count <= BUCKETS_MAX and math.isfinite(middle) and base < 1e6):
+        raise ValueError(f"{name}: tse takes a base > 1 and a count from 1 to {BUCKETS_MAX}")
+    distances = [min(base**exponent, 1e12) for exponent in range(1, count // 2 + 1)]
+    found = {middle, *(middle + d for d in distances), *(middle - d for d in distances)}
+    return tuple(sorted(bound for bound in found if bound > 0))
+
+
+def _checked(found: tuple[float, ...], name: str) -> tuple[float, ...]:
+    if len(found) > BUCKETS_MAX:
+        raise ValueError(f"{name}: {len(found)} buckets are more than {BUCKETS_MAX}")
+    if not all(map(math.isfinite, found)) or any(
+        after <= before for before, after in pairwise(found)
+    ):
+        raise ValueError(f"{name}: bucket bounds must be finite and ascend")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return cast("list[str]", re.split(r"[\s,]+", text.strip())) if text.strip() else []

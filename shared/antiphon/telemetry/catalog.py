@@ -1,0 +1,415 @@
+"""Every metric that describes a model rather than a process: its names, labels and meaning.
+
+Services count these in their own registries and publish them once a second; a gateway puts the
+processes together and serves each one under two names, `antiphon_<name>` and, where SGLang has the
+metric, `sglang:<name>`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+GIB = 1024.0**3
+MB = 1e6
+
+
+class Kind(StrEnum):
+    """Prometheus' types."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Merge(StrEnum):
+    """How the gauges of several processes become one. Counters and histograms are added."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+
+
+class Side(StrEnum):
+    """Which labels SGLang puts on a metric."""
+
+    REQUEST = "request"
+    """The model's name and the custom labels of requests."""
+    SCHEDULER = "scheduler"
+    """The model's name, the kind of engine and the ranks."""
+    PLAIN = "plain"
+    """None but the metric's own."""
+
+
+class Sglang(msgspec.Struct, frozen=True, kw_only=True):
+    """A metric as SGLang has it, counted from ours.
+
+    Attributes:
+        name: Behind `sglang:`, with `_total` where it is a counter.
+        side: Which of SGLang's own labels it has.
+        labels: Ours that it has too; over all others it is added up.
+        fixed: Labels of SGLang's that have one value here.
+        scale: One of our units in its units.
+    """
+
+    name: str
+    side: Side
+    labels: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, str], ...] = ()
+    scale: float = 1.0
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of a model.
+
+    Attributes:
+        name: Behind `antiphon_`, with `_total` where it is a counter.
+        buckets: Upper bounds, where no setting names others.
+        custom: Whether it carries the custom labels of requests.
+        private: Whether it names tenants, and is shown to operators only.
+        sglang: SGLang's names of it.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    merge: Merge = Merge.SUM
+    custom: bool = False
+    private: bool = False
+    sglang: tuple[Sglang, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """Its name on a page."""
+        return f"antiphon_{self.name}"
+
+
+_REQUEST, _SCHEDULER, _PLAIN = Side.REQUEST, Side.SCHEDULER, Side.PLAIN
+_FIRST_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0),
+    *(40.0, 60.0, 80.0, 100.0, 200.0, 400.0),
+)
+_TOKEN_S = (
+    *(0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06),
+    *(0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0),
+)
+_REQUEST_S = (
+    *(0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0),
+    *(100.0, 200.0, 400.0, 600.0, 1200.0),
+)
+_QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_IMAGE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TOKENS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+
+
+def _counter(
+    name: str,
+    help_: str,
+    *labels: str,
+    side: Side | None = None,
+    custom: bool = False,
+    private: bool = False,
+) -> Family:
+    """Make a counter; with a `side` SGLang has it by the same name and labels."""
+    sglang = () if side is None else (Sglang(name=name, side=side, labels=labels),)
+    return Family(
+        name=name,
+        kind=Kind.COUNTER,
+        help=help_,
+        labels=labels,
+        custom=custom,
+        private=private,
+        sglang=sglang,
+    )
+
+
+def _gauge(
+    name: str,
+    help_: str,
+    *labels: str,
+    merge: Merge = Merge.SUM,
+    side: Side | None = _SCHEDULER,
+    others: tuple[Sglang, ...] = (),
+) -> Family:
+    sglang = () if side is None else (Sglang(name=name, side=side, labels=labels),)
+    return Family(
+        name=name,
+        kind=Kind.GAUGE,
+        help=help_,
+        labels=labels,
+        merge=merge,
+        sglang=(*sglang, *others),
+    )
+
+
+def _histogram(
+    name: str,
+    help_: str,
+    buckets: tuple[float, ...],
+    side: Side | None = None,
+    sglangs_name: str = "",
+) -> Family:
+    sglang = () if side is None else (Sglang(name=sglangs_name or name, side=side),)
+    custom = side is _REQUEST
+    return Family(
+        name=name, kind=Kind.HISTOGRAM, help=help_, buckets=buckets, custom=custom, sglang=sglang
+    )
+
+
+# Requests, counted by gateways.
+NUM_REQUESTS = Family(
+    name="num_requests_total",
+    kind=Kind.COUNTER,
+    help="Requests that have ended, by outcome.",
+    labels=("outcome",),
+    custom=True,
+    sglang=(Sglang(name="num_requests_total", side=_REQUEST),),
+)
+NUM_REJECTED_REQUESTS = _counter(
+    "num_rejected_requests_total", "Requests refused before they were queued, by error.", "code"
+)
+NUM_ABORTED_REQUESTS = _counter(
+    "num_aborted_requests_total",
+    "Requests that were cancelled or aborted.",
+    side=_REQUEST,
+    custom=True,
+)
+NUM_SO_REQUESTS = _counter(
+    "num_so_requests_total", "Requests with structured output.", side=_REQUEST, custom=True
+)
+PROMPT_TOKENS = _counter(
+    "prompt_tokens_total", "Prompt tokens of ended requests.", side=_REQUEST, custom=True
+)
+GENERATION_TOKENS = _counter(
+    "generation_tokens_total", "Generated tokens of ended requests.", side=_REQUEST, custom=True
+)
+CACHED_TOKENS = _counter(
+    "cached_tokens_total",
+    "Prompt tokens of ended requests that the prefix cache had.",
+    "cache_source",
+    side=_REQUEST,
+    custom=True,
+)
+TENANT_REQUESTS = _counter(
+    "tenant_requests_total",
+    "Requests ended or rejected, by tenant.",
+    "tenant",
+    "outcome",
+    private=True,
+)
+TENANT_TOKENS = _counter(
+    "tenant_tokens_total", "Tokens of ended requests, by tenant.", "tenant", "kind", private=True
+)
+NUM_OPEN_REQS = _gauge("num_open_reqs", "Requests that have not ended.", side=None)
+TIME_TO_FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds",
+    "Time from the arrival of a request to its first token.",
+    _FIRST_S,
+    _REQUEST,
+)
+INTER_TOKEN_LATENCY = _histogram(
+    "inter_token_latency_seconds", "Time between two tokens of a request.", _TOKEN_S, _REQUEST
+)
+TIME_PER_OUTPUT_TOKEN = _histogram(
+    "request_time_per_output_token_seconds",
+    "Mean time per token of a request after its first.",
+    _TOKEN_S,
+    _REQUEST,
+)
+E2E_REQUEST_LATENCY = _histogram(
+    "e2e_request_latency_seconds",
+    "Time from the arrival of a request to its end.",
+    _REQUEST_S,
+    _REQUEST,
+)
+PROMPT_TOKENS_HISTOGRAM = _histogram(
+    "request_prompt_tokens",
+    "Prompt tokens of a request.",
+    _TOKENS,
+    _REQUEST,
+    "prompt_tokens_histogram",
+)
+UNCACHED_PROMPT_TOKENS_HISTOGRAM = _histogram(
+    "request_uncached_prompt_tokens",
+    "Prompt tokens of a request that the prefix cache did not have.",
+    _TOKENS,
+    _REQUEST,
+    "uncached_prompt_tokens_histogram",
+)
+GENERATION_TOKENS_HISTOGRAM = _histogram(
+    "request_generation_tokens",
+    "Generated tokens of a request.",
+    _TOKENS,
+    _REQUEST,
+    "generation_tokens_histogram",
+)
+HTTP_REQUESTS = _counter("http_requests_total", "HTTP requests.", "endpoint", "method", side=_PLAIN)
+HTTP_RESPONSES = _counter(
+    "http_responses_total", "HTTP responses.", "endpoint", "status_code", "method", side=_PLAIN
+)
+HTTP_REQUESTS_ACTIVE = _gauge(
+    "http_requests_active", "HTTP requests under way.", "endpoint", "method", side=_PLAIN
+)
+
+# The queue, counted by the scheduler; a worker adds what it has not started.
+NUM_QUEUE_REQS = _gauge("num_queue_reqs", "Requests that wait for a worker, or to start there.")
+QUEUE_TIME = _histogram(
+    "queue_time_seconds",
+    "Time from the submission of a request to its worker.",
+    _QUEUE_S,
+    _SCHEDULER,
+)
+SCHEDULER_LEADERS = _gauge("scheduler_leaders", "Schedulers that lead the queue.", side=None)
+SCHEDULER_REQS = _gauge(
+    "scheduler_num_reqs",
+    "Requests accepted by the scheduler and not seen to end.",
+    merge=Merge.MAX,
+    side=None,
+)
+SCHEDULED_REQS = _counter(
+    "scheduler_scheduled_reqs_total", "Attempts of requests, by worker.", "worker"
+)
+REQUEUED_REQS = _counter(
+    "scheduler_requeued_reqs_total",
+    "Requests that a worker returned to the queue unstarted.",
+    "worker",
+)
+PROMPT_BLOCKS = _counter(
+    "scheduler_prompt_blocks_total", "Blocks of 64 tokens of the prompts that were scheduled."
+)
+CACHED_PROMPT_BLOCKS = _counter(
+    "scheduler_cached_prompt_blocks_total", "Of these, those that the worker was known to have."
+)
+KNOWN_BLOCKS = _gauge(
+    "scheduler_known_blocks",
+    "Blocks known to be in the workers' prefix caches.",
+    merge=Merge.MAX,
+    side=None,
+)
+KV_REPLAYS = _counter("scheduler_kv_replays_total", "Replays of KV events requested.")
+SCHEDULER_REJECTED_REQS = _counter(
+    "scheduler_rejected_reqs_total", "Submissions refused, by error.", "reason"
+)
+LOST_REQS = _counter("scheduler_lost_reqs_total", "Requests reported lost to their gateways.")
+WORKER_CAPACITY = _gauge(
+    "scheduler_worker_capacity",
+    "Requests that a worker may still be given.",
+    "worker",
+    merge=Merge.MAX,
+    side=None,
+)
+
+# The engine, counted by workers.
+NUM_RUNNING_REQS = _gauge("num_running_reqs", "Requests that run.")
+NUM_GRAMMAR_QUEUE_REQS = _gauge("num_grammar_queue_reqs", "Requests that wait for a grammar.")
+NUM_PAUSED_REQS = _gauge("num_paused_reqs", "Requests that wait while generation is paused.")
+NUM_RETRACTED_REQS = _gauge("num_retracted_reqs", "Retracted requests that wait to go on.")
+NUM_RETRACTIONS = _counter("num_retractions_total", "Retractions of running requests.")
+NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by a higher priority.")
+GEN_THROUGHPUT = _gauge("gen_throughput", "Generated tokens a second, over the last ten.")
+CACHE_HIT_RATE = _gauge(
+    "cache_hit_rate",
+    "Share of prompt tokens found in the prefix cache, over the last minute.",
+    merge=Merge.MEAN,
+)
+TOKEN_USAGE = _gauge(
+    "token_usage",
+    "Share of the KV cache that requests hold.",
+    merge=Merge.MEAN,
+    others=(Sglang(name="full_token_usage", side=_SCHEDULER),),
+)
+KV_USED_TOKENS = _gauge(
+    "kv_used_tokens",
+    "Tokens of KV cache that requests hold, in whole pages.",
+    others=(Sglang(name="num_used_tokens", side=_SCHEDULER),),
+)
+KV_AVAILABLE_TOKENS = _gauge("kv_available_tokens", "Tokens of KV cache that are free.")
+KV_EVICTABLE_TOKENS = _gauge(
+    "kv_evictable_tokens", "Tokens of KV cache that only the prefix cache holds."
+)
+UTILIZATION = _gauge(
+    "utilization", "Share of the running requests allowed that run.", merge=Merge.MEAN
+)
+NEW_TOKEN_RATIO = _gauge(
+    "new_token_ratio",
+    "Share of the longest answers for which pages are reserved.",
+    merge=Merge.MEAN,
+)
+MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Tokens that the KV cache holds.")
+NUM_PAGES = _gauge("num_pages", "Pages of the KV cache.")
+PAGE_SIZE = _gauge("page_size", "Tokens of a page.", merge=Merge.MAX)
+CONTEXT_LEN = _gauge("context_len", "Maximum tokens of a request.", merge=Merge.MAX)
+WEIGHT_BYTES = _gauge(
+    "weight_memory_usage_bytes",
+    "Memory of the weights.",
+    side=None,
+    others=(Sglang(name="weight_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
+)
+KV_CACHE_BYTES = _gauge(
+    "kv_cache_memory_usage_bytes",
+    "Memory of the KV cache.",
+    side=None,
+    others=(Sglang(name="kv_cache_memory_usage_gb", side=_SCHEDULER, scale=1 / GIB),),
+)
+REALTIME_TOKENS = _counter(
+    "realtime_tokens_total",
+    "Tokens of prompts computed and found in the cache, and tokens generated.",
+    "mode",
+    side=_SCHEDULER,
+)
+FORWARD_SECONDS = _counter(
+    "forward_execution_seconds_total",
+    "Time of forward passes, with prompts (extend) and without (decode).",
+    "category",
+    side=_SCHEDULER,
+)
+STEP_SECONDS = _histogram("step_seconds", "Time of one forward pass with its sampling.", _STEP_S)
+COMPUTED_TOKENS = _counter("computed_tokens_total", "Tokens computed, prompts included.")
+FAILED_STEPS = _counter("failed_steps_total", "Forward passes that raised, repetitions included.")
+REFUSED_COMMANDS = _counter(
+    "refused_commands_total", "Batches of commands that a worker refused, by reason.", "reason"
+)
+STALLS = _counter("stalls_total", "Times that the batching loop stood still.")
+OVERRUN_TOKENS = _counter("overrun_tokens_total", "Tokens generated beyond a stop string.")
+HELD_REQS = _gauge("held_reqs", "Requests whose token ids are kept for a replay.", side=None)
+BATCH_SIZE = _gauge("batch_size", "Requests in the last forward pass.", side=None)
+FREE_SLOTS = _gauge("free_slots", "Requests that could be started beside those.", side=None)
+PAUSED_WORKERS = _gauge("paused_workers", "Workers whose generation is paused.", side=None)
+
+# The encoder.
+ENCODER_SECONDS = _histogram(
+    "encoder_request_e2e_latency_seconds",
+    "Time to decode and embed an image.",
+    _IMAGE_S,
+    _SCHEDULER,
+)
+ENCODER_HITS = _counter(
+    "encoder_cache_hit_files_total", "Images whose embedding was cached.", side=_SCHEDULER
+)
+ENCODER_CACHE_BYTES = _gauge(
+    "encoder_cache_bytes",
+    "Memory of cached embeddings.",
+    side=None,
+    others=(Sglang(name="encoder_cache_size_mb", side=_SCHEDULER, scale=1 / MB),),
+)
+
+# Every process.
+PROCESS_CPU = Family(
+    name="component_cpu_seconds_total",
+    kind=Kind.COUNTER,
+    help="Processor time of a service's processes.",
+    labels=("component",),
+    sglang=(Sglang(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),),
+)
+GAPS = _counter("gaps_total", "Losses seen in a sequence of messages.", "route")
+MESSAGES_REFUSED = _counter(
+    "messages_refused_total", "Messages dropped, by reason.", "route", "reason"
+)
+BUS_ERRORS = _counter("bus_errors_total", "Messages that were not sent.", "kind")
+
+FAMILIES = {one.name: one for one in tuple(globals().values()) if isinstance(one, Family)}
+"""All of them, by name."""

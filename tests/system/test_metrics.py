@@ -1,0 +1,174 @@
+"""One scrape of a gateway has the whole model: promtool, Prometheus and the dashboard read it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from tests.system.composed import COMPOSE
+from tests.system.prometheus import lint, scraping
+from tests.system.stack import SERVICES, Stack, serving, wait_until
+
+from antiphon.telemetry.catalog import FAMILIES, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+COLON = "metric names should not contain ':'"
+UNIT = "metric names should not contain abbreviated units"
+TYPE = "metric name should not include type 'histogram'"
+NAMED_BY_SGLANG = {
+    "sglang:encoder_cache_size_mb": UNIT,
+    "sglang:kv_cache_memory_usage_gb": UNIT,
+    "sglang:weight_memory_usage_gb": UNIT,
+    "sglang:prompt_tokens_histogram": TYPE,
+    "sglang:uncached_prompt_tokens_histogram": TYPE,
+    "sglang:generation_tokens_histogram": TYPE,
+}
+"""What promtool says of names that SGLang has fixed, beside the colon in all of them."""
+HTTP = {"endpoint", "method"}
+SCHEDULER = {"model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank", "site"}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    flags = {
+        "--metrics-port-base": "30700",
+        "--bucket-time-to-first-token": "0.5 1 2",
+        "--tokenizer-metrics-allowed-custom-labels": "team",
+        "--extra-metric-labels": '{"site": "here"}',
+        "--decode-log-interval": "5",
+    }
+    words = (word for flag in flags.items() for word in flag)
+    split = [part for word in words for part in (word.split(" ") if word[0].isdigit() else [word])]
+    with serving("--collect-tokens-histogram", *split) as running:
+        ask(running, team="red")
+        yield running
+
+
+def ask(stack: Stack, team: str | None = None) -> None:
+    headers = {} if team is None else {"x-custom-labels": json.dumps({"team": team, "other": "x"})}
+    with OpenAI(base_url=f"{stack.url}/v1", api_key="none", default_headers=headers) as client:
+        answer = client.chat.completions.create(
+            model=stack.model,
+            messages=[{"role": "user", "content": "Count from 1 to 30."}],
+            max_tokens=60,
+        )
+    assert answer.usage is not None
+
+
+def page(stack: Stack) -> str:
+    with urllib.request.urlopen(f"{stack.url}/metrics", timeout=10) as reply:
+        return reply.read().decode()
+
+
+def samples(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def total(stack: Stack, name: str) -> float:
+    return sum(value for _, value in samples(page(stack)).get(name, []))
+
+
+def whole(stack: Stack) -> str:
+    """Wait until the worker's report of all that was generated has come, then read the page."""
+
+    def arrived() -> bool:
+        generated = total(stack, "sglang:generation_tokens_total")
+        return 0 < generated <= total(stack, "sglang:realtime_tokens_total") and bool(
+            total(stack, "sglang:queue_time_seconds_count")
+        )
+
+    wait_until(arrived, 20, "every service has reported")
+    return page(stack)
+
+
+def test_promtool_finds_no_more_than_sglang_has_fixed(stack: Stack) -> None:
+    for line in lint(whole(stack)):
+        name, _, told = line.partition(" ")
+        assert name.startswith("sglang:"), line
+        assert told in (COLON, NAMED_BY_SGLANG.get(name)), line
+
+
+def test_sglangs_names_have_sglangs_labels(stack: Stack) -> None:
+    found = samples(whole(stack))
+    requests = {labels.get("team") for labels, _ in found["sglang:num_requests_total"]}
+    assert requests == {"red"}
+    assert {"model_name", "team", "site"} == set(found["sglang:num_requests_total"][0][0])
+    assert set(found["sglang:num_running_reqs"][0][0]) == SCHEDULER
+    assert set(found["sglang:http_responses_total"][0][0]) == {*HTTP, "status_code", "site"}
+    bounds = {labels["le"] for labels, _ in found["sglang:time_to_first_token_seconds_bucket"]}
+    assert bounds == {"0.5", "1.0", "2.0", "+Inf"}
+    ((labels, kept),) = found["sglang:max_total_num_tokens"]
+    assert kept > 0
+    assert labels["site"] == "here"
+    counted = sum(value for _, value in found["sglang:generation_tokens_histogram_count"])
+    assert counted == sum(value for _, value in found["sglang:num_requests_total"])
+    for family in FAMILIES.values():
+        if family.kind is Kind.COUNTER or family.name.startswith("encoder") or family.labels:
+            continue  # counters of what has not happened, and of services that had nothing to do
+        for view in family.sglang:
+            names = (f"sglang:{view.name}", f"sglang:{view.name}_count")
+            assert any(name in found for name in names), view.name
+
+
+def test_every_expression_of_the_dashboard_is_a_number(stack: Stack, tmp_path: Path) -> None:
+    board = json.loads((COMPOSE / "grafana/dashboards/antiphon.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(expressions) > 10
+    with scraping(stack.url.removeprefix("http://"), tmp_path) as prometheus:
+
+        def numbers() -> list[bool]:
+            ask(stack)  # rates need something that grows while they look
+            asked = [prometheus.ask(expression) for expression in expressions]
+            return [bool(values) and all(map(math.isfinite, values)) for values in asked]
+
+        wait_until(lambda: all(numbers()), 60, "every expression is a number")
+
+
+def test_a_worker_that_restarts_lowers_no_counter(stack: Stack) -> None:
+    before = samples(whole(stack))
+    pid = stack.pid("worker-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: stack.pid("worker-0") not in (None, pid), 30, "the worker is back")
+    wait_until(stack.healthy, 60, "the model is served again")
+    ask(stack)
+    name = "sglang:realtime_tokens_total"
+    old = sum(value for _, value in before[name])
+    wait_until(lambda: total(stack, name) > old, 20, "the new worker has reported")
+    assert len(samples(page(stack))["sglang:token_usage"]) == 1
+
+
+def test_each_process_has_a_port_of_its_own_for_metrics(stack: Stack) -> None:
+    def listed() -> dict[str, int]:
+        with urllib.request.urlopen(f"{stack.url}/server_info", timeout=10) as reply:
+            return json.load(reply)["metrics_ports"]
+
+    wait_until(lambda: set(listed()) == set(SERVICES), 10, "every process has reported")
+    ports = listed()
+    assert all(30700 <= port < 30800 for port in ports.values())
+    assert len(set(ports.values())) == len(SERVICES)
+    for name, port in ports.items():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            assert b"process_cpu_seconds_total" in reply.read(), name
+
+
+def test_prefill_and_decode_lines_are_sglangs(stack: Stack) -> None:
+    ask(stack)
+    wait_until(lambda: "Decode batch, #running-req: 1, #token: " in stack.log("worker-0"), 10, "a")
+    assert "Prefill batch, #new-seq: 1, #new-token: " in stack.log("worker-0")

@@ -1,0 +1,122 @@
+"""The page of a gateway that has served one request, beside workers that report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.wire.examples import EXAMPLES
+
+from antiphon.gateway.exposition import Exposition
+from antiphon.gateway.metrics import GatewayMetrics
+from antiphon.gateway.owner.actions import Ended, Said
+from antiphon.gateway.stream import Stream
+from antiphon.service.metrics_feed import families
+from antiphon.telemetry import catalog
+from antiphon.telemetry.metrics import Metrics
+from antiphon.telemetry.tracing import span
+from antiphon.wire.base import Process, Role, Usage
+from antiphon.wire.ids import Incarnation, InstanceId, ModelName
+from antiphon.wire.metrics import MetricsReport
+from antiphon.wire.submit import SubmitRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from antiphon.config.settings import Settings
+    from antiphon.gateway.access.tenant import Hold
+
+MODEL = ModelName("toy")
+GATEWAY = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
+Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class _Hold:
+    def end(self, tokens: int) -> None:
+        """Charge nothing."""
+
+
+class Door:
+    """What a gateway counts, and its page. `now` is its clock."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.now = 100.0
+        self.metrics = Metrics()
+        self.counted = GatewayMetrics(self.metrics, settings.metrics)
+        self.metrics.settle_with(self.counted.settle)
+        self.page = Exposition.of(
+            settings.metrics, MODEL, GATEWAY, lambda: self.now, lambda: report(self.metrics)
+        )
+        self.model = self.page.metrics
+
+    def serve(self, headers: Mapping[str, str] | None = None) -> None:
+        """Serve a request of 40 tokens, 10 of them cached, with three tokens in 0.3 s each."""
+        self.counted.custom.read(headers or {})
+        submit = cast("SubmitRequest", EXAMPLES[SubmitRequest])
+        trace, hold = span("x").start(), cast("Hold", _Hold())
+        stream = Stream(submit, trace, hold, door="chat", came_at=0.0, opened_at=0.1)
+        stream.labels = self.counted.custom.current()
+        for index, now in enumerate((0.3, 0.6, 0.9)):
+            if stream.spoke_at is None:
+                self.counted.first_token(stream, now)
+            else:
+                self.counted.note_gap(stream, now - stream.spoke_at)
+            stream.put(Said(choice=0, text_offset=index, text="x"), now)
+        end = Ended(usage=Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=10))
+        stream.put(end, 0.9)
+        self.counted.ended(stream, end)
+
+    def text(self, *, private: bool = False) -> str:
+        class Collected:
+            def __init__(self, collect: Callable[[bool], object]) -> None:
+                self.collect = lambda: collect(private)
+
+        return generate_latest(Collected(self.page.collect)).decode()  # pyright: ignore[reportArgumentType]
+
+    def read(self, *, private: bool = False) -> Page:
+        """Every sample by its name and its labels."""
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(self.text(private=private))
+            for sample in family.samples
+        }
+
+
+def report(
+    metrics: Metrics, process: Process = GATEWAY, role: Role = Role.GATEWAY
+) -> MetricsReport:
+    return MetricsReport(
+        role=role, process=process, model=MODEL, families=families(metrics.published())
+    )
+
+
+def worker(
+    instance: str, life: str = "1", *, running: int = 0, usage: float = 0.0, tokens: int = 0
+) -> MetricsReport:
+    """Report of a worker."""
+    metrics = Metrics()
+    metrics.gauge(catalog.NUM_RUNNING_REQS).set(running)
+    metrics.gauge(catalog.TOKEN_USAGE).set(usage)
+    metrics.counter(catalog.REALTIME_TOKENS).labels("decode").inc(tokens)
+    steps = metrics.histogram(catalog.STEP_SECONDS)
+    for _ in range(tokens):
+        steps.observe(0.003)
+    process = Process(instance=InstanceId(instance), incarnation=Incarnation(life))
+    return msgspec.structs.replace(report(metrics, process, Role.WORKER), metrics_port=30100)
+
+
+def value(page: Page, name: str, **labels: str) -> float:
+    """Sum of the series that have these labels."""
+    found = [
+        amount
+        for (sample, given), amount in page.items()
+        if sample == name and labels.items() <= dict(given).items()
+    ]
+    assert found, f"no series {name} {labels}"
+    return sum(found)
+
+
+def labels_of(page: Page, name: str) -> list[dict[str, str]]:
+    return [dict(given) for sample, given in page if sample == name]
