@@ -30,8 +30,10 @@ class IncrementalDecoder:
     just before it, and the difference is what is new. Special tokens that are skipped are no such
     context: the word behind them would lose its space as if it were the first.
 
-    One difference stays. Where tokens that stand for bytes make no valid text, SentencePiece shows
-    every byte of their whole run as U+FFFD; here what was whole is out already and stays.
+    Two differences stay. A U+FFFD that the model itself spells in bytes looks like a character that
+    is not whole yet: the bytes behind it may come out as U+FFFD, too. And where tokens that stand
+    for bytes make no valid text, SentencePiece shows every byte of their whole run as U+FFFD; here
+    what was whole is out already and stays.
     """
 
     def __init__(self, decode: Decode, skip_special_tokens: bool) -> None:
