@@ -53,6 +53,7 @@ def held(start: int | None, output: ChoiceOutput | None = None) -> HeldRequest:
         ),
         [KEY],
         now_ms=0,
+        due_ms=1000,
     )
 
 
@@ -215,6 +216,7 @@ def test_rows_of_a_request_that_wants_none_have_none() -> None:
         ),
         [KEY],
         now_ms=0,
+        due_ms=1000,
     )
     plain.choices[0].append(Progress(key=KEY, token_ids=pack_ids([7])))
     (row,) = sent(plain)

@@ -50,20 +50,16 @@ FAMILIES: dict[str, str] = {
     "Qwen2ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN2_REWARD",
     "Qwen3ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN3_REWARD",
     "BertModel": "antiphon.model_worker.model.families.bert:BERT",
-    "BertForMaskedLM": "antiphon.model_worker.model.families.bert:BERT",
     "BertForSequenceClassification": "antiphon.model_worker.model.families.bert:BERT_CLASSIFIER",
     "RobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
-    "RobertaForMaskedLM": "antiphon.model_worker.model.families.bert:ROBERTA",
     "RobertaForSequenceClassification": (
         "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
     ),
     "XLMRobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
-    "XLMRobertaForMaskedLM": "antiphon.model_worker.model.families.bert:ROBERTA",
     "XLMRobertaForSequenceClassification": (
         "antiphon.model_worker.model.families.bert:ROBERTA_CLASSIFIER"
     ),
     "ModernBertModel": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
-    "ModernBertForMaskedLM": "antiphon.model_worker.model.families.modernbert:MODERNBERT",
     "ModernBertForSequenceClassification": (
         "antiphon.model_worker.model.families.modernbert:MODERNBERT_CLASSIFIER"
     ),
@@ -76,6 +72,15 @@ FAMILIES: dict[str, str] = {
 }
 
 
+BASES: dict[str, str] = {
+    "BertForMaskedLM": "BertModel",
+    "ModernBertForMaskedLM": "ModernBertModel",
+    "RobertaForMaskedLM": "RobertaModel",
+    "XLMRobertaForMaskedLM": "XLMRobertaModel",
+}
+"""Architectures of which the model below the head is served."""
+
+
 def find_family(architectures: tuple[str, ...]) -> Family:
     """The family of the first architecture that we serve.
 
@@ -83,7 +88,7 @@ def find_family(architectures: tuple[str, ...]) -> Family:
         ModelLoadError: None is; names those that are.
     """
     for architecture in architectures:
-        if target := FAMILIES.get(architecture):
+        if target := FAMILIES.get(BASES.get(architecture, architecture)):
             module, _, name = target.partition(":")
             return cast("Family", getattr(importlib.import_module(module), name))
     named = ", ".join(architectures) or "none"

@@ -13,7 +13,7 @@ from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.declare import gated, layers, model, rms_norm
-from antiphon.model_worker.model.errors import UnsupportedVariant
+from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.mixture import (
     Count,
     GroupedFields,
@@ -83,13 +83,13 @@ def limited(config: ConfigFile, fields: Fields) -> MoeSpec:
         ModelLoadError: Experts are chosen in another way.
     """
     if fields.topk_method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedVariant(
+        raise ModelLoadError(
             f"config.json: topk_method {fields.topk_method!r} is not supported:"
             " there are greedy and group_limited_greedy"
         )
     if fields.norm_topk_prob:
         # No published model has it, and programs disagree on whether the factor then counts.
-        raise UnsupportedVariant("config.json: norm_topk_prob is not supported in this family")
+        raise ModelLoadError("config.json: norm_topk_prob is not supported in this family")
     grouped = fields.topk_method == "group_limited_greedy"
     groups, kept = (fields.n_group or 1, fields.topk_group or 1) if grouped else (1, 1)
     check_choice(fields.num_experts, fields.num_experts_per_tok, groups, kept)
