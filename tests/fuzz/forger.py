@@ -99,8 +99,8 @@ class Forger:
         route = chance.choice(ROUTES)
         noise = chance.random() < RANDOM_SHARE
         payload = self._noise() if noise else self._changed(route)
-        if self._is_operators(route, payload):
-            payload = self._noise()
+        while self._is_operators(route, payload):
+            payload = self._noise()  # which may be one, too: some commands have no fields
         reply = chance.choice([None, None, "client.default.fuzz", "inbox.fuzz.1", "x" * 300])
         return Forged(route.at(**self._address(route)), payload, reply, route.name)
 
