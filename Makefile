@@ -109,6 +109,7 @@ docs: setup  ## Write the generated pages again
 	$(BIN)/python -m antiphon.model_worker.model.reference
 	$(BIN)/python -m antiphon.gateway.parsing.reference
 	$(BIN)/python -m antiphon.bus.permissions > compose/nats.conf
+	$(BIN)/python -m tests.support.status_page
 
 up:  ## Build and start the compose stack; its passwords are made the first time
 	@compose/secrets.sh

@@ -8,6 +8,7 @@ import pytest
 from tests.bench.page import write as benchmarks
 from tests.bench.page.open_load import PLOT
 from tests.bench.serving.report import drawn, read
+from tests.support import status_page
 
 from antiphon.bus import reference as bus_reference
 from antiphon.config import reference as config_reference
@@ -66,3 +67,8 @@ def test_the_page_of_benchmarks_says_what_the_committed_results_say():
     assert benchmarks.PAGE.read_text() == benchmarks.page(benchmarks.RESULTS), again
     plot = drawn(read(benchmarks.RESULTS / "open-load.json"))
     assert benchmarks.PAGE.with_name(PLOT).read_text() == plot, again
+
+
+def test_the_status_page_is_current():
+    current = status_page.PAGE.read_text() == status_page.page()
+    assert current, "run python -m tests.support.status_page"

@@ -1,0 +1,376 @@
+"""Writes docs/status.md: what works, what is refused and what is not built, from the registries.
+
+It reads services and shared packages alike, which no module of either may do.
+
+    python -m tests.support.status_page
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import aiohttp
+import msgspec
+from tests.unit.gateway.cluster import house
+
+from antiphon.config.fields import fields
+from antiphon.config.markdown import table
+from antiphon.config.models import MODELS
+from antiphon.config.quantization_file import METHODS as STORED
+from antiphon.config.reasons import REFUSED
+from antiphon.config.sglang import Row, arguments, rows, values
+from antiphon.gateway.http.native.absent import ABSENT
+from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
+from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
+from antiphon.layers.methods import METHODS as KEPT
+from antiphon.model_worker.model.formats.gguf import LAYOUTS, READABLE
+from antiphon.model_worker.model.load import CACHE_DTYPES
+from antiphon.model_worker.model.registry import FAMILIES
+from antiphon.telemetry import catalog
+from antiphon.wire import routes
+from antiphon.wire.base import Role
+from antiphon.wire.routes import ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "status.md"
+FOLDERS = {role: "model_worker" if role is Role.WORKER else str(role) for role in Role}
+REASONS_SHOWN = 2
+"""How many of a group's reasons the table of arguments shows."""
+
+_HEAD = """\
+# Status
+
+<!-- Written by `python -m tests.support.status_page`; change the text there. -->
+
+What works today, what is refused, and what is not built. Counts and lists are read from the code; a
+test keeps this page equal to them. Antiphon runs on CPUs only.
+"""
+
+
+class Service(msgspec.Struct, frozen=True):
+    """What one service does today, and what its death does to requests."""
+
+    does: str
+    dies: str
+
+
+SERVICES: Mapping[Role, Service] = {
+    Role.GATEWAY: Service(
+        "HTTP and NATS APIs; owns each request that it accepted",
+        "Its connections close. Its requests end when it returns, or 15 s "
+        "(`--scheduler-owner-silence-s`) after its last heartbeat. Stored responses and sessions "
+        "stay on the broker.",
+    ),
+    Role.TOKENIZER: Service(
+        "Renders chat templates, encodes and decodes; stateless",
+        "The gateway calls another tokenizer, or the same one once it has restarted. Running "
+        "requests continue.",
+    ),
+    Role.SCHEDULER: Service(
+        "Queues requests and places them on workers by load and cached prefix",
+        "Running requests continue. A standby becomes the leader; without one, requests wait "
+        "until the scheduler has restarted.",
+    ),
+    Role.WORKER: Service(
+        "Runs the model: continuous batching, paged KV cache, prefix cache",
+        "Requests whose text has reached the gateway end with the error `worker_lost`. Others run "
+        "again, at most once.",
+    ),
+    Role.DETOKENIZER: Service(
+        "Turns token ids into text and finds stop strings",
+        "Requests whose text has reached the gateway end with the error `unavailable`. Others "
+        "continue if it restarts in time, or run again with another one, at most once.",
+    ),
+    Role.ENCODER: Service(
+        "Turns images into embeddings with CLIP and SigLIP towers, on request over NATS",
+        "No request uses it.",
+    ),
+    Role.KV_STORAGE: Service(
+        "Keeps KV pages in memory and files, on request over NATS",
+        "No request uses it.",
+    ),
+}
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """Something that is not built, and the entries of `REFUSED` that say so to an operator."""
+
+    name: str
+    instead: str
+    reasons: tuple[str, ...] = ()
+
+
+NOT_BUILT: Sequence[Missing] = (
+    Missing("GPU kernels and CUDA graphs", "Models run on the CPU.", ("gpu", "cuda_graphs")),
+    Missing(
+        "Tensor parallelism",
+        "A worker is one process with the whole model; a model must fit on one machine.",
+        ("tensor", "collectives"),
+    ),
+    Missing("Pipeline parallelism", "As above.", ("pipeline",)),
+    Missing("Expert parallelism", "A worker computes all experts of its model.", ("moe",)),
+    Missing(
+        "Data parallelism over the ranks of one worker",
+        "Start several workers; the scheduler shares the requests among them.",
+        ("dp_attention",),
+    ),
+    Missing("Context parallelism", "Long prompts are prefilled in chunks.", ("context_parallel",)),
+    Missing("LoRA adapters", "Merge the adapter into the model and serve the result.", ("lora",)),
+    Missing("Speculative decoding", "A decode step computes one token.", ("speculative",)),
+    Missing(
+        "Prefill-decode disaggregation",
+        "Prefill and decode run in the same worker.",
+        ("disaggregation",),
+    ),
+    Missing(
+        "Hierarchical KV cache",
+        "The prefix cache is in the memory of its worker. kv_storage has no caller yet.",
+        ("hicache",),
+    ),
+    Missing(
+        "Images, audio and video in requests",
+        "They are refused; the text part of a multimodal model is served. The encoder has no "
+        "caller yet.",
+        ("multimodal", "encode_disaggregation"),
+    ),
+    Missing(
+        "Migration of running requests",
+        "A request whose worker or detokenizer dies ends with a typed error, unless it has no text "
+        "yet.",
+    ),
+    Missing(
+        "Weight updates while serving",
+        "Restart the worker with the new checkpoint.",
+        ("weight_updates",),
+    ),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            _HEAD,
+            *_services(),
+            *_not_built(),
+            *_apis(asyncio.run(_summaries())),
+            *_models(),
+            *_outputs(),
+            *_arguments(),
+        ]
+    )
+
+
+def _services() -> Iterator[str]:
+    yield "## Services\n"
+    senders = _senders()
+    senders = {**senders, Role.GATEWAY: ["HTTP clients", *senders[Role.GATEWAY]]}
+    yield from table(
+        ("service", "what it does today", "receives messages from", "when it dies"),
+        (
+            (
+                f"[{FOLDERS[role]}](../services/antiphon/{FOLDERS[role]}/README.md)",
+                service.does,
+                ", ".join(senders[role]) or "**no caller yet**",
+                service.dies,
+            )
+            for role, service in SERVICES.items()
+        ),
+    )
+    yield (
+        "\n`antiphon serve` restarts a process that died; without it, use a process manager. "
+        "A running request is not moved to\nanother process.\n"
+    )
+
+
+def _senders() -> Mapping[Role, Sequence[str]]:
+    """By service: whose code imports a route on which that service alone listens."""
+    listeners = {name: route.listeners for name, route in vars(routes).items() if route in ROUTES}
+    folders = {FOLDERS[role]: ROOT / "services/antiphon" / FOLDERS[role] for role in Role}
+    folders["NATS clients"] = ROOT / "shared/antiphon/client"
+    imported = {sender: _imported(folder) & listeners.keys() for sender, folder in folders.items()}
+    return {
+        role: [
+            sender
+            for sender, names in imported.items()
+            if sender != FOLDERS[role] and any(listeners[name] == (role,) for name in names)
+        ]
+        for role in Role
+    }
+
+
+def _imported(folder: Path) -> set[str]:
+    """The names that the files of a folder import from the list of routes."""
+    return {
+        alias.name
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == routes.__name__
+        for alias in node.names
+    }
+
+
+def _not_built() -> Iterator[str]:
+    yield "## Not built\n"
+    refused = Counter(row.detail for row in rows() if row.status == "refused")
+    yield from table(
+        ("what", "today", "SGLang arguments refused for it"),
+        (
+            (one.name, one.instead, str(sum(_refused(refused, one))) if one.reasons else "")
+            for one in NOT_BUILT
+        ),
+    )
+    yield ""
+
+
+def _refused(refused: Mapping[str, int], one: Missing) -> Iterator[int]:
+    for reason in one.reasons:
+        if reason not in refused:  # built since, or its reason has another name
+            raise ValueError(f"no argument is refused for {reason!r} any more: change NOT_BUILT")
+        yield refused[reason]
+
+
+async def _summaries() -> Mapping[tuple[str, str], str]:
+    """By method and path: the summary of every operation that a gateway serves."""
+    async with (
+        house() as at,
+        aiohttp.ClientSession() as session,
+        session.get(f"{at.url}/openapi.json") as reply,
+    ):
+        document = cast("dict[str, dict[str, dict[str, dict[str, str]]]]", await reply.json())
+    return {
+        (method.upper(), path): operation["summary"]
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def _apis(summaries: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    yield "## HTTP\n"
+    families: dict[str, dict[str, list[str]]] = {}
+    for (method, path), summary in summaries.items():
+        if not summary.startswith("Refused"):
+            families.setdefault(_family(path), {}).setdefault(path, []).append(method)
+    yield from table(
+        ("API", "routes", "paths"),
+        (
+            (family, str(sum(map(len, paths.values()))), _code(paths))
+            for family, paths in families.items()
+        ),
+    )
+    yield (
+        "\nBeside them every service has `/healthz`, `/readyz` and `/metrics`, and the gateway "
+        "`/openapi.json`. Fields, and\nwhich of them are refused: "
+        "[reference/http.md](reference/http.md). Some routes need a model of their kind, such as "
+        "one that\nembeds.\n"
+    )
+    yield "SGLang's routes that are not served answer 404 with a code and the reason:\n"
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for absent in ABSENT:
+        by_reason.setdefault((absent.why, absent.reason), []).append(absent.path)
+    yield from table(
+        ("code", "reason", "paths"),
+        ((f"`{why}`", reason, _code(paths)) for (why, reason), paths in by_reason.items()),
+    )
+    elsewhere = [
+        f"`{method} {path}`"
+        for (method, path), summary in summaries.items()
+        if summary.startswith("Refused") and path not in {absent.path for absent in ABSENT}
+    ]
+    yield f"\nRoutes of other servers that are refused: {', '.join(elsewhere)}.\n"
+
+
+def _family(path: str) -> str:
+    if path.startswith("/api/"):
+        return "Ollama"
+    if path.startswith("/v1/messages"):
+        return "Anthropic"
+    if path.startswith("/v1/") and path != "/v1/loads":
+        return "OpenAI and other `/v1` routes"
+    return "SGLang, health and operations"
+
+
+def _models() -> Iterator[str]:
+    yield "## Models and devices\n"
+    devices = fields()["model.device"].choices
+    refused = values()["--device"]
+    yield from (
+        f"* Devices (`--device`): {_code(devices)}. Refused: {_code(refused)}.",
+        f"* Architectures: {len(FAMILIES)}, declared by {len(set(FAMILIES.values()))} families:"
+        " [reference/models.md](reference/models.md). Other causal models run through the"
+        " modules of transformers, where these can be used.",
+        f"* Models with a short name: {_code(MODELS)}.",
+        f"* Quantized checkpoints (`quant_method`): {_code(STORED)}. Not every architecture takes"
+        " each.",
+        f"* Weights in memory (`--model-linear`): {_code(KEPT)}.",
+        f"* KV cache in fewer bits (`--kv-cache-dtype`): {_code(CACHE_DTYPES)}.",
+        f"* GGUF files: architectures {_code(LAYOUTS)}; types "
+        f"{_code(kind.name for kind in READABLE)}.",
+        "",
+    )
+
+
+def _outputs() -> Iterator[str]:
+    yield "## Tool calls, thinking and metrics\n"
+    for title, formats, flag in (
+        ("Formats of tool calls", TOOL_FORMATS, "--tool-call-parser"),
+        ("Formats of thinking", REASONING_FORMATS, "--reasoning-parser"),
+    ):
+        known = sorted(name for one in formats for name in one.names)
+        missing = values().get(flag, {})
+        tail = f" Not built: {_code(sorted(missing))}." if missing else ""
+        yield f"* {title} (`{flag}`), {len(known)} names: {_code(known)}.{tail}"
+    shown = [family for family in catalog.FAMILIES.values() if family.sglang]
+    yield (
+        f"* Metrics: {len(catalog.FAMILIES)}, of which {len(shown)} have SGLang's name too:"
+        " [metrics.md](metrics.md).\n"
+    )
+
+
+def _arguments() -> Iterator[str]:
+    yield "## SGLang's arguments\n"
+    served = [one for one in arguments() if one.status != "refused"]
+    tested = sum(bool(one.test) for one in served)
+    yield (
+        "* `works`: the argument takes effect, or describes what holds without it.\n"
+        "* `partly`: some of its values are refused.\n"
+        "* `refused`: it is refused with a reason, unless its value changes nothing.\n\n"
+        f"{tested} of the {len(served)} arguments that work, wholly or partly, have a test that "
+        "compares a start with the\nargument and one without it. One by one: "
+        "`antiphon config arguments --json` or\n"
+        "[reference/configuration.md](reference/configuration.md).\n"
+    )
+    groups: dict[str, list[Row]] = {}
+    for row in rows():
+        groups.setdefault(row.group, []).append(row)
+    head = ("group", "works", "partly", "refused", "most common reasons of refusal")
+    body = [(name, *_counts(of), _reasons(of)) for name, of in groups.items()]
+    yield from table(head, [*body, ("all", *_counts(rows()), "")])
+    yield ""
+
+
+def _counts(of: Iterable[Row]) -> Iterator[str]:
+    counted = Counter(row.status for row in of)
+    statuses: tuple[Literal["works", "partly", "refused"], ...] = ("works", "partly", "refused")
+    return (str(counted[status]) for status in statuses)
+
+
+def _reasons(of: Iterable[Row]) -> str:
+    """The commonest reasons of a group, each with its count."""
+    counted = Counter(row.detail for row in of if row.status == "refused")
+    return "<br>".join(f"{n}: {REFUSED[key]}" for key, n in counted.most_common(REASONS_SHOWN))
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
