@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import hypothesis
+import pytest
+from tests.support.skips import kernels_expected, unexpected
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,3 +16,18 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # No deadline for an example: beside a neighbour it is the machine's speed that would be tested.
 hypothesis.settings.register_profile("antiphon", deadline=None)
 hypothesis.settings.load_profile("antiphon")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in which more tests were skipped than this machine explains."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or session.config.getoption("collectonly"):
+        return
+    reports = reporter.stats.get("skipped", [])
+    reasons = [
+        report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple | list)
+    ]
+    for line in unexpected(reasons, kernels=kernels_expected()):
+        reporter.write_line(line, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,20 @@
+"""A test that is skipped without being expected to fails the run."""
+
+from __future__ import annotations
+
+from tests.support.skips import unexpected
+
+KERNELS = "Skipped: the CPU's own kernels are not built"
+
+
+def test_skips_for_want_of_kernels_fail_where_kernels_run() -> None:
+    assert unexpected([KERNELS] * 2, kernels=True) == [f"2 tests skipped, 0 expected: {KERNELS}"]
+    assert unexpected([KERNELS] * 2, kernels=False) == []
+
+
+def test_expected_skips_pass_up_to_their_number() -> None:
+    reason = "Skipped: no docker-compose on this machine; the tests above need none"
+    assert unexpected([reason] * 3, kernels=True) == []
+    assert unexpected([reason] * 4, kernels=True) == [
+        "4 tests skipped, 3 expected: no docker-compose on this machine"
+    ]
