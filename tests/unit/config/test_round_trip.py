@@ -32,6 +32,7 @@ PORTS = (
     "health.port",
     "encoder.port",
     "kv_storage.port",
+    "supervisor.metrics_port_base",
     "supervisor.nats_port",
 )
 NARROW: dict[str, SearchStrategy[Value]] = {

@@ -196,6 +196,7 @@ async def test_every_route_answers_a_large_body_as_a_small_one(
 
 SMALL = {
     "/abort_request",
+    "/api/pull",
     "/api/show",
     "/close_session",
     "/continue_generation",
