@@ -11,7 +11,7 @@ from antiphon.gateway.stream import Bell
 from antiphon.wire.details import join_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.gateway.owner.actions import StreamEvent
     from antiphon.gateway.stream import Stream
@@ -93,11 +93,13 @@ class Chorus:
 
     Attributes:
         error: What one of them has ended with, once that was taken: it ends them all.
+        on_error: Called with it first, so that it names the field at fault as the client does.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.streams = streams
         self.error: EngineError | None = None
+        self.on_error: Callable[[EngineError], None] = lambda _: None
         self._unended = len(streams)
         self._bell = Bell()
         self._nudged = False
@@ -135,5 +137,7 @@ class Chorus:
         events = stream.rest()
         if isinstance(last := events[-1], Ended):
             self._unended -= 1
-            self.error = self.error or last.error
+            if self.error is None and last.error is not None:
+                self.error = last.error
+                self.on_error(last.error)
         return [event for event in events if isinstance(event, Said | Finished)]

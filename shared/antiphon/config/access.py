@@ -35,7 +35,7 @@ class AccessConfig(Config):
         Key,
         Help(
             "Secret that seals reasoning which clients of /v1/responses carry, the same at every "
-            "gateway; empty: api_key or admin_api_key, else one that lasts as long as the process."
+            "gateway; empty: made from admin_api_key, else one that lasts as long as the process."
         ),
         Secret(),
     ] = ""

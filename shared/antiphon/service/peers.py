@@ -77,6 +77,10 @@ class Patience:
 Watcher = Callable[[Change, Peer], None]
 
 
+_STEP_MS = 1000
+"""A clock that differs from before by more was set."""
+
+
 class Timing:
     """How far a process's clock is from ours, by its last heartbeats. Pure.
 
@@ -87,14 +91,22 @@ class Timing:
         self.sent_ms = 0  # of the last heartbeat that counted
         self._differences: deque[int] = deque(maxlen=_OFFSET_BEATS)
 
-    def note(self, sent_ms: int, now_ms: int) -> None:
-        """Take in one heartbeat, whether it counts or not: a clock that was set shows in it."""
-        self._differences.append(now_ms - sent_ms)
+    def note(self, difference_ms: int) -> None:
+        """Take in (receipt - sent) of one heartbeat.
+
+        Two in a row that agree and lie above the least show that a clock was set, or that the
+        least was forged: what came before is forgotten, or all that follow would be too late.
+        """
+        self._differences.append(difference_ms)
+        *_, last = lately = list(self._differences)[-2:]
+        if min(lately) - min(self._differences) > _STEP_MS and abs(last - lately[0]) < _STEP_MS / 2:
+            self._differences.clear()
+            self._differences.extend(lately)
 
     @property
-    def offset_ms(self) -> int:
-        """What is to be added to its times to make them ours."""
-        return min(self._differences)
+    def offset_ms(self) -> int | None:
+        """What is to be added to its times to make them ours; None before the first heartbeat."""
+        return min(self._differences, default=None)
 
 
 class Peers:
@@ -196,9 +208,11 @@ class Peers:
             return
         now_ms = self._clock.unix_ms()
         timing = self._timings.get(beat.process) or Timing()
-        timing.note(self._sent_ms(beat), now_ms)
+        difference_ms = now_ms - self._sent_ms(beat)
+        if abs(difference_ms) <= OFFSET_MAX_MS:
+            timing.note(difference_ms)
         if (fault := self._fault(beat, timing, now_ms)) is not None:
-            self._refuse(beat, fault, timing.offset_ms)
+            self._refuse(beat, fault, difference_ms)
         elif beat.process.instance == self._process.instance:
             self._hear_namesake(beat, timing)
         else:
@@ -263,7 +277,7 @@ class Peers:
         if silent or (self._silent_until is not None and now - self._silent_until < back_s):
             self._rival = beat.process
         else:
-            self._refuse(beat, "instance", timing.offset_ms)
+            self._refuse(beat, "instance", timing.offset_ms or 0)
 
     def _sent_ms(self, beat: Heartbeat) -> int:
         if beat.sent_unix_ms is not None:
@@ -279,7 +293,7 @@ class Peers:
         if beat.config_digest != self._config_digest:
             fields = differing(self._config_digest, beat.config_digest)
             return ", ".join(f"cluster.{field}" for field in fields)
-        if abs(timing.offset_ms) > OFFSET_MAX_MS:
+        if abs(now_ms - self._sent_ms(beat)) > OFFSET_MAX_MS or timing.offset_ms is None:
             return "clock"
         if beat.not_after_unix_ms + timing.offset_ms < now_ms:
             return "not_after_unix_ms"
@@ -315,7 +329,7 @@ class Peers:
             return
         if known is not None:
             if not self._link_whole() or self._verdict(known) is Verdict.ALIVE:
-                self._refuse(beat, "instance", timing.offset_ms)
+                self._refuse(beat, "instance", timing.offset_ms or 0)
                 return
             self._bury(known)
         # Heartbeats of an earlier life may still be under way; it comes back by later ones only.

@@ -284,6 +284,34 @@ def test_peers_follow_a_clock_that_is_set(world: World) -> None:
         assert world.verdict() is (Verdict.DEAD if ahead_s else Verdict.ALIVE)
 
 
+@pytest.mark.parametrize("step_s", [4.0, -4.0])
+def test_peers_outlive_a_step_of_our_own_clock(world: World, step_s: float) -> None:
+    names = ("worker-0", "worker-1")
+
+    def run(beats: int, ahead_s: float) -> None:
+        for _ in range(beats):
+            for name in names:
+                world.beat(name, ahead_s=ahead_s)
+            world.run(BEAT_S)
+
+    run(20, 0.0)
+    run(20, -step_s)  # what was set is our clock: all others seem to be off at once
+    assert [change for change, *_ in world.changes if change is Change.DIED] == []
+    assert len(world.peers.working(Role.WORKER)) == len(names)
+
+
+def test_forged_times_in_its_name_do_not_shut_a_process_out(world: World) -> None:
+    for ahead_s in (10.0**6, 4.9, -4.9):
+        world.beat()
+        world.run(BEAT_S)
+        world.beat(ahead_s=ahead_s)
+        for _ in range(6):
+            world.beat()
+            world.run(BEAT_S)
+        assert world.peers.working(Role.WORKER)
+    assert [change for change, *_ in world.changes if change is Change.DIED] == []
+
+
 @pytest.mark.parametrize("field", ["cluster.model", "wire_version", "not_after_unix_ms"])
 def test_a_heartbeat_that_does_not_fit_is_refused_and_logged_once(
     world: World, field: str, caplog: pytest.LogCaptureFixture

@@ -251,6 +251,7 @@ class Answering:
         try:
             await together([enter(index) for index in range(len(asks))])
             chorus = Chorus([streams[index] for index in range(len(asks))])
+            chorus.on_error = lambda error: _rename(error, asks[0])
             request[REQUEST_ID] = chorus.streams[0].submit.request_id
             yield chorus
         except EngineError as error:

@@ -37,7 +37,7 @@ class Seals:
 
     def __init__(self, access: AccessConfig) -> None:
         """Derive the keys from the deployment's secret; without one they last as this process."""
-        secret = access.reasoning_key or access.api_key or access.admin_api_key
+        secret = access.reasoning_key or access.admin_api_key
         root = secret.encode() or secrets.token_bytes(_TAG_BYTES)
         self._mask_key = hmac.digest(root, _PURPOSE + b" mask", "sha256")
         self._tag_key = hmac.digest(root, _PURPOSE + b" tag", "sha256")

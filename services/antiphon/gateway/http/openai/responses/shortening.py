@@ -16,6 +16,7 @@ from antiphon.gateway.http.openai.responses.items import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from antiphon.gateway.http.openai.responses.items import Item
     from antiphon.wire.errors import PromptTooLong
@@ -29,17 +30,17 @@ _KEEP_SHARE = 0.9
 def shortened(items: Sequence[Item], error: PromptTooLong) -> list[Item] | None:
     """Leave out the oldest items, by as much as the error says that there is too much.
 
-    System messages stay, and the last item; an output goes with its call. None: nothing is left
-    that may go.
+    System messages stay, and the last item, with its call if it is an output; any other output goes
+    with its call. None: nothing is left that may go.
     """
-    share = int(error.details["tokens_max"]) / int(error.details["prompt_tokens"]) * _KEEP_SHARE
     sizes = [len(msgspec.json.encode(item)) for item in items]
-    excess = sum(sizes) * (1.0 - share)
+    excess = sum(sizes) * (1.0 - _share(error) * _KEEP_SHARE)
+    answered = {item.call_id for item in _last_outputs(items)}
     gone: set[int] = set()
     for index in range(len(items) - 1):
         if excess <= 0:
             break
-        if not _stays(items[index]):
+        if not _stays(items[index], answered):
             gone.add(index)
             excess -= sizes[index]
     if not gone:
@@ -53,5 +54,25 @@ def shortened(items: Sequence[Item], error: PromptTooLong) -> list[Item] | None:
     ]
 
 
-def _stays(item: Item) -> bool:
+def _share(error: PromptTooLong) -> float:
+    """The part of the conversation that fits, by its tokens or by its characters."""
+    numbers = {name: int(value) for name, value in error.details.items()}
+    if "prompt_tokens" in numbers:
+        return numbers["tokens_max"] / numbers["prompt_tokens"]
+    return numbers["characters_max"] / numbers["characters"]
+
+
+def _last_outputs(items: Sequence[Item]) -> list[CallOutputItem | CustomCallOutputItem]:
+    """The outputs at the end: what the model is to answer."""
+    found: list[CallOutputItem | CustomCallOutputItem] = []
+    for item in reversed(items):
+        if not isinstance(item, CallOutputItem | CustomCallOutputItem):
+            break
+        found.append(item)
+    return found
+
+
+def _stays(item: Item, answered: AbstractSet[str]) -> bool:
+    if isinstance(item, CallItem | CustomCallItem | CallOutputItem | CustomCallOutputItem):
+        return item.call_id in answered
     return isinstance(item, MessageItem) and item.role in ("system", "developer")
