@@ -271,6 +271,7 @@ EVERY: tuple[Message, ...] = (
     EncodeRequest(
         request_id=REQUEST,
         model=MODEL,
+        tenant=TenantId("acme"),
         messages=CHAT,
         prompt="Once upon",
         pair="a time",

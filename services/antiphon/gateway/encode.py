@@ -72,6 +72,7 @@ class TokenizerCalls:
         request = EncodeRequest(
             request_id=request_id,
             model=self._model,
+            tenant=ask.tenant,
             messages=ask.messages,
             prompt=ask.prompt,
             pair=ask.pair,

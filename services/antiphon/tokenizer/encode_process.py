@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,9 @@ from antiphon.service.process_pool import ProcessPool, serve
 from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
+
+if TYPE_CHECKING:
+    from antiphon.wire.ids import TenantId
 
 _MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3
@@ -52,13 +56,16 @@ class EncodeProcesses:
             ("-m", _MODULE, shown), processes=processes, memory_bytes_max=_MEMORY_BYTES_MAX
         )
 
-    async def encode(self, text: Text, *, timeout_s: float) -> Encoded:
-        """Encode a text. If the caller is cancelled, the process that encodes it is ended.
+    async def encode(self, text: Text, *, timeout_s: float, tenant: TenantId) -> Encoded:
+        """Encode a text of a tenant; tenants take turns.
+
+        If the caller is cancelled, the process that encodes it is ended.
 
         Raises:
             EngineError: The text is refused, or there are too many, or it took too long.
         """
-        result = await self.pool.run(msgspec.msgpack.encode(text), timeout_s=timeout_s)
+        job = msgspec.msgpack.encode(text)
+        result = await self.pool.run(job, timeout_s=timeout_s, owner=tenant)
         outcome = msgspec.msgpack.decode(result, type=Outcome)
         if outcome.error is not None:
             raise decode_error(outcome.error)

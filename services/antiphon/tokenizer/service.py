@@ -209,7 +209,8 @@ class TokenizerService:
         if not text.is_heavy:
             return await self._batcher.submit(text)
         left_s = remaining_s(request.deadline_unix_ms, self._runtime.clock)
-        return await self._processes.encode(text, timeout_s=min(left_s, _HEAVY_S))
+        timeout_s = min(left_s, _HEAVY_S)
+        return await self._processes.encode(text, timeout_s=timeout_s, tenant=request.tenant)
 
     def _cancel(self, message: CancelEncode) -> None:
         running = self._running.get(message.request_id)

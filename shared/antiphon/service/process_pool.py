@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from antiphon.service.parent import die_with
-from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded
+from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,8 +82,10 @@ class ProcessPool:
         """
         try:
             async with asyncio.timeout(timeout_s):
+                self._refuse_if_closed()
                 await self._turn(owner)
                 try:
+                    self._refuse_if_closed()
                     return await self._exchange(job)
                 finally:
                     self._next()
@@ -100,6 +102,10 @@ class ProcessPool:
         for child in children:
             async with asyncio.timeout(_LEAVE_S):
                 await child.wait()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise Unavailable("this process is leaving", retry_after_s=0.0)
 
     async def _turn(self, owner: str) -> None:
         """Wait for a free child."""

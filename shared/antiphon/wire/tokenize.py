@@ -9,7 +9,7 @@ from msgspec import Meta
 from antiphon.wire.base import Message, Value
 from antiphon.wire.bounds import Count, Signed, TokenCount, UnixMs
 from antiphon.wire.digests import CacheSalt
-from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
 
 MESSAGES_MAX = 4096
@@ -69,11 +69,12 @@ class EncodeRequest(Message):
     `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
     first of two texts, which are encoded together as the tokenizer joins them. With a `suffix`,
     `prompt` is the text before a gap to fill, and `suffix` the text behind it. `cache_salt` goes
-    into the names of the prompt's blocks.
+    into the names of the prompt's blocks. Heavy texts of tenants take turns.
     """
 
     request_id: RequestId
     model: ModelName
+    tenant: TenantId = DEFAULT_TENANT
     messages: Messages | None = None
     prompt: str | None = None
     pair: str | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.service.process_pool import ProcessPool
 from antiphon.testing.wait import until
-from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded
+from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -145,3 +145,11 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def test_pool_that_is_closed_starts_no_child() -> None:
+    async with pool() as made:
+        await made.close()
+        with pytest.raises(Unavailable):
+            await made.run(b"job", timeout_s=5.0)
+        assert made.pids == ()

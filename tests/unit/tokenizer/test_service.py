@@ -20,7 +20,7 @@ from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import PromptTooLong, Unavailable
-from antiphon.wire.ids import ModelName, RequestId
+from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.routes import CANCEL_ENCODE, TOKENIZE
 from antiphon.wire.tokenize import CancelEncode, EncodeReply, EncodeRequest
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
 
 MODEL = ModelName("toy")
+ACME = TenantId("acme")
 FAR_UNIX_MS = 2**42
 HEAVY = "word " * 4000  # more than one step of the loop may take, less than the context may hold
 
@@ -45,6 +46,7 @@ class World:
         request = EncodeRequest(
             request_id=RequestId(f"r-{number}"),
             model=MODEL,
+            tenant=ACME,
             prompt=text,
             deadline_unix_ms=FAR_UNIX_MS,
         )
@@ -80,12 +82,14 @@ class HeldProcesses:
 
     def __init__(self) -> None:
         self.texts: list[Text] = []
+        self.tenants: list[TenantId] = []
         self.ended = 0
         self.go = asyncio.Event()
 
-    async def encode(self, text: Text, *, timeout_s: float) -> Encoded:
+    async def encode(self, text: Text, *, timeout_s: float, tenant: TenantId) -> Encoded:
         assert timeout_s > 0
         self.texts.append(text)
+        self.tenants.append(tenant)
         try:
             await self.go.wait()
         finally:
@@ -147,6 +151,7 @@ async def test_small_text_passes_a_heavy_one(at: World) -> None:
     held = hold(at)
     heavy = asyncio.get_running_loop().create_task(at.encode(HEAVY, 1))
     await until(lambda: len(held.texts) == 1)
+    assert held.tenants == [ACME]
     assert id_count((await at.encode("small", 2)).token_ids) > 0
     assert not heavy.done()
     held.go.set()

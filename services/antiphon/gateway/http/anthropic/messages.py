@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.gateway.http.anthropic import reading, refused
 from antiphon.gateway.http.anthropic.bodies import CountBody, MessagesBody
 from antiphon.gateway.http.anthropic.replies import CountReply, MessageReply
 from antiphon.gateway.http.anthropic.voice import MessagesVoice
 from antiphon.gateway.http.budgets import budgeted
+from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.operation import Operation
 from antiphon.gateway.http.reply import json_reply
@@ -129,6 +132,7 @@ class Messages:
             raise UnknownModel.of(ask.model, served)
         request[REQUEST_ID] = request_id = new_request_id()
         deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        ask = msgspec.structs.replace(ask, tenant=tenant_of(request))
         encoded = await self._tokenizers.encode(ask, request_id, deadline, None)
         return json_reply(CountReply(id_count(encoded.token_ids)))
 

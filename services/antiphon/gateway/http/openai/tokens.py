@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.ask import Ask
+from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.limits import Messages, Tools
 from antiphon.gateway.http.openai.bodies import PROMPTS_MAX, Json, TokenId, Turn
 from antiphon.gateway.http.openai.reading import model_of
@@ -133,7 +134,8 @@ class Tokens:
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asks = await self._answering.read(request, TokenizeBody, self._asks)
+        read = await self._answering.read(request, TokenizeBody, self._asks)
+        asks = [msgspec.structs.replace(ask, tenant=tenant_of(request)) for ask in read]
         deadline = deadline_in(_TIMEOUT_S, self._runtime.clock)
         replies = await together(
             [self._tokenizers.encode(ask, new_request_id(), deadline, None) for ask in asks]

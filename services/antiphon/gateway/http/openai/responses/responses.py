@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.openai.marks import marked
 from antiphon.gateway.http.openai.responses.bodies import ResponsesBody
@@ -155,6 +157,7 @@ class Responses:
             raise UnknownModel.of(ask.model, served)
         request[REQUEST_ID] = request_id = new_request_id()
         deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        ask = msgspec.structs.replace(ask, tenant=tenant_of(request))
         encoded = await self._tokenizers.encode(ask, request_id, deadline, None)
         return json_reply(InputTokens(input_tokens=id_count(encoded.token_ids)))
 
