@@ -523,6 +523,7 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
     ):
         stage = Stage(broker, worker, bus)
         await stage.listen()
+        await until(lambda: bool(stage.beats))  # and so the leader is known
         clock.shift_s = 600.0
         held.go.clear()
         await stage.command(admit("a"))
