@@ -124,6 +124,8 @@ class Stage:
         await self.bus.listen(TOKENS, self._tokens, detokenizer=DETOKENIZER.instance)
         await self.bus.listen(HEARTBEAT, self._beat, role="worker")
         await self.bus.listen(KV_EVENTS, self._tell)
+        # So that the leader is known before the first command: messages of two subjects race.
+        await until(lambda: bool(self.beats))
 
     def meet(self, leader: Process = TERM.scheduler, ahead_s: float = 0.0) -> None:
         """Let the worker hear a leader, whose clock is so far ahead of its own."""
