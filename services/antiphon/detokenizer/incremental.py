@@ -91,7 +91,7 @@ class IncrementalDecoder:
         return new
 
     def _forget(self) -> None:
-        """Keep the fewest of the last ids that still tell what half a character becomes."""
+        """Keep the fewest of the last ids that still decide what half a character becomes."""
         waiting = len(self._text([*self._context, *self._held])) - len(self._shown)
         texts = [(start, self._text(self._held[start:])) for start in range(1, len(self._held))]
         for whole in (True, False):

@@ -126,7 +126,7 @@ class KvStorageService:
         data = fetched.get(offer.digest)
         if data is None:
             return False
-        # Those before it in its chain stay: without them nobody would find it.
+        # Those before it in its chain stay: without them it could not be found.
         return await self._store.put(Page(offer.digest, data, offer.claim.digest), stored)
 
     async def _fetch(self, offers: Sequence[PageOffer], due_at: float) -> dict[bytes, bytearray]:

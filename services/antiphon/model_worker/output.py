@@ -45,7 +45,7 @@ FORGOTTEN_AFTER_MS = 10_000
 TOMBSTONE_MS = 10_000
 """Far longer than an admit can be under way: a command says until when it counts."""
 REFUSED_MS = 5_000
-"""How long a leader is told that its commands were refused. Then it may try again."""
+"""How long a leader is informed that its commands were refused. Then it may try again."""
 OPEN_GRACE_MS = 1_000
 """Two periods of the open list: a younger request may be missing because the list is older."""
 

@@ -72,7 +72,7 @@ class Leadership:
         return True
 
     def renounce(self) -> None:
-        """Give up our term, and take the next one as soon as nobody else leads."""
+        """Give up our term, and take the next one as soon as no other scheduler leads."""
         self.term = None
         self._quiet_since = -self._quiet_s
 

@@ -368,7 +368,7 @@ HEARTBEAT = Feed(
     subject="heartbeat.{role}.{instance}",
     carries=(Heartbeat,),
     senders=ANYBODY,
-    listeners=ANYBODY,  # each hears those of its own name, if no others
+    listeners=ANYBODY,  # each receives those of its own name, if no others
     spread=Spread.ALL,
 )
 NAME = Call(

@@ -43,7 +43,7 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """Set on a request that is owned, or refused, so that its error names it too."""
 
 WARNINGS = web.RequestKey("warnings", list[str])
-"""Set on a request of which something was left out: each is told by a header."""
+"""Set on a request of which something was left out: each is named in a header."""
 
 _BODY_S = 60.0
 _LEAVE_S = 5.0
@@ -157,7 +157,7 @@ def warning(text: str) -> str:
 
 
 def warn(request: web.Request, texts: Iterable[str]) -> None:
-    """Tell the client of these by headers of the reply."""
+    """Add a `Warning` header for each of these to the reply."""
     request.setdefault(WARNINGS, []).extend(texts)
 
 

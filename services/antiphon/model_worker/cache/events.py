@@ -43,7 +43,7 @@ Event = Stored | Removed | Cleared
 
 
 class Blocks:
-    """The blocks that a tree of pages can give: each is told of when it comes and when it goes.
+    """The blocks that a tree of pages can serve; each is announced when stored and when removed.
 
     Where a page is no part of a block but reaches beyond it, two pages that differ after its end
     hold the same block: it came with the first of them and goes with the last.

@@ -128,7 +128,7 @@ def _common(file: _File) -> Json:
 
 
 def _rounded(number: float) -> float:
-    """A number of 32 bits as somebody wrote it: 1e-05, not 9.999999747378752e-06."""
+    """A 32-bit number in its shortest decimal form: 1e-05, not 9.999999747378752e-06."""
     return float(f"{number:.6g}")
 
 

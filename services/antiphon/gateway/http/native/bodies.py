@@ -152,7 +152,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
         _is("The name of a processor that is registered; code is refused."),
     ] = None
     return_logprob: Annotated[
-        bool | PerPrompt[bool] | None, _is("Tells the log-probability of each token.")
+        bool | PerPrompt[bool] | None, _is("Whether to return the log probability of each token.")
     ] = None
     logprob_start_len: Annotated[
         LogprobStart | PerPrompt[LogprobStart] | None,

@@ -104,12 +104,16 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
         bool | Literal["low", "medium", "high"] | None,
         _is("Whether the model thinks first, for the chat template; or how much."),
     ] = None
-    stream: Annotated[bool | None, _is("Tells the answer as it is made; true unless said.")] = None
+    stream: Annotated[bool | None, _is("Whether to stream the answer; true by default.")] = None
     keep_alive: Annotated[
         str | float | None, _is("The model stays loaded, so there is nothing to keep.")
     ] = None
-    logprobs: Annotated[bool | None, _is("Tells the log-probability of each token.")] = None
-    top_logprobs: Annotated[TopLogprobs | None, _is("And of so many of the likeliest.")] = None
+    logprobs: Annotated[
+        bool | None, _is("Whether to return the log probability of each token.")
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
+    ] = None
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):

@@ -222,8 +222,12 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[
         TokensMax | None, _is("The newer name of max_tokens; it comes first.")
     ] = None
-    logprobs: Annotated[bool | None, _is("Tells the log-probability of each token.")] = None
-    top_logprobs: Annotated[TopLogprobs | None, _is("And of so many of the likeliest.")] = None
+    logprobs: Annotated[
+        bool | None, _is("Whether to return the log probability of each output token.")
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
+    ] = None
     max_thinking_tokens: Annotated[
         TokensMax | None, _is("After so many tokens of thinking its mark ends it.")
     ] = None
@@ -270,7 +274,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         _is("Text or token ids, or a list of either."),
     ]
     logprobs: Annotated[
-        TopLogprobs | None, _is("Tells the log-probability of each token, and of the likeliest.")
+        TopLogprobs | None, _is("Number of most likely tokens to return log probabilities for.")
     ] = None
     suffix: Annotated[
         str | None,

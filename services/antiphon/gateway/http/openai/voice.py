@@ -146,7 +146,7 @@ class OpenAiVoice(Voice):
         return self._prompt_ids[prompt]
 
     def _gather_states(self, index: int, piece: DetailPiece | None) -> None:
-        """Keep the states of a choice: a stream tells them once, at the end of the choice."""
+        """Keep the states of a choice: a stream sends them once, at the end of the choice."""
         states = self._states(piece)
         if states is not UNSET:
             self._hidden.setdefault(index, []).extend(states)

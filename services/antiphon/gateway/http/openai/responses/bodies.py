@@ -96,10 +96,10 @@ class ResponsesBody(Sampled, frozen=True, kw_only=True):
     reasoning: Annotated[ReasoningOptions | None, _is("How much the model thinks.")] = None
     include: Annotated[
         Annotated[list[str], Meta(max_length=64)] | None,
-        _is("What is told besides: `message.output_text.logprobs`, `reasoning.encrypted_content`."),
+        _is("Additional output: `message.output_text.logprobs`, `reasoning.encrypted_content`."),
     ] = None
     top_logprobs: Annotated[
-        TopLogprobs | None, _is("Tells log-probabilities, and of so many of the likeliest.")
+        TopLogprobs | None, _is("Number of most likely tokens to return log probabilities for.")
     ] = None
     truncation: Annotated[
         Literal["disabled", "auto"] | None,

@@ -181,7 +181,7 @@ def read_item(raw: Object, at: str) -> Item:
 
 
 def left_out(raw: Object) -> str | None:
-    """The type of an item that tells of a built-in tool of another server; None: it is no such."""
+    """The type of an item of another server's built-in tool; None for any other item."""
     name = raw.get("type")
     kind: object = None if name is None else decode(name, object)
     return kind if isinstance(kind, str) and kind in _BUILT_IN else None

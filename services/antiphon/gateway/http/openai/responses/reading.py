@@ -56,7 +56,7 @@ _NOT_TOLD = frozenset(
         "code_interpreter_call.outputs",
     }
 )
-"""What is only of built-in tools and of images: there is none to tell of."""
+"""Values of `include` that concern built-in tools and images, which no response here has."""
 _CALLED: tuple[tuple[re.Pattern[str], str], ...] = (
     # What a chat calls it, and what a response does.
     (re.compile(r"^messages\[\d+\][\w.\[\]]*"), "input"),
@@ -125,7 +125,7 @@ def said(body: ResponsesBody, unsealed: Unsealed) -> Said:
 
 
 def check_include(names: Sequence[str]) -> list[str]:
-    """Check what is to be told besides; return warnings of what there is none of.
+    """Check `include`; return a warning for each value that no response here has.
 
     Raises:
         InvalidRequest: It is not known.
@@ -222,7 +222,7 @@ def _options_left_out(body: ResponsesBody) -> list[str]:
             ),
             (
                 summary not in (None, "auto"),
-                "reasoning.summary: the model writes none; its thinking is told as it is",
+                "reasoning.summary: the model writes none; its thinking is returned as it is",
             ),
             (bool(stream.include_obfuscation), "stream_options: streams are not padded"),
         )

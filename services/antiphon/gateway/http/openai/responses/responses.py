@@ -116,9 +116,9 @@ class Responses:
                 summary="A response that is kept.",
                 reply=ResponseReply,
                 query={
-                    "include": "What is told besides; log-probabilities always are.",
-                    "stream": "`true` tells its events, where it was made in the background.",
-                    "starting_after": "The number of an event: those behind it are told.",
+                    "include": "Additional output; log probabilities are always included.",
+                    "stream": "`true` streams the events of a background response.",
+                    "starting_after": "Sequence number of the event after which the stream starts.",
                 },
             ),
             Operation(

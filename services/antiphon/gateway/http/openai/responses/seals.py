@@ -68,7 +68,7 @@ class Seals:
         nonce, rest = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
         tag, masked = rest[:_TAG_BYTES], rest[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(nonce + masked, tenant)):
-            text = f"{at}: it was changed, or is not of this server"
+            text = f"{at}: it was changed, or was made by another server"
             raise InvalidRequest(text, param=at)
         return msgspec.msgpack.decode(self._masked(masked, nonce), type=_Sealed).text
 

@@ -112,7 +112,7 @@ class Teller:
                 told = self._told()
                 told.pieces.append(event.text)
                 if isinstance(told.item, CustomCallItem):
-                    return  # the input is a string inside: it is told once it is whole
+                    return  # the input is a string inside: it is sent once it is complete
                 yield ArgumentsDelta(
                     sequence_number=self._number(),
                     item_id=told.id,
