@@ -15,7 +15,7 @@ from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, Body, client, post
 
 from antiphon.gateway.http import doors
 from antiphon.gateway.http.anthropic.voice import MessagesVoice
-from antiphon.gateway.http.keepalive import ACCEPT_S, HEADERS_S, PING_S, Keepalive
+from antiphon.gateway.http.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
 from antiphon.gateway.http.openai.chat_voice import ChatVoice
 from antiphon.service.clock import SystemClock
 from antiphon.testing.clock import ManualClock
@@ -209,11 +209,20 @@ class Played:
     """A chorus of streams of which only the acceptance counts."""
 
     def __init__(self, *accepted_at: float | None) -> None:
-        self.streams = [SimpleNamespace(accepted_at=at) for at in accepted_at]
+        self.streams = [SimpleNamespace(came_at=0.0, accepted_at=at) for at in accepted_at]
         self.nudges = 0
 
     def nudge(self) -> None:
         self.nudges += 1
+
+
+def test_headers_are_due_half_a_second_after_a_request_came() -> None:
+    clock = ManualClock()
+    with Keepalive(clock).watch(cast("Chorus", Played(0.1))) as silence:
+        clock.advance(HEADERS_S - 0.05)
+        assert not silence.over
+        clock.advance(0.06)
+        assert silence.over
 
 
 def test_silence_is_counted_from_acceptance_then_from_what_was_sent() -> None:
@@ -224,9 +233,9 @@ def test_silence_is_counted_from_acceptance_then_from_what_was_sent() -> None:
         clock.advance(3.0)
         assert not silence.over
         chorus.streams[1].accepted_at = clock.now()
-        clock.advance(HEADERS_S - 0.1)
+        clock.advance(REFUSAL_S - 0.05)
         assert not silence.over
-        clock.advance(0.1)
+        clock.advance(0.06)
         assert silence.over
         silence.sent()
         clock.advance(PING_S - 0.1)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from antiphon.service.clock import Clock
 
 HEADERS_S = 0.5
-"""An error within this time after the leader has accepted a request still has its own status."""
+"""An error within this time after a request came still has its own status."""
+REFUSAL_S = 0.1
+"""So has one within this time after the leader accepted it, which waits for the encoding."""
 ACCEPT_S = 10.0
 """Longest wait for the leader. After it the headers go out all the same, and errors follow them."""
 PING_S = 10.0
 """Longest silence of a stream."""
-_LOOK_S = 0.25
+_LOOK_S = 0.1
 
 
 class Silence:
@@ -42,12 +44,12 @@ class Silence:
     def _due_at(self) -> float:
         if self._sent_at is not None:
             return self._sent_at + PING_S
-        accepted_at = self._began_at
+        due_at = 0.0
         for stream in self._chorus.streams:
             if stream.accepted_at is None:
                 return self._began_at + ACCEPT_S
-            accepted_at = max(accepted_at, stream.accepted_at)
-        return min(accepted_at + HEADERS_S, self._began_at + ACCEPT_S)
+            due_at = max(due_at, stream.came_at + HEADERS_S, stream.accepted_at + REFUSAL_S)
+        return min(due_at, self._began_at + ACCEPT_S)
 
 
 class Keepalive:
