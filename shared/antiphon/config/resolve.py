@@ -330,6 +330,15 @@ def _pages(
     pages = (pool.value - held) // page_bytes
     if pages < 1:
         raise ConfigError(f"no memory for one page of the cache: {pool.reason}")
+    static_ratio = settings.cache.static_ratio
+    if static_ratio is not None:
+        if pool.value > memory.rest:
+            raise ConfigError(
+                f"cache.static_ratio = {static_ratio} (--mem-fraction-static): its pool of "
+                f"{gib(pool.value)} exceeds the {gib(memory.rest)} that weights and the largest "
+                f"step leave: {memory}"
+            )
+        return Decided(pages, pool.reason)
     if enough < pages:
         return Decided(enough, f"{settings.batching.running_max} requests of full context")
     return Decided(pages, pool.reason)
@@ -350,12 +359,15 @@ def _said_pages(
 
 
 def _pool_bytes(settings: Settings, memory: Memory) -> Decided[int]:
-    """Bytes for the pool: a share of what the rest leaves, or the rest of a share of all."""
+    """Bytes for the pool: a share of what the rest leaves, or the rest of a share of all.
+
+    The latter may exceed what there is.
+    """
     cache = settings.cache
     if cache.static_ratio is not None:
         share = int(memory.free * cache.static_ratio) - memory.weights
         reason = f"cache.static_ratio = {cache.static_ratio} of {memory}"
-        return Decided(max(min(share, memory.rest), 0), reason)
+        return Decided(max(share, 0), reason)
     share = int(memory.rest * cache.memory_ratio)
     if share > cache.bytes_max:
         return Decided(cache.bytes_max, f"cache.bytes_max = {gib(cache.bytes_max)}; {memory}")

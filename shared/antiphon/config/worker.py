@@ -185,7 +185,11 @@ class CacheConfig(Config):
         Ratio, Help("Share of the memory left after the weights that the pool takes.")
     ] = 0.25
     static_ratio: Annotated[
-        Ratio | None, Help("Share of free memory for weights and pool; set, it decides alone.")
+        Ratio | None,
+        Help(
+            "Share of free memory for weights and pool, whatever batching.running_max and "
+            "cache.bytes_max are; refused if the largest step does not fit beside it."
+        ),
     ] = None
     bytes_max: Annotated[
         Bytes, Help("Most memory that the pool takes when its size is chosen for it.")

@@ -351,7 +351,7 @@ def test_argument_changes_the_memory_of_the_plan(flag: str, values: tuple[str, .
         resolved = plan(settings)
         return resolved.weight_bytes.value, resolved.cache_pages.value
 
-    base = ("--model-path", str(embedded.path()), "--max-running-requests", "9999")
+    base = ("--model-path", str(embedded.path()))
     given, without = compare(flag, *values, observe=sizes, base=base)
     if flag == "--mem-fraction-static":
         # 0.4 of 5 GiB is for weights and pool together.

@@ -204,16 +204,18 @@ def test_a_long_prompt_is_scored_in_pieces_that_are_counted() -> None:
 
 
 def test_a_static_ratio_counts_weights_and_pool_together_and_knows_no_other_limit() -> None:
-    plan = decide(batching__running_max="1000000000", cache__static_ratio="0.8")
+    plan = decide(batching__running_max="3", cache__bytes_max="1000", cache__static_ratio="0.8")
     assert plan.cache_bytes.value == 3 * GIB
     assert plan.cache_pages.reason.startswith("cache.static_ratio = 0.8 of 5.00 GiB free")
 
 
-def test_a_static_ratio_of_all_still_leaves_room_for_a_step() -> None:
-    plan = decide(batching__running_max="1000000000", cache__static_ratio="1")
-    needed = plan.weight_bytes.value + plan.activation_bytes.value
-    needed += plan.logit_bytes.value + plan.scored_bytes.value
-    assert 0 <= 5 * GIB - needed - plan.cache_bytes.value < PAGE_BYTES
+def test_a_static_ratio_that_leaves_no_room_for_a_step_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decide(cache__static_ratio="1")
+    assert str(caught.value).startswith(
+        "cache.static_ratio = 1.0 (--mem-fraction-static): its pool of 4.00 GiB exceeds the "
+        "3.99 GiB that weights and the largest step leave: 5.00 GiB free, 1.00 GiB of weights"
+    )
 
 
 def test_the_pool_has_a_limit_in_bytes() -> None:
