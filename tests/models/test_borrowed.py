@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.models import families_moe
 from tests.models.families import GPT2_SIZES, ROWS, SIZES, WITHOUT_KV_HEADS, Row, stretched
 from tests.models.parity import (
     Saved,
@@ -20,9 +21,13 @@ from tests.models.parity import (
     texts,
 )
 
+from antiphon.config.model import ModelConfig
+from antiphon.config.settings import Settings
+from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.model.borrowed import BorrowedDecoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.opening import open_engine
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
@@ -118,8 +123,25 @@ BORROWED = (
         fields={**stretched("dynamic", factor=3.0), "max_position_embeddings": 32, "head_dim": 16},
         by_token=True,
     ),
+    Row(
+        name="glm4 moe lite, whose values are wider than its keys",
+        architecture=transformers.Glm4MoeLiteForCausalLM,
+        config=transformers.Glm4MoeLiteConfig,
+        fields={
+            **families_moe.LATENT,
+            **families_moe.GROUPED,
+            "v_head_dim": 40,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    Row(
+        name="minicpm3",
+        architecture=transformers.MiniCPM3ForCausalLM,
+        config=transformers.MiniCPM3Config,
+        fields={**families_moe.LATENT, "scale_depth": 1.2, "scale_emb": 3.0, "dim_model_base": 32},
+    ),
 )
-OURS = {row.name: row for row in ROWS}
+OURS = {row.name: row for row in (*ROWS, *families_moe.ROWS)}
 
 
 @pytest.fixture(scope="module", params=BORROWED, ids=str)
@@ -152,7 +174,34 @@ def test_windows_are_found_and_have_pages_of_their_own(saved: Saved) -> None:
     assert windows == ({said} if everywhere else {None, said})
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt neox", "gpt2"])
+@pytest.mark.parametrize(
+    ("row", "said", "decided"),
+    [
+        (OURS["deepseek-v3"], "transformers", "model.implementation"),
+        (OURS["deepseek-v2"], "transformers", "model.implementation"),
+        (BORROWED[-2], "auto", "no family of ours"),
+    ],
+    ids=str,
+)
+def test_cache_of_latent_attention_is_planned_as_transformers_keeps_it(
+    tmp_path: Path, row: Row, said: Literal["auto", "transformers"], decided: str
+) -> None:
+    save(row, tmp_path)
+    pool = CacheConfig(tokens_max=512)
+    asked = Settings(cache=pool, model=ModelConfig(path=str(tmp_path), implementation=said))
+    engine = open_engine(asked)
+    plan = engine.resolved
+    assert plan is not None
+    assert plan.implementation.value == "transformers"
+    assert decided in plan.implementation.reason
+    kept = [group.page_bytes * group.pages_total for group in engine.batching.pools.groups]
+    assert plan.cache_bytes.value == sum(kept)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma2", "gpt neox", "gpt2", "deepseek-v2", "deepseek-v3 with halves rotated"],
+)
 def test_a_family_of_ours_may_be_borrowed_too(tmp_path: Path, name: str) -> None:
     saved = save(OURS[name], tmp_path)
     model = opened(saved, "transformers")

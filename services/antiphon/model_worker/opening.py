@@ -28,7 +28,9 @@ from antiphon.service.sockets import CannotStart
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.config.decided import Decided
     from antiphon.config.device import Device
+    from antiphon.config.model_files import ModelFiles
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.batching import Batching
@@ -74,7 +76,8 @@ def open_engine(settings: Settings) -> Engine:
         ends = {*card.eos_ids, *tokenizer_ends(tokenizer_place(settings))}
         card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
         pooling = read_pooling(files, card, embedding=settings.model.embedding)
-        resolved = resolve(settings, card, _device(), pooling)
+        implementation = _implementation(files, settings.model.implementation)
+        resolved = resolve(settings, card, _device(), pooling, implementation)
     except ConfigError as error:
         raise CannotStart(str(error)) from error
     log.info("resolved", extra={"plan": "\n" + table(resolved)})
@@ -104,6 +107,22 @@ def _device() -> Device:
     from antiphon.kernels.cpu.extension import arithmetic, lacking  # noqa: PLC0415
 
     return msgspec.structs.replace(this_device(), lacking=lacking(), arithmetic=arithmetic())
+
+
+def _implementation(files: ModelFiles, said: str) -> Decided[str]:
+    """Whose layers run this model.
+
+    Raises:
+        CannotStart: None can.
+        ConfigError: The config is broken.
+    """
+    from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `_device`)
+    from antiphon.model_worker.model.lending import implementation_of  # noqa: PLC0415
+
+    try:
+        return implementation_of(files, said)
+    except ModelLoadError as error:
+        raise CannotStart(str(error)) from error
 
 
 def verify(place: Place, digest: str) -> None:

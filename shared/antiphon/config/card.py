@@ -85,6 +85,13 @@ class ModelCard(msgspec.Struct, frozen=True):
         kept = 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.kept
         return layers * kept * item_bytes(dtype)
 
+    def with_full_heads(self) -> ModelCard:
+        """The model as transformers' modules run it: latents are kept as keys and values."""
+        if self.latent is None:
+            return self
+        size = max(self.latent.content + self.latent.position, self.latent.value)
+        return msgspec.structs.replace(self, latent=None, kv_heads=self.heads, head_size=size)
+
     def state_bytes(self, dtype: Dtype) -> int:
         """One recurrent state, in all layers; 0 where there are none."""
         return 0 if self.states is None else self.states.state_bytes(item_bytes(dtype))

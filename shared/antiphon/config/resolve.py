@@ -73,17 +73,29 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def resolve(
-    settings: Settings, card: ModelCard, device: Device, pooling: Pooling | None = None
+    settings: Settings,
+    card: ModelCard,
+    device: Device,
+    pooling: Pooling | None = None,
+    implementation: Decided[str] | None = None,
 ) -> Plan:
     """Decide everything that the operator left open. Pure; `device` was read before loading.
 
-    `pooling` is what the model makes of texts, if it does not answer them.
+    Args:
+        settings: What the operator said.
+        card: What the model says of itself.
+        device: Where it runs.
+        pooling: What the model makes of texts, if it does not answer them.
+        implementation: Whose layers run, where that is known; unset: as `settings` say.
 
     Raises:
         ConfigError: The model was not made for this context, or memory does not hold its weights,
             its largest step and the cache; it says what it would take. Or what was asked for
             cannot be held.
     """
+    layers = implementation or Decided(settings.model.implementation, "model.implementation")
+    if layers.value == "transformers":
+        card = card.with_full_heads()
     dtype = _dtype(settings, card)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
@@ -108,7 +120,7 @@ def resolve(
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
         bits=_bits(device, dtype.value, linear.value, kept, cache_dtype.value),
-        implementation=Decided(settings.model.implementation, "model.implementation"),
+        implementation=layers,
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
         context_tokens=_fit(context, pages.value * page_tokens),

@@ -22,7 +22,7 @@ class SparseFields(msgspec.Struct, frozen=True, kw_only=True):
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
+    v_head_dim: int | None = None
     num_nextn_predict_layers: int = 0
     """Layers after the last, which a checkpoint may have and nobody loads."""
 
@@ -130,6 +130,6 @@ def latent_of(fields: SparseFields) -> LatentCard | None:
         latent=fields.kv_lora_rank,
         content=fields.qk_nope_head_dim,
         position=fields.qk_rope_head_dim,
-        value=fields.v_head_dim,
+        value=fields.v_head_dim or 0,
         query=fields.q_lora_rank,
     )

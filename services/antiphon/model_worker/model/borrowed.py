@@ -130,8 +130,8 @@ class BorrowedDecoder:
         assert ctx.positions is not None
 
         def attend(call: Call) -> Tensor:
-            heads = torch.cat((call.query, call.key, call.value), dim=1)[0].transpose(0, 1)
-            return ctx.attend(call.layer, heads, self._manners[call.layer])
+            mixed = ctx.attend(call.layer, _side_by_side(call), self._manners[call.layer])
+            return mixed[..., : call.value.shape[-1]]
 
         if inputs_embeds is not None:
             entered = {"inputs_embeds": inputs_embeds[None]}
@@ -159,6 +159,18 @@ class BorrowedDecoder:
             NotPlain: Always.
         """
         raise NotPlain("the layers are those of transformers")
+
+
+def _side_by_side(call: Call) -> Tensor:
+    """Heads of one size, (T, Q + 2 H, D): the cache has one for keys and values.
+
+    Latent attention gives keys and values of different sizes. Zeros behind a key and its query add
+    nothing to a score, and those behind a value are cut off from the result.
+    """
+    size = max(call.key.shape[-1], call.value.shape[-1])
+    parts = (call.query, call.key, call.value)
+    padded = [torch.nn.functional.pad(part, (0, size - part.shape[-1])) for part in parts]
+    return torch.cat(padded, dim=1)[0].transpose(0, 1)
 
 
 class _Given(torch.nn.Module):
@@ -261,7 +273,7 @@ def _look(
         if call.layer in found:
             raise ModelLoadError(f"layer {call.layer} attends twice")
         found[call.layer] = _understood(call)
-        return torch.zeros_like(call.query[0].transpose(0, 1))
+        return _nothing(call)
 
     token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
     at = {"position_ids": torch.zeros(1, 1, dtype=torch.int64)}
@@ -270,13 +282,19 @@ def _look(
     layers = config.num_hidden_layers
     if sorted(found) != list(range(layers)):
         raise ModelLoadError(f"{len(found)} of its {layers} layers attend as others do")
-    with _attending(lambda call: torch.zeros_like(call.query[0].transpose(0, 1))):
+    with _attending(_nothing):
         whole = cast("Callable[..., _Scores]", model)(**token, **at).logits[0].float()
     assert hidden is not None
     if not torch.equal(whole, logits(None, hidden[0])):
         raise ModelLoadError("its head cannot be told from its layers")
     mixers = [found[layer] for layer in range(layers)]
     return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
+
+
+def _nothing(call: Call) -> Tensor:
+    """What attention gives, as zeros: (T, Q, D) of the values' size."""
+    _, heads, tokens, _ = call.query.shape
+    return call.query.new_zeros(tokens, heads, call.value.shape[-1])
 
 
 _PROBE_TOKENS, _PROBE_FIRST = 160, 144
@@ -370,8 +388,10 @@ def _understood(call: Call) -> tuple[AttentionSpec, Manner]:
         raise ModelLoadError(f"its attention wants {', '.join(unknown)}")
     if call.mask is None or call.mask.numel() != 1:
         raise ModelLoadError("its attention has a mask of its own")
-    if call.value.shape != call.key.shape or call.key.shape[-1] != call.query.shape[-1]:
-        raise ModelLoadError("its keys and values are of different sizes")
+    if call.value.shape[:-1] != call.key.shape[:-1]:
+        raise ModelLoadError("it has values for other heads than keys")
+    if call.key.shape[-1] != call.query.shape[-1]:
+        raise ModelLoadError("its queries and keys are of different sizes")
     assert scale is None or isinstance(scale, float | int)
     assert softcap is None or isinstance(softcap, float | int)
     assert sinks is None or isinstance(sinks, Tensor)
@@ -379,7 +399,7 @@ def _understood(call: Call) -> tuple[AttentionSpec, Manner]:
     spec = AttentionSpec(
         query_heads=call.query.shape[1],
         kv_heads=call.key.shape[1],
-        head_size=size,
+        head_size=max(size, call.value.shape[-1]),
         scale=size**-0.5 if scale is None else scale,
         rotary=None,
         window=int(call.mask) or None,

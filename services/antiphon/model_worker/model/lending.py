@@ -9,9 +9,11 @@ import msgspec
 import torch
 
 from antiphon.config.card import read_card
+from antiphon.config.decided import Decided
 from antiphon.config.loading import LoadFormat
 from antiphon.config.model import Dtype
 from antiphon.kernels.kv import KvSpec
+from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.errors import ModelLoadError, UnsupportedVariant
 from antiphon.model_worker.model.remote_code import family_of
@@ -49,26 +51,48 @@ def declared(files: ModelFiles, config: ConfigFile, implementation: str) -> Mode
         ModelLoadError: Neither can.
         ConfigError: The config names code of its own in no way that is known.
     """
+    spec, reason = _chosen(files, config, implementation)
+    if spec is None and implementation != "transformers":
+        log.info(
+            "transformers' own modules run this model",
+            extra={"architectures": config.architectures, "reason": reason},
+        )
+    return spec
+
+
+def implementation_of(files: ModelFiles, implementation: str) -> Decided[str]:
+    """Whose layers run a model, for the plan: what they keep of a token differs.
+
+    Raises:
+        ModelLoadError: Neither our decoder nor transformers' modules can.
+        ConfigError: The config is broken.
+    """
+    spec, reason = _chosen(files, read_config(files), implementation)
+    return Decided("transformers" if spec is None else "antiphon", reason)
+
+
+def _chosen(
+    files: ModelFiles, config: ConfigFile, implementation: str
+) -> tuple[ModelSpec | None, str]:
+    """What a family declares, None where transformers' modules are to run, and the reason."""
     if implementation == "transformers":
-        return None
+        return None, "model.implementation"
     try:
         family = family_of(config.architectures, files)
     except ModelLoadError:
         if implementation == "antiphon" or unlent(config) is not None:
             raise
-        reason = "no family of ours"
+        return None, "no family of ours"
     else:
         try:
-            return read_spec(family, config)
+            spec = read_spec(family, config)
         except UnsupportedVariant as error:
             if implementation == "antiphon" or unlent(config) is not None:
                 raise
-            reason = str(error)
-    log.info(
-        "transformers' own modules run this model",
-        extra={"architectures": config.architectures, "reason": reason},
-    )
-    return None
+            return None, str(error)
+    if implementation == "antiphon":
+        return spec, "model.implementation"
+    return spec, f"the family {family.name} is our own"
 
 
 def borrow(
@@ -109,7 +133,7 @@ class _Padding(msgspec.Struct, frozen=True):
 
 def _hold_against_plan(files: ModelFiles, decoder: BorrowedDecoder) -> None:
     """The plan divides memory by what config.json says of the cache."""
-    planned = read_card(files).kv_bytes(Dtype.FLOAT32)
+    planned = read_card(files).with_full_heads().kv_bytes(Dtype.FLOAT32)
     groups = decoder.spec.cache_groups()
     kept = sum(
         len(layers) * spec.token_bytes(1, torch.float32)
