@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -34,7 +34,7 @@ class Exchange:
     status: int
     headers_s: float
     silence_max_s: float = 0.0
-    body: bytes = b""
+    body: bytearray = field(default_factory=bytearray)
 
 
 class Relay:
@@ -70,7 +70,8 @@ class Relay:
             async for piece in answer.content.iter_any():
                 now = time.monotonic()
                 exchange.silence_max_s = max(exchange.silence_max_s, now - last)
-                exchange.body, last = exchange.body + piece, now
+                exchange.body += piece
+                last = now
                 await response.write(piece)
             self._answered.put_nowait(exchange)
             await response.write_eof()
