@@ -65,5 +65,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedStack
 def engine() -> Iterator[Stack]:
     """The embedded model, with room for the long prompts of coding agents."""
     room = f'{{"max_position_embeddings": {CONTEXT_TOKENS}}}'
-    with serving("--json-model-override-args", room) as running:
+    limit = '{"max_new_tokens": 64}'
+    with serving(
+        "--json-model-override-args", room, "--preferred-sampling-params", limit
+    ) as running:
         yield running

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.ask import PROBE_DOOR, check
 from antiphon.gateway.details import DetailRoom, check_start
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
@@ -66,6 +67,8 @@ class Entrance:
         gateway = runtime.settings.gateway
         self._model_defaults = gateway.sampling_defaults == "model"
         self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=SamplingDefaults)
+        limits = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
+        self._preferred_tokens = limits.max_new_tokens
         self._served = served_names(runtime.settings)
         self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
         self._entering = 0
@@ -223,6 +226,7 @@ class Entrance:
             ask,
             prompt_tokens=prompt_tokens,
             contexts=self._contexts(encoded),
+            preferred=self._preferred_tokens,
         )
         return self._access.reserve(hold, ask, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
 

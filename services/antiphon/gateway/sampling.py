@@ -65,7 +65,9 @@ class Seeds:
         return msgspec.structs.replace(sampling, seed=seed)
 
 
-def answer_tokens(ask: Ask, *, prompt_tokens: int, contexts: Collection[int]) -> int:
+def answer_tokens(
+    ask: Ask, *, prompt_tokens: int, contexts: Collection[int], preferred: int | None = None
+) -> int:
     """Return how many tokens the answer may have.
 
     What the client does not bound is bounded by every worker that holds the prompt: the answer is
@@ -75,6 +77,7 @@ def answer_tokens(ask: Ask, *, prompt_tokens: int, contexts: Collection[int]) ->
         ask: The request.
         prompt_tokens: Of its prompt.
         contexts: The longest context of each worker.
+        preferred: The operator's limit for requests without one.
 
     Raises:
         PromptTooLong: The prompt fills the context.
@@ -89,7 +92,8 @@ def answer_tokens(ask: Ask, *, prompt_tokens: int, contexts: Collection[int]) ->
         )
     if ask.tokens_max is None:
         room = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
-        return room if ask.tokens_default is None else min(ask.tokens_default, room)
+        limit = ask.tokens_default if preferred is None else preferred
+        return room if limit is None else min(limit, room)
     room = context_tokens - prompt_tokens
     if ask.tokens_max > room:
         raise InvalidRequest(

@@ -19,6 +19,7 @@ class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class GatewayConfig(Config):
@@ -82,8 +83,9 @@ class GatewayConfig(Config):
     preferred_sampling: Annotated[
         str,
         Help(
-            "JSON object with temperature, top_p, top_k, min_p and repetition_penalty of requests "
-            "that name none; it goes before the model's own."
+            "Sampling defaults as a JSON object with temperature, top_p, top_k, min_p, "
+            "repetition_penalty and max_new_tokens, for requests that do not set them; they win "
+            "over the model's own."
         ),
     ] = "{}"
     tool_call_parser: Annotated[

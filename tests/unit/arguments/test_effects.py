@@ -457,7 +457,27 @@ async def test_defaults_of_sampling_are_those_of_the_operator() -> None:
     assert (given, without) == ((0.5, 0.75), (0.25, 0.75))
 
 
-@pytest.mark.parametrize("value", ["[]", '{"max_new_tokens": 3}', '{"temperature": -1}', "x"])
+@pytest.mark.argument("--preferred-sampling-params")
+async def test_preferred_max_new_tokens_bounds_answers_without_a_limit() -> None:
+    async def limits(settings: Settings) -> list[int]:
+        """Of requests without a limit, of one with its own, and of one without over /generate."""
+        async with house(preferred_sampling=settings.gateway.preferred_sampling) as at:
+            for said in ({}, {"max_tokens": 9}):
+                await post(at, CHAT, {"messages": HI, **said})
+            await post(at, "/generate", {"text": "hi"})
+        return [submit.sampling.max_new_tokens for submit in at.cluster.submits]
+
+    given, without = await compare_async(
+        "--preferred-sampling-params", '{"max_new_tokens": 7}', observe=limits
+    )
+    assert given == [7, 9, 7]
+    assert without[1] == 9
+    assert min(without[0], without[2]) > 9  # what the context leaves
+
+
+@pytest.mark.parametrize(
+    "value", ["[]", '{"max_new_tokens": 0}', '{"n": 2}', '{"temperature": -1}', "x"]
+)
 def test_preferred_sampling_params_that_cannot_hold_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="preferred_sampling"):
         settings_of("--preferred-sampling-params", value)
