@@ -117,8 +117,9 @@ NOT_BUILT: Sequence[Missing] = (
     Missing("Pipeline parallelism", "As above.", ("pipeline",)),
     Missing("Expert parallelism", "A worker computes all experts of its model.", ("moe",)),
     Missing(
-        "Data parallelism over the ranks of one worker",
-        "Start several workers; the scheduler shares the requests among them.",
+        "Data parallelism inside a worker: of attention alone, or with shared weights",
+        "`--dp-size` starts several workers, each with the whole model; the scheduler spreads the "
+        "requests.",
         ("dp_attention",),
     ),
     Missing("Context parallelism", "Long prompts are prefilled in chunks.", ("context_parallel",)),

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.config.completion_template import check_name
 from antiphon.config.quantization import Quantize
-from antiphon.config.schema import Config, Help, Seed, Threads, Tokens
+from antiphon.config.schema import Bytes, Config, Cores, Help, Seed, Threads, Tokens
 
 
 class Dtype(StrEnum):
@@ -121,6 +121,20 @@ class ModelConfig(Config):
     threads: Annotated[
         Threads | None,
         Help("Threads of one worker's arithmetic; unset: all cores, or one fewer, and why."),
+    ] = None
+    cores: Annotated[
+        Cores | None,
+        Help(
+            "Maximum number of cores that a worker computes on; unset: all. With several workers, "
+            "serve gives each an even share of the machine."
+        ),
+    ] = None
+    memory_bytes: Annotated[
+        Bytes | None,
+        Help(
+            "Maximum memory of a worker: weights, activations and cache; unset: what is free. With "
+            "several workers, serve gives each an even share of the machine."
+        ),
     ] = None
     weight_version: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)],

@@ -56,9 +56,8 @@ REFUSED: Mapping[str, str] = {
     "device_ports": "Services talk over NATS, whose address is --nats-url, so no other port is "
     "opened for ranks.",
     "diffusion": "Diffusion language models are not built; serve an autoregressive model.",
-    "disaggregation": "Prefill and decode run in one worker; start more workers to scale both.",
-    "dp_attention": "A replica is a whole worker, attention included; start several by "
-    "python -m antiphon.model_worker.",
+    "disaggregation": "Prefill and decode run in one worker; --dp-size starts more of them.",
+    "dp_attention": "A replica is a whole worker, attention included; --dp-size starts several.",
     "dumps": "Dumps of tensors are not built; `antiphon replay` runs the recorded steps of a "
     "worker again, see --batching-dump-folder.",
     "dynamic_chunks": "Chunks have one length, set by --chunked-prefill-size.",
@@ -91,8 +90,8 @@ REFUSED: Mapping[str, str] = {
     "lora": "LoRA adapters are not built; merge the adapter into the model and serve the result.",
     "metrics_file": "Metrics are served at /metrics, not written to files; scrape the page.",
     "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
-    "moe": "One worker computes all experts of a model with the CPU's kernels; more workers share "
-    "the requests, see python -m antiphon.model_worker.",
+    "moe": "One worker computes all experts of a model with the CPU's kernels; --dp-size starts "
+    "more workers, which share the requests.",
     "multimodal": "Requests with images, audio or video are not built; the text part of such a "
     "model is served.",
     "nodes": "A worker runs on one machine; start workers on other machines by python -m "
@@ -112,8 +111,6 @@ REFUSED: Mapping[str, str] = {
     "recv_interval": "Commands are read before every step; remove the flag.",
     "remote_sampling": "Code from a request is never run; the named processors of docs/http.md "
     "and logit_bias are there instead.",
-    "replicas": "`serve` starts one process of each service; start more by python -m "
-    "antiphon.<service> --bus-url.",
     "request_log": "Request logging is not built; each request is one log line without content.",
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
@@ -132,8 +129,8 @@ REFUSED: Mapping[str, str] = {
     "where it began.",
     "template_name": "The default template of a tokenizer is used; give another by "
     "--chat-template.",
-    "tensor": "Tensor parallelism is not built; a model must fit on one machine, and more workers "
-    "share its requests, see python -m antiphon.model_worker.",
+    "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
+    "starts more workers that share its requests.",
     "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "
     "--enable-trace.",
     "token_ids": "Serving without a tokenizer is not built; /generate takes input_ids and returns "

@@ -96,6 +96,7 @@ def resolve(
     layers = implementation or Decided(settings.model.implementation, "model.implementation")
     if layers.value == "transformers":
         card = card.with_full_heads()
+    free, device = device.memory_bytes, _within(settings, device)
     dtype = _dtype(settings, card)
     linear = _linear(settings, device, dtype.value)
     cache_dtype = _cache_dtype(settings, card, device, dtype.value)
@@ -128,7 +129,7 @@ def resolve(
         page_tokens=Decided(page_tokens, "cluster.page_tokens"),
         cache_dtype=cache_dtype,
         cache_scales=_cache_scales(settings, cache_dtype.value),
-        memory_bytes=Decided(memory.free, "free here, within the limits of the containers"),
+        memory_bytes=_free(settings, memory.free, free),
         weight_bytes=kept.bytes,
         activation_bytes=Decided(memory.activations, f"{step.value} tokens in a step"),
         logit_bytes=Decided(memory.logits, f"{drawing} rows of the vocabulary"),
@@ -167,6 +168,22 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         value = decided.value
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         yield name, shown or "none", decided.reason
+
+
+def _within(settings: Settings, device: Device) -> Device:
+    """What a worker may use of a machine."""
+    model = settings.model
+    return msgspec.structs.replace(
+        device,
+        cores=min(model.cores or device.cores, device.cores),
+        memory_bytes=min(model.memory_bytes or device.memory_bytes, device.memory_bytes),
+    )
+
+
+def _free(settings: Settings, used: int, free: int) -> Decided[int]:
+    if used == settings.model.memory_bytes:
+        return Decided(used, f"model.memory_bytes, of {gib(free)} free")
+    return Decided(used, "free here, within the limits of the containers")
 
 
 def _device(settings: Settings, device: Device) -> Decided[str]:
@@ -323,7 +340,9 @@ def _memory(
         scored=scored_bytes(card, step_tokens),
     )
     if memory.weights > memory.free:
-        raise ConfigError(f"too little memory for the weights: {memory}")
+        limit = settings.model.memory_bytes
+        cause = "" if limit is None else f"; model.memory_bytes = {limit} limits this worker"
+        raise ConfigError(f"too little memory for the weights: {memory}{cause}")
     return memory
 
 

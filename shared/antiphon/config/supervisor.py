@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from antiphon.config.schema import Config, Help, Port, Seconds
+from antiphon.config.schema import Config, Help, Port, Processes, Seconds
 
 
 class SupervisorConfig(Config):
     """How the processes of one machine are started and watched."""
 
+    workers: Annotated[
+        Processes,
+        Help(
+            "Number of model workers, each with the whole model. They share cores, free memory, "
+            "cache.bytes_max and batching.running_max evenly; other settings hold for each worker."
+        ),
+    ] = 1
+    tokenizers: Annotated[
+        Processes,
+        Help("Number of tokenizers. The threads of all together are no more than the cores."),
+    ] = 1
+    detokenizers: Annotated[Processes, Help("Number of detokenizers.")] = 1
     start_timeout_s: Annotated[Seconds, Help("How long all services may take to be ready.")] = 60.0
     stop_timeout_s: Annotated[Seconds, Help("How long a process may take to leave.")] = 25.0
     hang_timeout_s: Annotated[

@@ -14,6 +14,7 @@ from antiphon.bus.discovery import OPERATOR
 from antiphon.bus.errors import BusDown
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.card import read_card
+from antiphon.config.device import this_device
 from antiphon.config.errors import ConfigError
 from antiphon.config.load import child_environment, variable
 from antiphon.config.resolve import check_context
@@ -27,6 +28,7 @@ from antiphon.supervisor.passwords import Passwords
 from antiphon.supervisor.ports import PortRange, free_port, is_free
 from antiphon.supervisor.progress import StartProgress
 from antiphon.supervisor.readiness import Readiness
+from antiphon.supervisor.shares import check_counts, instances, share
 from antiphon.wire.base import Process, Role
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from antiphon.config.device import Device
     from antiphon.config.settings import Settings
 
 START_ORDER = (
@@ -82,10 +85,14 @@ class Stack:
         settings: As merged; without a `bus.url` a NATS server is started.
         folder: For the merged settings, the logs and the NATS server's files.
         console: Where the operator is told.
+        device: What the processes share; unset: this machine.
     """
 
-    def __init__(self, settings: Settings, folder: Path, console: Console) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, console: Console, device: Device | None = None
+    ) -> None:
         self._settings = _with_port(settings)
+        self._device = device or this_device()
         self._folder = folder
         self._console = console
         access = settings.access
@@ -136,6 +143,7 @@ class Stack:
                 f"supervisor.stop_timeout_s = {stop_s:g}: must be more than "
                 f"service.drain_timeout_s = {drain_s:g}, or a process is killed while it drains"
             )
+        check_counts(self._settings, self._device)
         read_tenants(self._settings.access.keys_file)
         server_context(gateway)
         check_template(self._settings)
@@ -166,7 +174,7 @@ class Stack:
 
     async def _refuse_if_taken(self, url: str) -> None:
         """Look who is on the operator's NATS: of two processes of one name, only one is heard."""
-        names = [_instance(role) for role in START_ORDER]
+        names = [name for role in START_ORDER for name in instances(self._settings, role)]
         present = Readiness(names, lambda _: None)
         async with self._listening(url, present):
             await asyncio.sleep(LOOK_BEATS * self._settings.service.heartbeat_s)
@@ -178,24 +186,32 @@ class Stack:
             )
 
     async def _start_children(self, url: str) -> None:
+        self._children = self.children(url)
+        for child in self._children:
+            await child.start()
+
+    def children(self, url: str) -> tuple[Child, ...]:
+        """The processes of all services, none started, that meet on the NATS server at `url`."""
         settings = replace(self._settings, bus=replace(self._settings.bus, url=url))
-        config = self._folder / "settings.yaml"
         environment = child_environment(settings)
         ports = PortRange(settings.health.host, settings.supervisor.metrics_port_base)
-        self._children = tuple(
+        return tuple(
             Child(
                 role=role,
-                instance=_instance(role),
+                instance=instance,
                 settings=settings,
-                config=config,
+                config=self._folder / "settings.yaml",
                 log_folder=self._folder / "logs",
-                environment={**environment, **self._user_of(role)},
+                environment={
+                    **environment,
+                    **self._user_of(role),
+                    **share(settings, role, self._device),
+                },
                 ports=ports,
             )
             for role in START_ORDER
+            for instance in instances(settings, role)
         )
-        for child in self._children:
-            await child.start()
 
     def _user_of(self, role: Role) -> Mapping[str, str]:
         return {} if self._passwords is None else self._passwords.environment(role)
@@ -255,7 +271,7 @@ class Stack:
             raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
 
     def _announce(self, url: str, readiness: Readiness) -> None:
-        gateway = readiness.heartbeats[_instance(Role.GATEWAY)]
+        gateway = readiness.heartbeats[instances(self._settings, Role.GATEWAY)[0]]
         host, port = self._settings.gateway.host, self._settings.gateway.port
         scheme = self._settings.gateway.scheme
         self._console.print(
@@ -329,10 +345,6 @@ def _ports(readiness: Readiness) -> str:
     """Where each process shows its own metrics."""
     beats = sorted(readiness.heartbeats.items())
     return ", ".join(f"{name} {beat.health_port}" for name, beat in beats)
-
-
-def _instance(role: Role) -> InstanceId:
-    return InstanceId(f"{role}-0")
 
 
 async def _set_after(wait: Callable[[], Awaitable[object]], event: asyncio.Event) -> None:

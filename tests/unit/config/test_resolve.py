@@ -253,6 +253,16 @@ def test_weights_larger_than_memory_are_refused() -> None:
         decide_on(Device(kind="cpu", cores=1, memory_bytes=GIB // 2))
 
 
+def test_a_worker_takes_no_more_cores_and_memory_than_it_may() -> None:
+    plan = decide(model__cores="2", model__memory_bytes=str(2 * GIB))
+    assert (plan.threads.value, plan.memory_bytes.value) == (2, 2 * GIB)
+    assert plan.memory_bytes.reason == "model.memory_bytes, of 5.00 GiB free"
+    beyond = decide(model__cores="99", model__memory_bytes=str(99 * GIB))
+    assert (beyond.threads.value, beyond.memory_bytes.value) == (6, 5 * GIB)
+    with pytest.raises(ConfigError, match=r"0\.50 GiB free.*; model\.memory_bytes = 536870912"):
+        decide(model__memory_bytes=str(GIB // 2))
+
+
 def test_the_table_gives_each_value_a_line_and_a_reason() -> None:
     plan = decide()
     lines = table(plan).splitlines()

@@ -14,6 +14,7 @@ from tests.arguments import settings_of
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
+from antiphon.config.device import Device
 from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.supervisor.main import stop_signals
@@ -87,8 +88,10 @@ async def beat(settings: Settings) -> None:
 async def refused(tmp_path: Path, *arguments: str) -> str:
     """Why a stack does not start with these arguments."""
     settings = settings_of("--port", "0", *arguments)
+    machine = Device(kind="cpu", cores=4, memory_bytes=1 << 40)
+    stack = Stack(settings, tmp_path, Console(), machine)
     with pytest.raises((CannotServe, ConfigError)) as caught:
-        await Stack(settings, tmp_path, Console()).run(asyncio.Event(), asyncio.Event())
+        await stack.run(asyncio.Event(), asyncio.Event())
     return str(caught.value)
 
 
@@ -124,3 +127,38 @@ async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(t
     assert told == "model.chat_template (--chat-template): /none.jinja: no such file"
     with pytest.raises(ConfigError, match="chatml: refused: Named conversation formats"):
         settings_of("--chat-template", "chatml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--dp-size", "5"), "supervisor.workers = 5 (--dp-size): more than the 4 cores here"),
+        (
+            ("--tokenizer-worker-num", "6"),
+            "supervisor.tokenizers = 6 (--tokenizer-worker-num): more than the 4 cores here",
+        ),
+        (
+            ("--detokenizer-worker-num", "7"),
+            "supervisor.detokenizers = 7 (--detokenizer-worker-num): more than the 4 cores here",
+        ),
+        (
+            ("--dp-size", "4", "--max-running-requests", "3"),
+            "batching.running_max = 3 (--max-running-requests): supervisor.workers = 4 "
+            "(--dp-size) share it and each needs at least 1",
+        ),
+    ],
+)
+async def test_more_processes_than_the_machine_holds_are_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], reason: str
+):
+    assert await refused(tmp_path, *arguments) == reason
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flag", ["--dp-size", "--data-parallel-size", "--tokenizer-worker-num", "--supervisor-workers"]
+)
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_number_of_processes_is_at_least_one(flag: str, count: str):
+    with pytest.raises(ConfigError, match=rf"{flag}: .*: must be an integer >= 1"):
+        settings_of(flag, count)

@@ -1,0 +1,83 @@
+"""How many processes of a service a machine runs, and what each has of its cores and memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.fields import fields
+from antiphon.wire.base import Role
+from antiphon.wire.ids import InstanceId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from antiphon.config.device import Device
+    from antiphon.config.settings import Settings
+
+_FLAGS = {
+    "workers": "--dp-size",
+    "tokenizers": "--tokenizer-worker-num",
+    "detokenizers": "--detokenizer-worker-num",
+}
+
+
+def instances(settings: Settings, role: Role) -> Sequence[InstanceId]:
+    """The names of a service's processes."""
+    return tuple(InstanceId(f"{role}-{number}") for number in range(_count(settings, role)))
+
+
+def check_counts(settings: Settings, device: Device) -> None:
+    """Compare the numbers of processes with what they share.
+
+    Raises:
+        ConfigError: There is less of it than there are processes; says both numbers.
+    """
+    supervisor, running_max = settings.supervisor, settings.batching.running_max
+    for name, flag in _FLAGS.items():
+        count = getattr(supervisor, name)
+        if count > device.cores:
+            raise ConfigError(
+                f"supervisor.{name} = {count} ({flag}): more than the {device.cores} cores here"
+            )
+    if supervisor.workers > running_max:
+        raise ConfigError(
+            f"batching.running_max = {running_max} (--max-running-requests): supervisor.workers = "
+            f"{supervisor.workers} (--dp-size) share it and each needs at least 1"
+        )
+
+
+def share(settings: Settings, role: Role, device: Device) -> Mapping[str, str]:
+    """The environment in which a process is one of several of its service.
+
+    Memory is that of `device`, read before any process was started: one that is started again
+    finds less free and may take as much as before.
+    """
+    count = _count(settings, role)
+    if count == 1:
+        return {}
+    values: dict[str, int] = {}
+    if role is Role.WORKER:
+        model = settings.model
+        values = {
+            "model.cores": model.cores or device.cores // count,
+            "model.memory_bytes": model.memory_bytes or device.memory_bytes // count,
+            "cache.bytes_max": max(settings.cache.bytes_max // count, 1),
+            "batching.running_max": settings.batching.running_max // count,
+        }
+    elif role is Role.TOKENIZER:
+        values = {"tokenizer.threads": min(settings.tokenizer.threads, device.cores // count)}
+    return {fields()[path].variable: str(value) for path, value in values.items()}
+
+
+def _count(settings: Settings, role: Role) -> int:
+    supervisor = settings.supervisor
+    match role:
+        case Role.WORKER:
+            return supervisor.workers
+        case Role.TOKENIZER:
+            return supervisor.tokenizers
+        case Role.DETOKENIZER:
+            return supervisor.detokenizers
+        case _:
+            return 1
