@@ -161,7 +161,7 @@ class World:
 
     def lead_anew(self) -> None:
         self.term = Term(number=self.term.number + 1, scheduler=LEADER)
-        self.do(self.owner.leader_spoke(self.term))
+        self.do(self.owner.leader_changed(self.term))
 
     def kill_detokenizer(self) -> None:
         dead = self.detokenizer

@@ -146,8 +146,12 @@ class Node:
 
     def beat(self, process: Process | None = None) -> None:
         """Send a heartbeat; a forged one if it is another's."""
+        heartbeat = self.heartbeat(process)
+        self.say(HEARTBEAT, heartbeat, role=self.role, instance=self.process.instance)
+
+    def heartbeat(self, process: Process | None = None) -> Heartbeat:
         report = self.report()
-        heartbeat = Heartbeat(
+        return Heartbeat(
             role=self.role,
             process=process or self.process,
             state=self.state,
@@ -162,7 +166,6 @@ class Node:
             sent_unix_ms=self.clock.unix_ms(),
             not_after_unix_ms=self.clock.unix_ms() + 2_500,
         )
-        self.say(HEARTBEAT, heartbeat, role=self.role, instance=self.process.instance)
 
     def say(self, route: object, message: Message, **part: str) -> None:
         try:
@@ -235,10 +238,8 @@ class GatewayNode(Node):
                 self._act(self.owner.detokenizer_died(peer.process))
             else:
                 self._act(self.owner.detokenizer_spoke(peer.process, beat.streams))
-        elif change is Change.DIED:
-            self._act(self.owner.scheduler_died(peer.process))
-        elif beat.leads is not None:
-            self._act(self.owner.leader_spoke(beat.leads))
+        elif beat.role is Role.SCHEDULER:
+            self._act(self.owner.leader_changed(self.peers.leading(MODEL)))
 
     def _act(self, actions: Iterable[OwnerAction]) -> None:
         for action in actions:
@@ -414,6 +415,7 @@ class WorkerNode(Node):
             self.seqs,
             live_max=2 * RUNNING_MAX,
             our_time_ms=self.peers.our_time_ms,
+            leading=lambda: self.peers.leading(MODEL),
         )
         self.running: deque[Running] = deque()
         self.step = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from tests.simulation.protocol_network import Network, Timeline, Weather
 from tests.simulation.protocol_nodes import (
     MODEL,
@@ -21,9 +22,12 @@ from tests.simulation.protocol_nodes import (
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
 from antiphon.gateway.owner.actions import Said as Text
-from antiphon.wire.base import Process
+from antiphon.wire.base import Process, Term
+from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids
-from antiphon.wire.ids import Incarnation, RequestId, TenantId
+from antiphon.wire.command import CommandBatch
+from antiphon.wire.ids import Incarnation, InstanceId, RequestId, TenantId
+from antiphon.wire.routes import COMMAND, HEARTBEAT
 from antiphon.wire.sampling import DetailParams, SamplingParams, StopStrings
 from antiphon.wire.submit import SubmitRequest
 
@@ -32,11 +36,14 @@ if TYPE_CHECKING:
 
     from antiphon.wire.details import DetailPiece
     from antiphon.wire.errors import EngineError
+    from antiphon.wire.heartbeat import Heartbeat
 
 STOP = "<end>"
 LETTERS: tuple[str, ...] = ("a", "b", " ", "é", "中", "🎶", "<", "<en")
 CHOICES = (1, 1, 3)
 PRIORITIES = (0, 0, 3, 5)
+FORGED = (0, 1, 7, 2**31, 2**32, 2**33, 2**40, 2**62 - 2**32, 2**62, 2**63)
+"""About these sizes are forged terms."""
 SETTLE_S = 4.0
 """From the start until a leader binds."""
 FORGET_S = 14.0
@@ -267,6 +274,58 @@ class World:
         node = self.random.choice(self.nodes)
         life = Incarnation(f"forged-{self.random.randint(0, 3)}")
         node.beat(Process(instance=node.process.instance, incarnation=life))
+
+    def forge_terms(self) -> None:
+        """Forge terms of all sizes for some seconds, in every message that names one."""
+        for _ in range(12):
+            self.timeline.after(self.random.uniform(0, 6), self.forge_term)
+
+    def forge_term(self) -> None:
+        number = self.random.choice(FORGED) + self.random.randint(-3, 3)
+        number += self.random.choice((0, self.term_number))
+        who = self.random.choice(("stranger", "leader", "worker", "command"))
+        self.forge_term_of(who, min(max(0, number), INT64_MAX))
+
+    def forge_term_of(self, who: str, number: int) -> None:
+        """Forge a term that is claimed by a process, obeyed by a worker, or in commands."""
+        scheduler, worker = self.random.choice(self.schedulers), self.random.choice(self.workers)
+        term = Term(number=number, scheduler=scheduler.process)
+        match who:
+            case "stranger":
+                name = InstanceId(f"scheduler-{self.random.randint(2, 3)}")
+                stranger = Process(instance=name, incarnation=Incarnation("forged"))
+                beat = scheduler.heartbeat(stranger)
+                claim = Term(number=number, scheduler=stranger)
+                self._say(msgspec.structs.replace(beat, leads=claim))
+            case "leader":
+                self._say(msgspec.structs.replace(scheduler.heartbeat(), leads=term))
+            case "worker":
+                beat = worker.heartbeat()
+                assert beat.worker is not None
+                load = msgspec.structs.replace(beat.worker, term=term)
+                self._say(msgspec.structs.replace(beat, worker=load))
+            case _:
+                self.forge_command(worker, term)
+
+    def forge_command(self, worker: WorkerNode, term: Term) -> None:
+        """Send a batch of no commands under a forged term."""
+        batch = CommandBatch(
+            leader=term,
+            worker=worker.process,
+            seq=1,
+            commands=(),
+            not_after_unix_ms=worker.clock.unix_ms() + 1500,
+        )
+        self.gateways[0].say(COMMAND, batch, worker=worker.process.instance)
+
+    @property
+    def term_number(self) -> int:
+        """The number of the highest term that leads."""
+        terms = [node.leader.term for node in self.schedulers]
+        return max((term.number for term in terms if term), default=0)
+
+    def _say(self, beat: Heartbeat) -> None:
+        self.gateways[0].say(HEARTBEAT, beat, role=beat.role, instance=beat.process.instance)
 
     def replace_frozen_worker(self) -> None:
         self._replace_frozen(self.workers, self._worker)

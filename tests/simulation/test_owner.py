@@ -112,7 +112,7 @@ def test_resubmitting_names_the_attempt_that_was_shown() -> None:
     world, _ = talking("shown")
     world.clock.advance(SECOND_S)
     newer = msgspec.structs.replace(world.term, number=2)
-    world.owner.leader_spoke(newer)
+    world.owner.leader_changed(newer)
     submits = [a.message for a in world.owner.tick() if isinstance(a, Submit)]
     assert [s.attempt_floor for s in submits] == [attempt(world, 1)]
 
@@ -229,8 +229,38 @@ def test_the_next_life_of_a_dead_leader_is_heeded_whatever_its_name() -> None:
     life = msgspec.structs.replace(dead, incarnation="again")
     again = msgspec.structs.replace(world.term, scheduler=life)
     assert again < world.term
-    world.do(world.owner.scheduler_died(dead))
-    world.do(world.owner.leader_spoke(again))
+    world.do(world.owner.leader_changed(world.term))
+    world.do(world.owner.leader_changed(None))
+    world.do(world.owner.leader_changed(again))
+    assert resubmitted(world, for_s=1.0) == ["r"]
+
+
+@pytest.mark.parametrize("number", [9, 2**32, 2**62, 2**63 - 1])
+def test_a_forged_term_is_heeded_no_longer_than_it_is_claimed(number: int) -> None:
+    """The true leader's notices count again with its next heartbeat, lower as its term is."""
+    world, _ = talking("text")
+    world.do(world.owner.leader_changed(world.term))
+    world.do(world.owner.leader_changed(msgspec.structs.replace(world.term, number=number)))
+    world.do(world.owner.leader_changed(world.term))
+    world.do(world.owner.noticed(notice(world, n=1)))
+    assert isinstance(end(world).error, WorkerLost)
+
+
+def test_a_new_owner_heeds_a_leader_whatever_its_number() -> None:
+    world = waiting()
+    high = msgspec.structs.replace(world.term, number=2**32 + 1)
+    world.do(world.owner.leader_changed(high))
+    assert resubmitted(world, for_s=1.0) == ["r"]
+
+
+def test_the_term_of_an_answer_does_not_outlast_the_next_heartbeat() -> None:
+    """Any process can answer a submit, under any term."""
+    world = waiting()
+    forged = msgspec.structs.replace(world.term, number=2**40)
+    answer = msgspec.structs.replace(accepted(world), term=forged)
+    world.do(world.owner.submit_answered(RequestId("r"), answer))
+    world.do(world.owner.leader_changed(world.term))
+    world.do(world.owner.noticed(lacking(world)))
     assert resubmitted(world, for_s=1.0) == ["r"]
 
 

@@ -29,6 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     World.deaf,
     World.outage,
     World.forge,
+    World.forge_terms,
     World.replace_frozen_worker,
     World.replace_frozen_scheduler,
     World.replace_frozen_detokenizer,
@@ -138,6 +139,28 @@ def test_a_leader_that_missed_the_one_between_goes_on(seed: int) -> None:
     assert [story.error for story in asked] == [None] * len(asked)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_forged_terms_stop_no_request_for_longer_than_some_heartbeats(seed: int) -> None:
+    forge_and_restart(seed)
+
+
+@pytest.mark.parametrize("number", [2**32, 2**62 - 1, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("who", ["stranger", "leader", "worker", "command"])
+def test_one_forged_term_leaves_later_processes_able_to_follow(who: str, number: int) -> None:
+    """Whatever it was forged in, and whichever processes are started afterwards."""
+    world = World(0, Weather(delay_s=0.005))
+    world.run(SETTLE_S)
+    world.forge_term_of(who, number)
+    world.run(RECOVERY_S)
+    for restart in (world.crash_worker, world.crash_gateway, world.crash_leader):
+        restart()
+        world.run(RECOVERY_S)
+        asked = [world.ask(20) for _ in range(8)]
+        world.run(RECOVERY_S)
+        assert [story.ended and story.error for story in asked] == [None] * len(asked)
+    world.finish()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
     weather_a_storm(seed)
@@ -155,6 +178,27 @@ def test_five_hundred_seeds_of_each_kind(hundred: int) -> None:
         give_back_in_bad_weather(seed)
         weather_one(FAULTS[seed % len(FAULTS)], seed)
         weather_unnoticed(UNNOTICED[seed % len(UNNOTICED)], seed)
+        forge_and_restart(seed)
+
+
+def forge_and_restart(seed: int) -> None:
+    """Terms are forged while processes die and come back; some heartbeats later all is well."""
+    world = World(seed, Weather(delay_s=0.005))
+    world.run(world.random.choice((0.6, SETTLE_S)))  # some forge before any scheduler leads
+    world.load(20, 8, deadline_s=(30, 40))
+    for _ in range(4):
+        world.timeline.after(world.random.uniform(0, 6), world.forge_terms)
+        world.timeline.after(world.random.uniform(0, 10), world.random.choice(restarts(world)))
+    world.run(12 + RECOVERY_S)
+    asked = [world.ask(20) for _ in range(8)]
+    world.run(RECOVERY_S)
+    world.check_recovered()
+    world.finish()
+    assert [story.error for story in asked] == [None] * len(asked)
+
+
+def restarts(world: World) -> tuple[Callable[[], None], ...]:
+    return (world.crash_worker, world.crash_gateway, world.crash_scheduler, world.crash_leader)
 
 
 def weather_the_loss(seed: int) -> None:

@@ -132,14 +132,9 @@ class Driver:
                 self._apply(self._owner.detokenizer_died(peer.process))
             else:
                 self._apply(self._owner.detokenizer_spoke(peer.process, beat.streams))
-        elif change is Change.DIED:
-            self._apply(self._owner.scheduler_died(peer.process))
-        elif (
-            beat.leads is not None
-            and beat.model == self._model
-            and beat.leads.scheduler == peer.process
-        ):
-            self._apply(self._owner.leader_spoke(beat.leads))
+        elif beat.role is Role.SCHEDULER:
+            leading = self._runtime.peers.leading(self._model)
+            self._apply(self._owner.leader_changed(leading))
 
     def _apply(self, actions: Iterable[Action]) -> None:
         for action in actions:

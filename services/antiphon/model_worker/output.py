@@ -55,6 +55,11 @@ def _same_clock(unix_ms: int, _: Process) -> int:
     return unix_ms
 
 
+def _unknown() -> Term | None:
+    """No scheduler's heartbeat says which term leads."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Hand a choice to the batching loop."""
@@ -92,6 +97,7 @@ class Output:
         returned_count: Requests given back, since start.
         refused: The last batch of commands that was refused, until one is obeyed or for some time.
         refused_count: Batches of commands refused, since start.
+        unelected_count: Those whose term is too high to be an elected one, since start.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class Output:
         *,
         live_max: int,
         our_time_ms: Callable[[int, Process], int] = _same_clock,
+        leading: Callable[[], Term | None] = _unknown,
     ) -> None:
         """Nothing is held yet.
 
@@ -109,6 +116,7 @@ class Output:
             seqs: Numbers of what is sent to detokenizers.
             live_max: See above.
             our_time_ms: What our clock shows when that of a process shows a time.
+            leading: The term that leads, by what living schedulers claim.
         """
         self.process = process
         self.live_max = live_max
@@ -119,8 +127,10 @@ class Output:
         self.returned_count = 0
         self.refused: RefusedCommands | None = None
         self.refused_count = 0
+        self.unelected_count = 0
         self._refused_ms = 0
         self._our_time_ms = our_time_ms
+        self._leading = leading
         self._outbox = Outbox(process, seqs)
         self._held: dict[RequestId, HeldRequest] = {}
         self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
@@ -170,9 +180,13 @@ class Output:
         """
         if batch.worker != self.process:
             return []  # meant for another life
+        leading = self._leading()
+        self._forget_unelected(leading)
         if self.term is not None and batch.leader < self.term:
             return []
-        if not batch.leader.may_follow(0 if self.term is None else self.term.number):
+        known = max((term.number for term in (self.term, leading) if term), default=None)
+        if not batch.leader.may_follow(known):
+            self.unelected_count += 1
             return []
         if batch.leader == self.term and batch.seq <= self.commands_seq:
             return []
@@ -374,6 +388,7 @@ class Output:
 
     def tick(self, now_ms: int) -> list[Action]:
         """Free what is past its deadline, and forget what nobody can ask for; several a second."""
+        self._forget_unelected(self._leading())
         actions: list[Action] = []
         for held in list(self._held.values()):
             if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
@@ -393,6 +408,13 @@ class Output:
     def take(self) -> list[tuple[InstanceId, TokenNews]]:
         """All that was not sent yet, as numbered messages, ready to be published in this order."""
         return self._outbox.take()
+
+    def _forget_unelected(self, leading: Term | None) -> None:
+        """Forget a term that was obeyed while none led, and that the leader will not surpass."""
+        if self.term is None or leading is None or self.term.may_follow(leading.number):
+            return
+        log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
+        self.term, self.commands_seq = None, 0
 
     def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
         due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)

@@ -32,6 +32,7 @@ from antiphon.model_worker.watchdog import Hung, Watchdog
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
+from antiphon.service.refusals import LOG_PAUSE_S
 from antiphon.service.room import HELD_BYTES, check_room
 from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.control import Message
+    from antiphon.wire.base import Term
     from antiphon.wire.command import CommandBatch
     from antiphon.wire.ids import ModelName
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
@@ -84,6 +86,7 @@ class ModelWorker:
         self._moved = asyncio.Event()
         self._last: StepReport | None = None
         self._stepped_at = 0.0
+        self._unelected_logged_at = -LOG_PAUSE_S
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
@@ -198,6 +201,7 @@ class ModelWorker:
             self._seqs,
             live_max=live_max,
             our_time_ms=self._runtime.peers.our_time_ms,
+            leading=lambda: self._runtime.peers.leading(self._model),
         )
         self._sending = Sending(self._runtime.bus, self._output)
         cache = self._settings.cache
@@ -255,6 +259,7 @@ class ModelWorker:
 
     def _on_command(self, batch: CommandBatch) -> None:
         returned, refused = self._output.returned_count, self._output.refused
+        unelected = self._output.unelected_count
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
@@ -264,6 +269,8 @@ class ModelWorker:
             self._act(self._output.command(batch, now_ms, offset_ms))
         if self._output.refused is not refused:
             self._note_refused(batch, offset_ms, first=refused is None)
+        if self._output.unelected_count > unelected:
+            self._note_unelected(batch.leader)
         if self._output.returned_count > returned:
             self._runtime.health.changed()
 
@@ -286,6 +293,15 @@ class ModelWorker:
                 "clock_offset_s": None if offset_ms is None else offset_ms / 1000,
             },
         )
+
+    def _note_unelected(self, term: Term) -> None:
+        """Count commands under a term that no election gives, and log one batch every second."""
+        self._accounts.metrics.refused.labels("term").inc()
+        now = self._runtime.clock.now()
+        if now - self._unelected_logged_at >= LOG_PAUSE_S:
+            self._unelected_logged_at = now
+            fields = {"leader": term.scheduler.instance, "reason": "term", "term": term.number}
+            log.warning("commands refused", extra=fields)
 
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
         with self._sending.lock:

@@ -18,7 +18,7 @@ from antiphon.scheduler.reconciliation import Reconciliation
 from antiphon.scheduler.rules import SETTLE_BEATS, Rules
 from antiphon.scheduler.tenure import Tenure
 from antiphon.service.peers import Change, Peer, Peers
-from antiphon.wire.base import Process, Role
+from antiphon.wire.base import Process, Role, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
 
 if TYPE_CHECKING:
@@ -171,12 +171,18 @@ class Leader:
         if change is Change.DIED:
             self._peer_died(peer)
         elif peer.beat.role is Role.SCHEDULER:
-            self._leadership.hear(peer.beat)
-            self._check_term()
+            self._scheduler_spoke(peer)
         elif peer.beat.role is Role.WORKER:
             self._worker_spoke(peer)
         elif peer.beat.role is Role.DETOKENIZER and self._reconciliation is not None:
             self._reconciliation.detokenizer_spoke(peer.process.instance)
+
+    def _scheduler_spoke(self, peer: Peer) -> None:
+        claims = self._peers.claims(self._model)
+        refused = not self._leadership.follow(claims)
+        if refused and peer.beat.leads == leading_term(claims):
+            self._peers.refuse(peer.beat, "leads")  # too high beside the terms before it
+        self._check_term()
 
     def _worker_spoke(self, peer: Peer) -> None:
         load = peer.beat.worker
@@ -184,7 +190,8 @@ class Leader:
             return
         self.caches.beat(peer.process, load.kv_seq)
         if load.term is not None:
-            self._leadership.see(load.term)
+            if not self._leadership.see(load.term):
+                self._peers.refuse(peer.beat, "worker.term")
             self._check_term()
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
         self._settle()
@@ -196,7 +203,7 @@ class Leader:
         reconciliation = self._reconciliation
         match peer.beat.role:
             case Role.SCHEDULER:
-                self._leadership.lose(process)
+                self._scheduler_spoke(peer)
             case Role.GATEWAY:
                 self._lists.forget(process)
             case Role.WORKER:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.scheduler.rules import QUIET_BEATS, Rules
-from antiphon.wire.base import Process, Term
+from antiphon.wire.base import TERM_JUMP_MAX, TERM_MAX, Process, Term, leading_term
 
 if TYPE_CHECKING:
-    from antiphon.wire.heartbeat import Heartbeat
+    from collections.abc import Sequence
 
 
 class Leadership:
     """One scheduler's view of the terms.
+
+    Who leads follows from what live schedulers claim now, see `leading_term`. The numbers of
+    earlier terms are known only to make the next one higher, for attempts are ordered by them. So
+    a forged number is at worst a number that is not counted from.
 
     Attributes:
         term: Our own while we lead.
@@ -22,52 +26,53 @@ class Leadership:
         self.term: Term | None = None
         self._process = process
         self._quiet_s = rules.beats(QUIET_BEATS)
-        self._leader: Term | None = None  # another scheduler's, while it lives and says so
-        self._number_max = 0
+        self._leader: Term | None = None  # another scheduler's, while it is claimed
+        self._number_max: int | None = None
         self._quiet_since = now
         self._leaving = False
 
     @property
     def highest(self) -> Term | None:
-        """The term that leads as far as we know: our own, or another's."""
+        """The term that leads as far as is known: our own, or another's."""
         return self.term or self._leader
 
-    def see(self, term: Term) -> None:
-        """Learn of a term from whoever names one. A higher one ends ours."""
-        if not term.may_follow(self._number_max):
-            return
-        self._number_max = max(self._number_max, term.number)
+    def see(self, term: Term) -> bool:
+        """Note a term that a worker has obeyed. A higher one ends ours.
+
+        False: it is too high to be an elected one, and changes nothing.
+        """
+        if not self._count(term):
+            return False
         if self.term is not None and term > self.term:
             self.term = None
+        return True
 
-    def hear(self, heartbeat: Heartbeat) -> None:
-        """Take in another scheduler's heartbeat."""
-        if heartbeat.leads is None or heartbeat.leads.scheduler != heartbeat.process:
-            self.lose(heartbeat.process)
-            return
-        if not heartbeat.leads.may_follow(self._number_max):
-            return
-        self.see(heartbeat.leads)
-        if self._leader is None or heartbeat.leads > self._leader:
-            self._leader = heartbeat.leads
+    def follow(self, claims: Sequence[Term]) -> bool:
+        """Take in what the other live schedulers claim now.
 
-    def lose(self, scheduler: Process) -> None:
-        """A scheduler has died or leads no more: if it led, its place is free at once."""
-        if self._leader is not None and self._leader.scheduler == scheduler:
-            self._leader = None
-            self._quiet_since = -self._quiet_s
+        False: one of the claims is too high to be an elected one, and changes nothing.
+        """
+        credible = [term for term in sorted(claims) if self._count(term)]
+        before, self._leader = self._leader, leading_term(credible)
+        if before is not None and self._leader is None:
+            self._quiet_since = -self._quiet_s  # it leads no more: its place is free at once
+        if self.term is not None and leading_term([self.term, *credible]) != self.term:
+            self.term = None
+        return len(credible) == len(claims)
 
     def wait(self, now: float) -> None:
-        """Nobody can be heard: silence until now means nothing."""
+        """No peer can be heard: silence until now means nothing."""
         self._quiet_since = now
 
     def claim(self, now: float) -> bool:
-        """Take the next term if nobody has it. True when that happens."""
+        """Take the next term if no scheduler has it. True when that happens."""
         if self._leaving or self.term is not None or self._leader is not None:
             return False
         if now - self._quiet_since < self._quiet_s:
             return False
-        self._number_max += 1
+        known = self._number_max or 0
+        # A worker that knows a term near the end forgets it: it is too far ahead of the claimed.
+        self._number_max = 1 if known >= TERM_MAX else known + 1
         self.term = Term(number=self._number_max, scheduler=self._process)
         return True
 
@@ -80,3 +85,18 @@ class Leadership:
         """Lead no more, ever: this process leaves."""
         self._leaving = True
         self.term = None
+
+    def _count(self, term: Term) -> bool:
+        """Note a number, unless it is too far ahead of those that are known.
+
+        A number that lies as far below them shows that these were forged, or are long past.
+        """
+        known = self._number_max
+        if not term.may_follow(known):
+            return False
+        outdated = known is not None and term.number + TERM_JUMP_MAX < known
+        if known is None or (outdated and self.term is None):
+            self._number_max = term.number
+        else:
+            self._number_max = max(known, term.number)
+        return True

@@ -10,12 +10,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.config.digest import differing
-from antiphon.wire.base import WIRE_VERSION, Process, Role, State
+from antiphon.wire.base import WIRE_VERSION, Process, Role, State, leading_term
 
 if TYPE_CHECKING:
     from antiphon.service.clock import Clock
+    from antiphon.wire.base import Term
     from antiphon.wire.heartbeat import Heartbeat
-    from antiphon.wire.ids import InstanceId
+    from antiphon.wire.ids import InstanceId, ModelName
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,20 @@ class Peers:
         peer = self._peers.get(process.instance)
         return peer is not None and peer.process == process
 
+    def claims(self, model: ModelName | None) -> list[Term]:
+        """The terms that living schedulers of a model claim: each its own."""
+        return [
+            peer.beat.leads
+            for peer in self.of(Role.SCHEDULER)
+            if peer.beat.leads is not None
+            and peer.beat.leads.scheduler == peer.process
+            and peer.beat.model == model
+        ]
+
+    def leading(self, model: ModelName | None) -> Term | None:
+        """The term that leads a model's queue, by what living schedulers claim."""
+        return leading_term(self.claims(model))
+
     def offset_ms(self, process: Process) -> int | None:
         """What is to be added to this life's times to make them ours; None if that is not known."""
         if process == self._process:
@@ -201,6 +216,25 @@ class Peers:
         rival, self._rival = self._rival, None
         return rival
 
+    def refuse(self, beat: Heartbeat, field: str, offset_ms: int = 0) -> None:
+        """Count a heartbeat of which this field does not count; log it once for each process."""
+        self._count_refused(_reason(field))
+        if (beat.process, field) in self._refused:
+            return
+        _remember(self._refused, (beat.process, field), None)
+        log.warning(
+            "peer refused",
+            extra={
+                "role": beat.role,
+                "peer": beat.process.instance,
+                "incarnation": beat.process.incarnation,
+                "field": field,
+                "reason": _REASONS.get(_reason(field), "it is of another cluster, or too late"),
+                "clock_offset_s": offset_ms / 1000,
+                "clock_offset_max_s": OFFSET_MAX_MS / 1000,
+            },
+        )
+
     def hear(self, beat: Heartbeat) -> None:
         """Take a heartbeat, our own included: it proves that the link is whole."""
         if beat.process == self._process:
@@ -212,7 +246,7 @@ class Peers:
         if abs(difference_ms) <= OFFSET_MAX_MS:
             timing.note(difference_ms)
         if (fault := self._fault(beat, timing, now_ms)) is not None:
-            self._refuse(beat, fault, difference_ms)
+            self.refuse(beat, fault, difference_ms)
         elif beat.process.instance == self._process.instance:
             self._hear_namesake(beat, timing)
         else:
@@ -277,7 +311,7 @@ class Peers:
         if silent or (self._silent_until is not None and now - self._silent_until < back_s):
             self._rival = beat.process
         else:
-            self._refuse(beat, "instance", timing.offset_ms or 0)
+            self.refuse(beat, "instance", timing.offset_ms or 0)
 
     def _sent_ms(self, beat: Heartbeat) -> int:
         if beat.sent_unix_ms is not None:
@@ -302,34 +336,17 @@ class Peers:
             return "sent_unix_ms"
         return None
 
-    def _refuse(self, beat: Heartbeat, field: str, offset_ms: int) -> None:
-        self._count_refused(_reason(field))
-        if (beat.process, field) in self._refused:
-            return
-        _remember(self._refused, (beat.process, field), None)
-        log.warning(
-            "peer refused",
-            extra={
-                "role": beat.role,
-                "peer": beat.process.instance,
-                "incarnation": beat.process.incarnation,
-                "field": field,
-                "reason": _REASONS.get(_reason(field), "it is of another cluster, or too late"),
-                "clock_offset_s": offset_ms / 1000,
-                "clock_offset_max_s": OFFSET_MAX_MS / 1000,
-            },
-        )
-
     def _accept(self, beat: Heartbeat, timing: Timing) -> None:
         known = self._peers.get(beat.process.instance)
         peer = Peer(beat, Verdict.ALIVE, self._clock.now())
         if known is not None and known.process == beat.process:
             timing.sent_ms = self._sent_ms(beat)
             self._put(Change.CHANGED, peer)
+            self._check_claim(beat)
             return
         if known is not None:
             if not self._link_whole() or self._verdict(known) is Verdict.ALIVE:
-                self._refuse(beat, "instance", timing.offset_ms or 0)
+                self.refuse(beat, "instance", timing.offset_ms or 0)
                 return
             self._bury(known)
         # Heartbeats of an earlier life may still be under way; it comes back by later ones only.
@@ -337,6 +354,15 @@ class Peers:
         timing.sent_ms = self._sent_ms(beat)
         self._timings[beat.process] = timing
         self._put(Change.APPEARED, peer)
+        self._check_claim(beat)
+
+    def _check_claim(self, beat: Heartbeat) -> None:
+        """Count a claim that is too high beside those of the other schedulers."""
+        if beat.leads is None or beat.leads.scheduler != beat.process:
+            return
+        leading = self.leading(beat.model)
+        if leading is None or beat.leads > leading:
+            self.refuse(beat, "leads")
 
     def _verdict(self, peer: Peer) -> Verdict:
         beats = self.age_s(peer) / self._patience.heartbeat_s
@@ -385,6 +411,8 @@ _REASONS = {
     "instance": "a live process has this name",
     "clock": "its host's clock is too far from ours",
     "sent_unix_ms": "it was sent before that process died",
+    "leads": "its term is too high to be an elected one",
+    "worker.term": "the term that it has obeyed is too high to be an elected one",
 }
 
 

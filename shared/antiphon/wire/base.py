@@ -8,12 +8,16 @@ and to look at all of a worker's objects takes it 0.2 s, in which no step begins
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from antiphon.config.frozen import FrozenMeta
 from antiphon.wire.bounds import Count, Number
 from antiphon.wire.ids import Incarnation, InstanceId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WIRE_VERSION = 1
 """Major version of the messages; part of every subject. Additive change keeps it."""
@@ -27,8 +31,10 @@ class Message(msgspec.Struct, metaclass=FrozenMeta, omit_defaults=True, tag=True
     """What is published. Its class name is its tag, so a renamed class is a new message."""
 
 
+TERM_MAX = 2**62
+"""The highest number of a term. After it the numbers begin anew."""
 TERM_JUMP_MAX = 2**32
-"""How far a term may be ahead of those that are known: more than are ever elected."""
+"""How far a term may be ahead of one that is known: more than are ever elected between the two."""
 
 
 class Role(StrEnum):
@@ -64,12 +70,28 @@ class Term(Value, order=True):
     number: Number
     scheduler: Process
 
-    def may_follow(self, number: int) -> bool:
+    def may_follow(self, number: int | None) -> bool:
         """Whether a term may be as high as this where the highest known one has this number.
 
-        Else one message with the highest number there is would leave no term to lead with.
+        Else one message with the highest number there is would leave no term to lead with. Where
+        none is known yet, there is nothing to compare it with.
         """
-        return self.number <= number + TERM_JUMP_MAX
+        return self.number <= (TERM_MAX if number is None else number + TERM_JUMP_MAX)
+
+
+def leading_term(claims: Iterable[Term]) -> Term | None:
+    """Which of the terms leads that live schedulers claim.
+
+    The highest, unless it is too far ahead of the next lower one, as no elected one is. It does
+    not depend on the terms before: so all processes that have the same heartbeats agree, whenever
+    they were started and whatever was forged meanwhile.
+    """
+    leading: Term | None = None
+    for term in sorted(claims):
+        if not term.may_follow(None if leading is None else leading.number):
+            break
+        leading = term
+    return leading
 
 
 class Attempt(Value, order=True):

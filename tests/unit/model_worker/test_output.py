@@ -86,8 +86,9 @@ def admit(request_id: str = "r", n: int = 1, choices: int = 1, **fields: object)
 class Bench:
     """An output machine, and the few words that the tests say to it."""
 
-    def __init__(self, live_max: int = 8) -> None:
-        self.output = Output(WORKER, SeqSender(), live_max=live_max)
+    def __init__(self, live_max: int = 8, leading: Term | None = None) -> None:
+        self.leading = leading
+        self.output = Output(WORKER, SeqSender(), live_max=live_max, leading=lambda: self.leading)
         self.seq = 0
         self.steps = 0
         self._unfolding: dict[InstanceId, Unfolding] = {}
@@ -237,6 +238,59 @@ def test_a_lower_term_is_not_obeyed_and_a_higher_one_counts_its_batches_anew() -
     bench.seq = 2
     assert len(bench.command(admit(), leader=USURPER)) == 1
     assert (bench.output.term, bench.output.commands_seq) == (USURPER, 3)
+
+
+@pytest.mark.parametrize("number", [2**32 + 1, 2**50, 2**62])
+def test_a_new_worker_obeys_a_leader_whatever_its_number(number: int) -> None:
+    bench = Bench()
+    high = Term(number=number, scheduler=process("s"))
+    assert len(bench.command(admit(), leader=high)) == 1
+    assert bench.output.term == high
+
+
+def test_commands_of_a_term_that_no_election_gives_are_refused_and_counted() -> None:
+    bench = Bench()
+    bench.command()
+    forged = Term(number=2**32 + 2, scheduler=process("s"))
+    assert bench.command(admit(), leader=forged) == []
+    assert bench.output.term == LEADER
+    assert bench.output.unelected_count == 1
+    assert len(bench.command(admit())) == 1
+
+
+def test_a_worker_without_a_term_refuses_a_term_far_above_the_claimed_one() -> None:
+    bench = Bench(leading=LEADER)
+    forged = Term(number=2**40, scheduler=process("s"))
+    assert bench.command(admit(), leader=forged) == []
+    assert bench.output.unelected_count == 1
+    assert len(bench.command(admit())) == 1
+
+
+@pytest.mark.parametrize("number", [2**33, 2**62])
+def test_a_forged_term_is_forgotten_once_a_scheduler_claims_another(number: int) -> None:
+    """It was commanded with before any scheduler led; no leader counts up to it."""
+    bench = Bench()
+    bench.command(leader=Term(number=number, scheduler=process("s")))
+    bench.leading = LEADER
+    assert len(bench.command(admit())) == 1
+    assert bench.output.term == LEADER
+
+
+def test_a_forged_term_is_reported_no_longer_than_to_the_next_tick() -> None:
+    bench = Bench()
+    bench.command(leader=Term(number=2**62, scheduler=process("s")))
+    bench.leading = LEADER
+    bench.output.tick(0)
+    assert bench.output.term is None
+
+
+def test_a_term_that_an_election_may_give_is_kept_until_it_is_surpassed() -> None:
+    bench = Bench()
+    bench.command(leader=USURPER)
+    bench.leading = LEADER
+    bench.output.tick(0)
+    assert bench.command(admit()) == []
+    assert bench.output.term == USURPER
 
 
 def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.scheduler.stage import Stage, process
+from tests.unit.scheduler.stage import Actor, Stage, process
 
 from antiphon.wire.base import Role, Term
 from antiphon.wire.errors import Unavailable, WrongTerm
@@ -120,3 +120,98 @@ def test_who_has_resigned_never_leads_again() -> None:
     stage.leader.resign()
     stage.pass_s(10)
     assert stage.leader.term is None
+
+
+def lead(stage: Stage, number: int, instance: str = "scheduler-1") -> Actor:
+    """Another scheduler that claims a term."""
+    other = stage.enter(Role.SCHEDULER, instance)
+    other.leads = Term(number=number, scheduler=other.process)
+    other.beat()
+    return other
+
+
+def worker_obeyed(stage: Stage, number: int) -> Actor:
+    worker = stage.enter(Role.WORKER, "worker-0")
+    term = Term(number=number, scheduler=process("scheduler-9"))
+    worker.load = msgspec.structs.replace(worker.load, term=term)
+    worker.beat()
+    return worker
+
+
+@pytest.mark.parametrize("number", [2**32 + 1, 2**40, 2**62 - 1])
+def test_a_new_scheduler_follows_a_leader_whatever_its_number(number: int) -> None:
+    stage = Stage()
+    lead(stage, number)
+    stage.pass_s(10)
+    assert stage.leader.term is None
+    with pytest.raises(WrongTerm):
+        stage.leader.submit(stage.request("r"))
+
+
+@pytest.mark.parametrize("number", [2**32 + 2, 2**62, 2**63 - 1])
+def test_a_leader_stays_one_beside_a_claim_that_no_election_gives(number: int) -> None:
+    stage = Stage()
+    stage.usual()
+    reasons: list[str] = []
+    stage.peers.on_refuse(reasons.append)
+    lead(stage, number)
+    stage.pass_s(0.2)
+    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert reasons == ["leads"]
+
+
+def test_a_leader_stays_one_beside_a_worker_whose_term_no_election_gives() -> None:
+    stage = Stage()
+    stage.usual()
+    reasons: list[str] = []
+    stage.peers.on_refuse(reasons.append)
+    worker_obeyed(stage, 2**50)
+    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+    assert reasons == ["worker.term"]
+
+
+def test_a_standby_leads_when_only_a_claim_is_left_that_no_election_gives() -> None:
+    stage = Stage()
+    true = lead(stage, 4)
+    forged = lead(stage, 2**60, "scheduler-2")
+    stage.pass_s(2)
+    assert stage.leader.term is None
+    true.silent = True
+    stage.pass_s(3)
+    assert not forged.silent
+    assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))
+
+
+@pytest.mark.parametrize("number", [2**32, 2**62 - 2, 2**62 - 1, 2**62])
+def test_a_new_scheduler_leads_after_the_highest_term_there_is(number: int) -> None:
+    """Forged before any scheduler knew a term."""
+    stage = Stage()
+    forged = lead(stage, number)
+    stage.pass_s(2)
+    forged.silent = True
+    stage.pass_s(3)
+    expected = 1 if number == 2**62 else number + 1
+    assert stage.leader.term == Term(number=expected, scheduler=process("scheduler-0"))
+
+
+def test_jumps_of_forged_terms_are_surpassed_up_to_the_highest_and_anew_from_one() -> None:
+    stage = Stage()
+    stage.usual()
+    number = 2**62 - 3 * 2**32
+    stage.leader._leadership._number_max = number
+    for _ in range(6):
+        number = min(number + 2**32, 2**62)
+        worker_obeyed(stage, number)
+        stage.pass_s(0.2)
+        assert stage.leader.term is not None, number
+    assert stage.leader.term == Term(number=1, scheduler=process("scheduler-0"))
+
+
+def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged() -> None:
+    stage = Stage()
+    worker_obeyed(stage, 2**50).silent = True
+    true = lead(stage, 4)
+    stage.pass_s(2)
+    true.silent = True
+    stage.pass_s(3)
+    assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))

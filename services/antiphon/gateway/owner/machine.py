@@ -243,19 +243,18 @@ class Owner:
         self._submit_soon(forgotten)
         return self._take()
 
-    def leader_spoke(self, term: Term) -> list[Action]:
-        """Take a leader's heartbeat. A new one is told of every request, in case it is needed."""
-        self._heed(term)
-        return self._take()
+    def leader_changed(self, leading: Term | None) -> list[Action]:
+        """Take in which term leads, by what living schedulers claim; called with each heartbeat.
 
-    def scheduler_died(self, scheduler: Process) -> list[Action]:
-        """Heed whoever leads now, if this one led: cut off, it may never have heard of it.
-
-        Its term is lower then. Without this nothing that it says would count, while it lacks what
-        the other had accepted.
+        A new one gets every request, in case it is needed. It may be lower than the one before: a
+        leader that was cut off may have missed the other, and a forged term is followed no longer
+        than it is claimed.
         """
-        if self._term is not None and self._term.scheduler == scheduler:
-            self._term = None
+        if leading != self._term:
+            self._term = leading
+            if leading is not None:
+                others = [each for each in self._requests.values() if each.term != leading]
+                self._submit_soon(others)
         return self._take()
 
     def tick(self) -> list[Action]:
@@ -306,18 +305,10 @@ class Owner:
         self._know(request)
         request.tries = 0
         request.term = term
-        self._heed(term)
+        if self._term is None:
+            self._term = term  # until a heartbeat says which one leads
         pause_s = request.quiet_s if term == self._term else rules.STALE_LEADER_S
         self._timers.set(("submit", request.id), self._clock.now() + pause_s)
-
-    def _heed(self, term: Term) -> None:
-        """Submit everything again to a leader that is new."""
-        if self._term is not None and term <= self._term:
-            return
-        if not term.may_follow(0 if self._term is None else self._term.number):
-            return
-        self._term = term
-        self._submit_soon([each for each in self._requests.values() if each.term != term])
 
     def _submit_soon(self, requests: Iterable[Request]) -> None:
         """Submit these again, whatever was heard of them meanwhile, one after the other."""
