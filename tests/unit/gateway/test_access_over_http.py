@@ -388,6 +388,21 @@ async def test_names_and_sessions_are_a_tenants_own(tmp_path: Path) -> None:
         assert reasons == ["abort", "stop"]
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+async def test_prompt_in_a_session_is_encoded_in_the_turn_of_its_tenant(
+    tmp_path: Path, path: str
+) -> None:
+    async with house(access=keyed(tmp_path, {"a": {}})) as at:
+        opened = {"session_id": "mine"}
+        assert (await call(at, "POST", "/open_session", opened, **bearer(key_of("a"))))[0] == 200
+        prompt = {"text": "x"} if path == "/generate" else {"prompt": "x"}
+        body = prompt | {"session_params": {"id": "mine"}}
+        status, reply, _ = await call(at, "POST", path, body, **bearer(key_of("a")))
+        assert status == 200, reply
+        (encode,) = [each for each in at.cluster.encodes if each.prompt == "x"]
+        assert encode.tenant == "a"
+
+
 async def test_the_file_is_read_again_and_a_bad_one_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

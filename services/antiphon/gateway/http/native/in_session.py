@@ -82,7 +82,7 @@ class InSession:
         tenant, sessions = tenant_of(request), self._sessions
         before = await sessions.before(tenant, place)
         characters = await self._characters(ask)
-        prompt_ids = before + await self._ids(ask, begins=not before)
+        prompt_ids = before + await self._ids(ask, tenant, begins=not before)
         rid = str(ask.key or new_request_id())
         whole = msgspec.structs.replace(ask, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid))
         kept = False
@@ -119,13 +119,13 @@ class InSession:
         (text,) = await self._tokenizers.decode([ask.prompt_ids], skip_special_tokens=False)
         return len(text)
 
-    async def _ids(self, ask: Ask, *, begins: bool) -> tuple[int, ...]:
+    async def _ids(self, ask: Ask, tenant: TenantId, *, begins: bool) -> tuple[int, ...]:
         """The ids of what is new. Special tokens stand at the beginning of a session only."""
         if ask.prompt_ids is not None:
             return ask.prompt_ids
         timeout_s = self._runtime.settings.gateway.request_timeout_s
         encoded = await self._tokenizers.encode(
-            msgspec.structs.replace(ask, special_tokens=begins),
+            msgspec.structs.replace(ask, tenant=tenant, special_tokens=begins),
             new_request_id(),
             deadline_in(timeout_s, self._runtime.clock),
             None,
