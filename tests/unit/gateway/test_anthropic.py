@@ -677,6 +677,26 @@ async def test_beta_fields_that_change_nothing_are_ignored_with_a_warning(at: Ho
         assert named == set(body) - set(HELLO)
 
 
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+async def test_unknown_fields_are_ignored_with_a_warning(at: House, path: str) -> None:
+    large = [{"role": "user", "content": "hi " * 5}] * 2000  # read in a child process
+    for messages in (HELLO["messages"], large):
+        body = HELLO | {"messages": messages, "later_beta": {"a": 1}, "b" * 400: 2, "user": "x"}
+        status, reply, headers = await post(at, path, body)
+        warnings = headers.getall("Warning")  # pyright: ignore[reportAttributeAccessIssue]
+        named = [each.split('"')[1] for each in warnings]
+        assert named[1] == "later_beta is ignored: it is no field of this API"
+        assert named[0].startswith("bbb")
+        assert len(named[0]) < 256
+        assert len(named) == 2, (status, reply)
+
+
+async def test_unknown_fields_of_other_families_give_no_warning(at: House) -> None:
+    body = {"messages": HELLO["messages"], "later": 1}
+    status, _, headers = await post(at, "/v1/chat/completions", body)
+    assert (status, "Warning" in cast("dict[str, str]", headers)) == (200, False)
+
+
 async def test_tool_runner_of_the_beta_runs_its_tool(thinker: House) -> None:
     ran: list[str] = []
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from antiphon.gateway.chorus import Answer, Chorus
 from antiphon.gateway.http.guard import tenant_of
 from antiphon.gateway.http.limits import LOOP_ANSWER_BYTES
-from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json
+from antiphon.gateway.http.server import BEGUN, REQUEST_ID, read_json, warn
 from antiphon.gateway.http.sse import CONTENT_TYPE
 from antiphon.gateway.owner.actions import Said
 from antiphon.gateway.together import together
@@ -53,6 +53,8 @@ _GRAMMAR = "grammar"
 """What an engine calls a grammar that has a mistake; the client called it otherwise."""
 _PROMPT = ("prompt", "messages")
 """What a tokenizer calls a text that is too long."""
+_NAME_SHOWN = 100
+"""How much of the name of an unknown field is shown."""
 _LAST_WORDS_S = 10.0
 """How long a client may take for what is left once its requests have ended."""
 
@@ -92,6 +94,7 @@ class Answering:
         refused: Mapping[str, Refused] = _NONE,
         *,
         bytes_max: int | None = None,
+        warns_beyond: type[msgspec.Struct] | None = None,
     ) -> T:
         """Read a body and make of it what is needed; count the fields that are not known.
 
@@ -101,6 +104,7 @@ class Answering:
             make: Makes of it what is needed; for large bodies in a thread.
             refused: Fields that are refused.
             bytes_max: The limit of the route, where it is less than that of all.
+            warns_beyond: Fields that are not of this type either are named by headers `Warning`.
 
         Raises:
             InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
@@ -108,7 +112,10 @@ class Answering:
         with self._metrics.refusals():
             body = await read_json(request, self._limit(bytes_max))
             made, unknown = await self._bodies.read(body, kind, make, refused, tenant_of(request))
-            self._metrics.unknown_fields.inc(unknown)
+            self._metrics.unknown_fields.inc(len(unknown))
+            if warns_beyond is not None:
+                known = warns_beyond.__struct_encode_fields__
+                warn(request, [_ignored(field) for field in unknown if field not in known])
             return made
 
     async def compute(
@@ -135,7 +142,7 @@ class Answering:
                 tenant_of(request),
                 inline_bytes_max=inline_bytes_max,
             )
-            self._metrics.unknown_fields.inc(unknown)
+            self._metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
 
     def _limit(self, bytes_max: int | None) -> int:
@@ -404,6 +411,11 @@ async def _first(chorus: Chorus, silence: Silence) -> Taken:
         taken = await chorus.take()
         if taken or silence.over or chorus.ended or chorus.error is not None:
             return taken
+
+
+def _ignored(field: str) -> str:
+    """Warn of a field that is not known; its name may be of any length."""
+    return f"{field[:_NAME_SHOWN]} is ignored: it is no field of this API"
 
 
 def _size(answers: Sequence[Answer]) -> int:

@@ -69,7 +69,7 @@ class Done(msgspec.Struct, frozen=True):
     """What came of a job: JSON, or an error."""
 
     json: bytes = b""
-    unknown: int = 0
+    unknown: list[str] = []
     error: ErrorReply | None = None
 
 
@@ -87,8 +87,8 @@ class BodyReader:
         make: Callable[[B], T],
         refused: Mapping[str, Refused],
         tenant: str,
-    ) -> tuple[T, int]:
-        """Decode a body and make of it what is needed; count its fields that are not known.
+    ) -> tuple[T, list[str]]:
+        """Decode a body and make of it what is needed; list its fields that are not known.
 
         Large bodies of tenants are read in turns.
 
@@ -118,8 +118,8 @@ class BodyReader:
         tenant: str,
         *,
         inline_bytes_max: int,
-    ) -> tuple[bytes, int]:
-        """Return the JSON of what a function makes of a body.
+    ) -> tuple[bytes, list[str]]:
+        """Return the JSON of what a function makes of a body, and its fields that are not known.
 
         Args:
             body: What was sent.

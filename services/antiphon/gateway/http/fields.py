@@ -55,8 +55,8 @@ NO_EFFECT = frozenset(
 """Labels and hints: accepted, since leaving them out changes no answer."""
 
 
-def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B, int]:
-    """Decode a body; count the fields that nobody documents.
+def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B, list[str]]:
+    """Decode a body; list the fields that no documentation has, in order.
 
     Raises:
         InvalidRequest: Not JSON, a field has a wrong type or value, or there are too many of them;
@@ -66,13 +66,13 @@ def read(body: bytes, kind: type[B], refused: Mapping[str, Refused]) -> tuple[B,
     """
     fields = decode(body, dict[str, msgspec.Raw])
     known = kind.__struct_encode_fields__
-    unknown = len(fields.keys() - refused.keys() - NO_EFFECT - set(known))
-    _check_amounts(fields, unknown)
+    unknown = fields.keys() - refused.keys() - NO_EFFECT - set(known)
+    _check_amounts(fields, len(unknown))
     for name, why in refused.items():
         if name in fields:
             _check_refused(name, fields[name], why)
     _check_text(body)
-    return decode(body, kind), unknown
+    return decode(body, kind), sorted(unknown)
 
 
 def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:

@@ -100,7 +100,9 @@ class Messages:
             _check_version(request)
             return reading.messages(body, formats)
 
-        posted = await self._answering.read(request, MessagesBody, make, refused.MESSAGES)
+        posted = await self._answering.read(
+            request, MessagesBody, make, refused.MESSAGES, warns_beyond=MessagesBody
+        )
         warn(request, posted.warnings)
         ask = await marked(posted.ask, self._tokenizers)
         if posted.budget is not None:
@@ -125,7 +127,9 @@ class Messages:
             warnings = reading.left_out(body)
             return reading.prompt(body, formats), warnings
 
-        ask, warnings = await self._answering.read(request, CountBody, make, refused.COUNT)
+        ask, warnings = await self._answering.read(
+            request, CountBody, make, refused.COUNT, warns_beyond=MessagesBody
+        )
         warn(request, warnings)
         served = served_names(self._runtime.settings)
         if ask.model is not None and ask.model not in served:
