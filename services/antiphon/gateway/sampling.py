@@ -9,7 +9,7 @@ import msgspec
 
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
-from antiphon.wire.errors import InvalidRequest, PromptTooLong
+from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, PromptTooLong
 from antiphon.wire.processors import AllowRange, named_ids
 from antiphon.wire.sampling import BIAS_MAX, LogitBias, SamplingParams
 from antiphon.wire.tokenize import SamplingDefaults
@@ -94,15 +94,8 @@ def answer_tokens(
         room = min(context for context in contexts if context > prompt_tokens) - prompt_tokens
         limit = ask.tokens_default if preferred is None else preferred
         return room if limit is None else min(limit, room)
-    room = context_tokens - prompt_tokens
-    if ask.tokens_max > room:
-        raise InvalidRequest(
-            "Requested token count exceeds the model's maximum context length of "
-            f"{context_tokens} tokens. You requested a total of {prompt_tokens + ask.tokens_max} "
-            f"tokens: {prompt_tokens} tokens from the input messages and {ask.tokens_max} tokens "
-            "for the completion.",
-            param=ask.tokens_field,
-        )
+    if ask.tokens_max > context_tokens - prompt_tokens:
+        raise _too_many(ask, ask.tokens_max, prompt_tokens, context_tokens)
     return ask.tokens_max
 
 
@@ -151,6 +144,27 @@ def sampling_params(
         stop_token_ids=said.stop_token_ids,
         ignore_eos=said.ignore_eos,
         details=_details(said.details),
+    )
+
+
+def _too_many(ask: Ask, wanted: int, prompt_tokens: int, context_tokens: int) -> InvalidRequest:
+    """An answer that does not fit: beside this prompt, or in any context."""
+    room = context_tokens - prompt_tokens
+    if wanted > context_tokens:
+        return InvalidRequest(
+            f"{ask.tokens_field} is too large: {wanted}. The model's context of {context_tokens} "
+            f"tokens leaves at most {room} tokens for the completion of an input of "
+            f"{prompt_tokens} tokens.",
+            param=ask.tokens_field,
+            details={OPENAI_CODE: "invalid_value"},
+        )
+    return InvalidRequest(
+        "Requested token count exceeds the model's maximum context length of "
+        f"{context_tokens} tokens. You requested a total of {prompt_tokens + wanted} "
+        f"tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens "
+        f"for the completion. With this input {ask.tokens_field} is at most {room}.",
+        param=ask.tokens_field,
+        details={OPENAI_CODE: "context_length_exceeded"},
     )
 
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+OPENAI_CODE = "openai_code"
+"""Key in `details`: the `code` of OpenAI's API, where it is narrower than that of the error."""
+
+
 class ErrorReply(Message):
     """An error on the wire, in place of the reply or as the terminal of a stream."""
 

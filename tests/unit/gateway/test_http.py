@@ -372,7 +372,7 @@ async def at() -> AsyncIterator[House]:
 async def test_prompt_over_the_context_names_both_numbers(at: House) -> None:
     status, reply, _ = await post(at, COMPLETE, {"prompt": "x" * CONTEXT_TOKENS})
     error = cast("dict[str, str]", reply["error"])
-    assert (status, error["code"], error["param"]) == (400, "prompt_too_long", "prompt")
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert error["message"].count(str(CONTEXT_TOKENS)) == 2
 
 

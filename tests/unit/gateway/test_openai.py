@@ -79,7 +79,7 @@ async def test_prompts_are_answered_in_their_order_and_counted_together(at: Hous
 
 async def test_one_prompt_that_fails_ends_them_all(at: House) -> None:
     status, reply, _ = await post(at, COMPLETE, {"prompt": ["one", "x" * 64]})
-    assert (status, cast("Body", reply["error"])["code"]) == (400, "prompt_too_long")
+    assert (status, cast("Body", reply["error"])["code"]) == (400, "context_length_exceeded")
     assert at.cluster.open == set()
 
 

@@ -30,6 +30,30 @@ def test_what_the_client_says_is_bounded_by_the_largest_worker() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens_max", "message"),
+    [
+        (
+            391,
+            "Requested token count exceeds the model's maximum context length of 400 tokens. You "
+            "requested a total of 401 tokens: 10 tokens from the input messages and 391 tokens for "
+            "the completion. With this input max_tokens is at most 390.",
+        ),
+        (
+            5000,
+            "max_tokens is too large: 5000. The model's context of 400 tokens leaves at most 390 "
+            "tokens for the completion of an input of 10 tokens.",
+        ),
+    ],
+)
+def test_answer_that_does_not_fit_is_refused_with_both_numbers_and_the_limit(
+    tokens_max: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        answer_tokens(ask(tokens_max), prompt_tokens=10, contexts=CONTEXTS)
+    assert (caught.value.message, caught.value.param) == (message, "max_tokens")
+
+
+@pytest.mark.parametrize(
     ("prompt_tokens", "default", "expected"),
     [(10, None, 90), (99, None, 1), (100, None, 300), (10, 16, 16), (95, 16, 5), (399, 16, 1)],
 )

@@ -161,6 +161,33 @@ async def test_tools_that_cannot_be_called_are_refused(at: House, said: Body, pa
     assert (status, cast("Body", reply["error"])["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("said", "param", "code"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}]},
+            "tools[0].function.parameters",
+            "invalid_function_parameters",
+        ),
+        ({"max_completion_tokens": 60}, "max_completion_tokens", "context_length_exceeded"),
+        ({"max_tokens": 65}, "max_tokens", "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 99}]},
+            "messages",
+            "context_length_exceeded",
+        ),
+    ],
+)
+async def test_code_and_param_of_a_refusal_are_those_of_openai(
+    at: House, said: Body, param: str, code: str
+) -> None:
+    status, reply, _ = await post(
+        at, CHAT, {"messages": [{"role": "user", "content": "12345"}]} | said
+    )
+    error = cast("Body", reply["error"])
+    assert (status, error["param"], error["code"]) == (400, param, code)
+
+
 async def test_a_number_in_a_schema_that_nobody_can_read_is_refused(at: House) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [{"n": 1e999}]}'
     headers = {"Content-Type": "application/json"}

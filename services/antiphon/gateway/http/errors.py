@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.wire.errors import EngineError, Overloaded
+from antiphon.wire.errors import OPENAI_CODE, EngineError, Overloaded, PromptTooLong
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,11 @@ _TYPES = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What went wrong. `code` is our name for it; `param` the field at fault, if one is."""
+    """What went wrong.
+
+    `code` is OpenAI's name for it, or ours where that is narrower; `param` the field at fault, if
+    one is.
+    """
 
     message: str
     type: str
@@ -90,7 +94,8 @@ def envelope(error: EngineError) -> ErrorEnvelope:
     kind = _TYPES.get(error.status, "invalid_request_error")
     if error.status >= _SERVER_ERROR:
         kind = "server_error"
-    return ErrorEnvelope(ErrorBody(_shown(error), kind, error.param, error.code))
+    code = error.details.get(OPENAI_CODE) or _OPENAI_CODES.get(error.code, error.code)
+    return ErrorEnvelope(ErrorBody(_shown(error), kind, error.param, code))
 
 
 def messages_envelope(error: EngineError, request_id: str | None) -> MessagesErrorEnvelope:
@@ -124,6 +129,8 @@ def _shown(error: EngineError) -> str:
     return "Internal server error." if error.status == _SERVER_ERROR else error.message
 
 
+_OPENAI_CODES = {PromptTooLong.code: "context_length_exceeded"}
+"""OpenAI's names of codes that are called otherwise on the bus."""
 _OVERLOADED = 529
 _MESSAGES_TYPES = {
     401: "authentication_error",

@@ -39,43 +39,44 @@ TOOLS = read_tools([function("f"), function("g")])
         (function(parameters=[]), "tools[0].function.parameters", "a JSON schema, an object"),
         (
             function(parameters={"type": "array"}),
-            "tools[0].function.parameters.type",
-            '"type" has to be "object"',
+            "tools[0].function.parameters",
+            r'parameters\.type: the schema is of an object: "type" has to be "object"',
         ),
         (
             function(parameters={"properties": []}),
-            "tools[0].function.parameters.properties",
-            "an object is needed",
+            "tools[0].function.parameters",
+            r"parameters\.properties: an object is needed",
         ),
         (
             function(parameters={"properties": {"a": {"type": "strnig"}}}),
-            "tools[0].function.parameters.properties.a.type",
-            "'strnig' is no type",
+            "tools[0].function.parameters",
+            r"parameters\.properties\.a\.type: 'strnig' is no type; the types are array, boolean, "
+            "integer, null, number, object, string; the schema of function 'f' is invalid",
         ),
         (
             function(parameters={"properties": {"a": {"anyOf": [3]}}}),
-            "tools[0].function.parameters.properties.a.anyOf.0",
-            "a schema is an object",
+            "tools[0].function.parameters",
+            r"parameters\.properties\.a\.anyOf\.0: a schema is an object",
         ),
         (
             function(parameters={"required": ["a", "a"]}),
-            "tools[0].function.parameters.required",
-            "different names",
+            "tools[0].function.parameters",
+            r"parameters\.required: a list of different names",
         ),
         (
             function(parameters={"properties": {"a": {"minLength": -1}}}),
-            "tools[0].function.parameters.properties.a.minLength",
-            "a whole number from 0",
+            "tools[0].function.parameters",
+            r"parameters\.properties\.a\.minLength: a whole number from 0",
         ),
         (
             function(parameters={"properties": {"a": {"maximum": True}}}),
-            "tools[0].function.parameters.properties.a.maximum",
-            "a number is needed",
+            "tools[0].function.parameters",
+            r"parameters\.properties\.a\.maximum: a number is needed",
         ),
         (
             function(parameters={"properties": {"a": {"pattern": 1}}}),
-            "tools[0].function.parameters.properties.a.pattern",
-            "text is needed",
+            "tools[0].function.parameters",
+            r"parameters\.properties\.a\.pattern: text is needed",
         ),
     ],
 )
@@ -148,7 +149,7 @@ def test_without_tools_there_is_no_choice(choice: Json):
         (3, "tool_choice is 'auto', 'none', 'required'"),
         ({"type": "function"}, "tool_choice is 'auto', 'none', 'required'"),
         ({"type": "custom", "name": "f"}, "tool_choice is 'auto', 'none', 'required'"),
-        (function("h"), "there is no tool named 'h'"),
+        (function("h"), "there is no tool named 'h'; the tools are 'f', 'g'"),
     ],
 )
 def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
@@ -160,6 +161,17 @@ def test_a_choice_that_is_none_is_refused(choice: Json, message: str):
 def test_required_without_tools_is_refused():
     with pytest.raises(InvalidRequest, match="there are no tools"):
         read_choice("required", ())
+
+
+def test_unknown_choice_among_many_tools_names_the_first_of_them():
+    many = read_tools([function(f"f{n}") for n in range(100)])
+    with pytest.raises(InvalidRequest, match=r"the tools are 'f0', .*'f15' and 84 more$"):
+        read_choice(function("h"), many)
+
+
+def test_choice_of_a_tool_without_tools_is_refused():
+    with pytest.raises(InvalidRequest, match="there is no tool named 'h'; there are no tools"):
+        read_choice(function("h"), ())
 
 
 def test_auto_parses_and_holds_nothing():

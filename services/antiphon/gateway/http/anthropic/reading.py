@@ -19,7 +19,7 @@ from antiphon.gateway.http.forms import one_form
 from antiphon.gateway.http.openai.reading import model_of
 from antiphon.gateway.http.openai.speech import Hearing
 from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
-from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice
+from antiphon.gateway.parsing.tools.choice import Mode, ToolChoice, not_offered
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -256,7 +256,7 @@ def _choice(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
     if said.type == "any":
         return ToolChoice(Mode.REQUIRED)
     if all(tool.name != said.name for tool in tools):
-        raise InvalidRequest(f"there is no tool named {said.name!r}", param="tool_choice.name")
+        raise InvalidRequest(not_offered(said.name or "", tools), param="tool_choice.name")
     return ToolChoice(Mode.REQUIRED, said.name)
 
 

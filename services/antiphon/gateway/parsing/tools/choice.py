@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
 
 
+_NAMES_SHOWN = 16
+"""How many tools an error names."""
+
+
 class Mode(Enum):
     """Whether the model calls tools."""
 
@@ -94,7 +98,8 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
     if isinstance(choice, str) and choice in {mode.value for mode in Mode}:
         mode = Mode(choice)
         if mode is Mode.REQUIRED and not tools:
-            raise InvalidRequest("tool_choice is 'required', and there are no tools", param=param)
+            text = "tool_choice is 'required', and there are no tools: send some in tools"
+            raise InvalidRequest(text, param=param)
         return ToolChoice(mode if tools else Mode.NONE)
     name = _named(choice)
     if name is None:
@@ -104,8 +109,17 @@ def read_choice(choice: Json, tools: Sequence[Tool], *, param: str = "tool_choic
         )
         raise InvalidRequest(message, param=param)
     if all(tool.name != name for tool in tools):
-        raise InvalidRequest(f"tool_choice: there is no tool named {name!r}", param=param)
+        raise InvalidRequest(f"tool_choice: {not_offered(name, tools)}", param=param)
     return ToolChoice(Mode.REQUIRED, name)
+
+
+def not_offered(name: str, tools: Sequence[Tool]) -> str:
+    """Say that there is no tool of this name, and which there are."""
+    names = [repr(tool.name) for tool in tools[:_NAMES_SHOWN]]
+    more = len(tools) - len(names)
+    offered = f"the tools are {', '.join(names)}" if names else "there are no tools"
+    rest = f" and {more} more" if more else ""
+    return f"there is no tool named {name!r}; {offered}{rest}"
 
 
 def plan_tools(

@@ -15,6 +15,7 @@ DEPTH_MAX = 100
 """Deepest nesting of schemas."""
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_TYPES_SHOWN = ", ".join(sorted(TYPES))
 _ALIASES = {
     **dict.fromkeys(("str", "text", "char", "varchar"), "string"),
     **dict.fromkeys(("int", "bigint", "smallint", "tinyint", "int32", "int64", "long"), "integer"),
@@ -122,7 +123,7 @@ def _wrong(word: str, value: Json) -> str | None:
     if word == "type":
         types = value if isinstance(value, list) and value else [value]
         wrong = [type_ for type_ in types if not isinstance(type_, str) or type_ not in TYPES]
-        return f"{wrong[0]!r} is no type" if wrong else None
+        return f"{wrong[0]!r} is no type; the types are {_TYPES_SHOWN}" if wrong else None
     if word in _MAPS and not isinstance(value, dict):
         return "an object is needed"
     if word in _LISTS and (not isinstance(value, list) or not value):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.parsing.tools.schema import check, normalised
-from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.errors import OPENAI_CODE, InvalidRequest, Unsupported
 from antiphon.wire.schemas import Json
 
 if TYPE_CHECKING:
@@ -75,9 +75,10 @@ def _tool(tool: Json, at: str) -> Tool:
     if not isinstance(function, dict):
         raise InvalidRequest(f"{at}: a tool needs a function, an object", param=at)
     strict = function.get("strict")
+    name = _name(function.get("name"), f"{at}.name")
     return Tool(
-        name=_name(function.get("name"), f"{at}.name"),
-        parameters=_parameters(function.get("parameters"), f"{at}.parameters"),
+        name=name,
+        parameters=_parameters(name, function.get("parameters"), f"{at}.parameters"),
         strict=strict is True,
         written=_written(function, f"{at}.description"),
     )
@@ -90,7 +91,23 @@ def _name(name: Json, at: str) -> str:
     return name
 
 
-def _parameters(parameters: Json, at: str) -> dict[str, Json]:
+def _parameters(tool: str, parameters: Json, at: str) -> dict[str, Json]:
+    """The schema of a tool's arguments.
+
+    Raises:
+        InvalidRequest: It is none: the text names the place in it, `param` the schema.
+    """
+    try:
+        return _schema(parameters, at)
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"{error.message}; the schema of function {tool!r} is invalid",
+            param=at,
+            details={OPENAI_CODE: "invalid_function_parameters"},
+        ) from error
+
+
+def _schema(parameters: Json, at: str) -> dict[str, Json]:
     if parameters is None or parameters == {}:
         return dict(_NO_ARGUMENTS)
     if not isinstance(parameters, dict):
