@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.gateway.losses import Losses
+from antiphon.gateway.template_defaults import TemplateDefaults
 from antiphon.service.deadline import deadline_in, remaining_s
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -49,6 +50,7 @@ class TokenizerCalls:
         self._runtime = runtime
         self._model = model
         self._hedge_s = runtime.settings.gateway.encode_hedge_s
+        self.template_defaults = TemplateDefaults(runtime.settings.gateway.chat_template_kwargs)
         self._losses = Losses(runtime, Role.TOKENIZER)
         cluster = runtime.settings.cluster
         self._root = namespace(cluster.model_digest, cluster.hash_salt)
@@ -69,6 +71,7 @@ class TokenizerCalls:
             _check_length(ask, self._card)
         if ask.prompt_ids is not None:
             return self._given(ask, ask.prompt_ids, request_id, await self.card(PATIENCE_S))
+        ask = self.template_defaults.filled(ask)
         request = EncodeRequest(
             request_id=request_id,
             model=self._model,

@@ -203,6 +203,7 @@ class Entrance:
                 )
             _check_kind(ask, encoded)
             check_start(ask, id_count(encoded.token_ids))
+            ask = self._tokenizers.template_defaults.switched(ask)
             ask, inside = _thinking(ask, encoded.text_end)
             tokens_max = self._reserve(ask, encoded, hold)
             submit = self._submission(

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds, Secret
+from antiphon.config.template_kwargs import read_template_kwargs
 
 
 class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,6 +89,13 @@ class GatewayConfig(Config):
             "over the model's own."
         ),
     ] = "{}"
+    chat_template_kwargs: Annotated[
+        str,
+        Help(
+            "JSON object with variables of the chat template for every request; the "
+            "chat_template_kwargs of a request replace them key by key."
+        ),
+    ] = "{}"
     tool_call_parser: Annotated[
         ToolParser,
         Help("How the model writes calls; auto sees it in the chat template where it is certain."),
@@ -109,6 +117,10 @@ class GatewayConfig(Config):
             msgspec.json.decode(self.preferred_sampling, type=PreferredSampling)
         except msgspec.DecodeError as error:
             raise ValueError(f"preferred_sampling: {error}") from error
+        try:
+            read_template_kwargs(self.chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"chat_template_kwargs: {error}") from error
 
     @property
     def scheme(self) -> str:

@@ -50,8 +50,6 @@ REFUSED: Mapping[str, str] = {
     "flag.",
     "decode_steps": "The worker schedules after each step, which takes well under a millisecond; "
     "remove the flag.",
-    "default_kwargs": "Defaults of the chat template are not built; send chat_template_kwargs with "
-    "each request.",
     "delete": "A model folder is never changed; delete it yourself after the server is ready.",
     "device_ports": "Services talk over NATS, whose address is --nats-url, so no other port is "
     "opened for ranks.",

@@ -457,6 +457,22 @@ async def test_defaults_of_sampling_are_those_of_the_operator() -> None:
     assert (given, without) == ((0.5, 0.75), (0.25, 0.75))
 
 
+@pytest.mark.argument("--default-chat-template-kwargs")
+async def test_default_chat_template_kwargs_are_variables_of_the_template() -> None:
+    async def variables(settings: Settings) -> list[object]:
+        """Of a request that sets none, and of one that does."""
+        async with house(chat_template_kwargs=settings.gateway.chat_template_kwargs) as at:
+            for said in ({}, {"chat_template_kwargs": {"style": "long"}}):
+                await post(at, CHAT, {"messages": HI, **said})
+            return [json.loads(encode.template.options or "{}") for encode in at.cluster.encodes]
+
+    given, without = await compare_async(
+        "--default-chat-template-kwargs", '{"style": "short", "a": 1}', observe=variables
+    )
+    assert given == [{"style": "short", "a": 1}, {"style": "long", "a": 1}]
+    assert without == [{}, {"style": "long"}]
+
+
 @pytest.mark.argument("--preferred-sampling-params")
 async def test_preferred_max_new_tokens_bounds_answers_without_a_limit() -> None:
     async def limits(settings: Settings) -> list[int]:

@@ -27,6 +27,7 @@ SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": 
 SETTABLE = {
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",
+    "gateway.chat_template_kwargs": '{"enable_thinking": false}',
     "gateway.preferred_sampling": '{"top_p": 0.5}',
     "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
     "load.config_overrides": '{"a": 1}',
