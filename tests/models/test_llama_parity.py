@@ -106,7 +106,9 @@ def test_a_long_chunk_is_cut_without_changing_its_logits(llama: Path, reference)
     """More than two pieces of attention, the last of them ragged, after a prefix."""
     ids = prompts(lengths=(511,))[0]
     ours = logits_of(open_model(llama, page_tokens=16, pages=64, dtype="float32"), ids, 505)
-    assert_close(ours, reference(llama).logits(ids))
+    # On AVX-512 without matrix units transformers is 2.1e-5 off its own logits in float64, ours
+    # 3.2e-5, and each 2.0e-5 off the other: 511 keys are summed in another order.
+    assert_close(ours, reference(llama).logits(ids), limit=4e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(llama: Path) -> None:
