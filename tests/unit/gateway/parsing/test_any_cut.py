@@ -13,6 +13,7 @@ from tests.unit.gateway.parsing.renderers import CALLS_ALONE, RENDERERS, TYPED
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.offer import Offer
@@ -200,4 +201,4 @@ def test_at_most_a_mark_and_a_little_white_space_waits_in_text(
     made = parser(format_)
     for character in data.draw(pieces_of(format_)):
         made.feed(character)
-        assert made.held <= 64 + TRIM_MAX
+        assert made.held <= NAME_MAX + TRIM_MAX
