@@ -30,13 +30,19 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     chat_template: str
     completion_template: str
+    chat_template_name: str
     root: bytes
     text_bytes_max: int
     context_tokens: int
 
     def encoder(self) -> TextEncoder:
         """Read the vocabulary, and make the encoder."""
-        words = vocabulary.read(Path(self.folder), self.chat_template, self.completion_template)
+        words = vocabulary.read(
+            Path(self.folder),
+            self.chat_template,
+            self.completion_template,
+            self.chat_template_name,
+        )
         return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
 
 

@@ -81,6 +81,7 @@ class TokenizerService:
             folder,
             settings.model.chat_template,
             settings.model.completion_template,
+            settings.model.chat_template_name,
         )
         root = namespace(settings.cluster.model_digest, settings.cluster.hash_salt)
         context_tokens = settings.model.context_tokens or self._card.context_tokens
@@ -92,6 +93,7 @@ class TokenizerService:
                 folder=str(folder),
                 chat_template=settings.model.chat_template,
                 completion_template=settings.model.completion_template,
+                chat_template_name=settings.model.chat_template_name,
                 root=root,
                 text_bytes_max=bytes_max,
                 context_tokens=context_tokens,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from itertools import accumulate, takewhile
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 import jinja2
 import msgspec
@@ -65,14 +65,21 @@ class ChatTemplate:
     Args:
         source: The template.
         special_tokens: `bos_token`, `eos_token` and the like, which templates write themselves.
+        tool_source: The template of conversations with tools, if that is another one.
 
     Raises:
-        jinja2.TemplateSyntaxError: The template is not valid.
+        jinja2.TemplateSyntaxError: A template is not valid.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
-        self._knows_developer = _DEVELOPER in source
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        tool_source: str | None = None,
+    ) -> None:
+        self._plain = _Compiled.of(source)
+        self._with_tools = self._plain if tool_source is None else _Compiled.of(tool_source)
         self._special_tokens = special_tokens
 
     def render(
@@ -91,16 +98,19 @@ class ChatTemplate:
             InvalidRequest: The template refuses these messages, does not show the last one, or is
                 given what is nested deeper than it can write.
         """
+        tools = _tools(params.tools)
+        compiled = self._with_tools if tools else self._plain
+        known = messages if compiled.knows_developer else _without_developer(messages)
         variables = {
             **self._special_tokens,
             "documents": None,
             **_options(params.options),
-            "messages": _turns(self._with_known_roles(messages), continue_final=continue_final),
-            "tools": _tools(params.tools),
+            "messages": _turns(known, continue_final=continue_final),
+            "tools": tools,
             "add_generation_prompt": params.generation_prompt and not continue_final,
         }
         try:
-            text = self._template.render(variables)
+            text = compiled.template.render(variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from error
         except RecursionError as error:
@@ -108,21 +118,33 @@ class ChatTemplate:
             raise InvalidRequest(text, param=_deepest(messages, params)) from error
         return _cut_after(text, messages[-1].content) if continue_final else text
 
-    def _with_known_roles(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        """Replace the role `developer` by `system` if the template does not mention it.
 
-        The messages before the first turn become one: many templates take a single system message.
-        """
-        if self._knows_developer or all(each.role != _DEVELOPER for each in messages):
-            return messages
-        first = list(takewhile(lambda each: each.role in (_SYSTEM, _DEVELOPER), messages))
-        joined = "\n\n".join(each.content for each in first if each.content)
-        before = [msgspec.structs.replace(first[0], role=_SYSTEM, content=joined)] if first else []
-        rest = (
-            msgspec.structs.replace(each, role=_SYSTEM) if each.role == _DEVELOPER else each
-            for each in messages[len(first) :]
-        )
-        return [*before, *rest]
+class _Compiled(NamedTuple):
+    """A template, and whether it mentions the role `developer`."""
+
+    template: jinja2.Template
+    knows_developer: bool
+
+    @classmethod
+    def of(cls, source: str) -> _Compiled:
+        return cls(_environment().from_string(source), _DEVELOPER in source)
+
+
+def _without_developer(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Replace the role `developer` by `system`.
+
+    The messages before the first turn become one: many templates take a single system message.
+    """
+    if all(each.role != _DEVELOPER for each in messages):
+        return messages
+    first = list(takewhile(lambda each: each.role in (_SYSTEM, _DEVELOPER), messages))
+    joined = "\n\n".join(each.content for each in first if each.content)
+    before = [msgspec.structs.replace(first[0], role=_SYSTEM, content=joined)] if first else []
+    rest = (
+        msgspec.structs.replace(each, role=_SYSTEM) if each.role == _DEVELOPER else each
+        for each in messages[len(first) :]
+    )
+    return [*before, *rest]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

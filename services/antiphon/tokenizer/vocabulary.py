@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jinja2
 import msgspec
-from msgspec import Meta
 from tokenizers import Tokenizer
 
+from antiphon.config.chat_templates import CARD, TemplateSources, choose_templates
 from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
 from antiphon.service.tokenizer_file import open_tokenizer
@@ -29,13 +29,6 @@ class AddedToken(msgspec.Struct, frozen=True):
     content: str
 
 
-class NamedTemplate(msgspec.Struct, frozen=True):
-    """One of several templates; the one called `default` is taken."""
-
-    name: str
-    template: str
-
-
 class SpecialTokens(msgspec.Struct, frozen=True):
     """What special_tokens_map.json says, and tokenizer_config.json beside it."""
 
@@ -46,12 +39,6 @@ class SpecialTokens(msgspec.Struct, frozen=True):
     pad_token: str | AddedToken | None = None
     cls_token: str | AddedToken | None = None
     mask_token: str | AddedToken | None = None
-
-
-class TokenizerCard(SpecialTokens, frozen=True):
-    """The fields of tokenizer_config.json that matter here."""
-
-    chat_template: str | Annotated[tuple[NamedTemplate, ...], Meta(min_length=1)] | None = None
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -70,7 +57,12 @@ class Vocabulary(msgspec.Struct, frozen=True):
     token_characters: int = 0
 
 
-def read(folder: Path, template_file: str = "", completion_template: str = "") -> Vocabulary:
+def read(
+    folder: Path,
+    template_file: str = "",
+    completion_template: str = "",
+    template_name: str = "",
+) -> Vocabulary:
     """Load a folder's tokenizer and chat template.
 
     Args:
@@ -78,24 +70,45 @@ def read(folder: Path, template_file: str = "", completion_template: str = "") -
         template_file: A template that replaces the folder's own; empty: none.
         completion_template: How text with a gap to fill is written, a name or a file; empty: the
             tokenizer shows it.
+        template_name: Which of the folder's templates every conversation gets; empty: by whether
+            it has tools.
 
     Raises:
-        ConfigError: A file is missing or malformed, or a mark is no token; the text names it.
+        ConfigError: A file is missing or malformed, there is no such template, or a mark is no
+            token; the text names it.
     """
-    card = _read(folder / "tokenizer_config.json", TokenizerCard)
+    card = _read(folder / CARD, SpecialTokens)
     tokenizer = open_tokenizer(folder)
-    source = _source(folder, card, template_file)
+    sources = _sources(folder, template_file, template_name)
     try:
-        template = ChatTemplate(source, _special(folder, card)) if source else None
+        template = _template(sources, _special(folder, card))
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     completion = template_of(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return Vocabulary(tokenizer, template, size, habits_of(source or ""), completion, longest)
+    return Vocabulary(tokenizer, template, size, _habits(sources), completion, longest)
 
 
-def _special(folder: Path, card: TokenizerCard) -> Mapping[str, str]:
+def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> ChatTemplate | None:
+    if sources is None:
+        return None
+    return ChatTemplate(sources.source, special, tool_source=sources.tool_source)
+
+
+def _habits(sources: TemplateSources | None) -> Habits:
+    """What the templates show: that of tools shows calls, that of other conversations thinking."""
+    if sources is None:
+        return Habits()
+    plain, tools = habits_of(sources.source), habits_of(sources.tool_source or "")
+    return Habits(
+        tools=tools.tools or plain.tools,
+        reasoning=plain.reasoning or tools.reasoning,
+        reranks=plain.reranks,
+    )
+
+
+def _special(folder: Path, card: SpecialTokens) -> Mapping[str, str]:
     """The special tokens by the names that templates have for them.
 
     Older folders keep them in a file of their own, which the newer one completes.
@@ -118,17 +131,11 @@ def _read(file: Path, kind: type[T]) -> T:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _source(folder: Path, card: TokenizerCard, template_file: str) -> str | None:
-    """Find the template: the operator's file, the folder's, then the card's."""
-    if template_file:
-        try:
-            return Path(template_file).expanduser().read_text()
-        except OSError as error:
-            raise ConfigError(f"model.chat_template: {error}") from error
-    beside = folder / "chat_template.jinja"
-    if beside.exists():
-        return beside.read_text()
-    if isinstance(card.chat_template, tuple):
-        by_name = {named.name: named.template for named in card.chat_template}
-        return by_name.get("default", card.chat_template[0].template)
-    return card.chat_template
+def _sources(folder: Path, file: str, name: str) -> TemplateSources | None:
+    """Find the templates: the operator's file, or the folder's own."""
+    if not file:
+        return choose_templates(folder, name)
+    try:
+        return TemplateSources(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: {error}") from error

@@ -68,6 +68,13 @@ class ModelConfig(Config):
     chat_template: Annotated[
         str, Help("File with a jinja template; empty means the tokenizer's own.")
     ] = ""
+    chat_template_name: Annotated[
+        str,
+        Help(
+            "Name of the template for every conversation, of a tokenizer with several; empty takes "
+            "tool_use for requests with tools where there is one, else default."
+        ),
+    ] = ""
     completion_template: Annotated[
         str,
         Help(
@@ -150,3 +157,5 @@ class ModelConfig(Config):
 
     def __post_init__(self) -> None:
         check_name(self.completion_template)
+        if self.chat_template and self.chat_template_name:
+            raise ValueError("chat_template_name cannot be combined with chat_template, a file")

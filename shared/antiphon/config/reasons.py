@@ -125,8 +125,6 @@ REFUSED: Mapping[str, str] = {
     "streaming_session": "A prompt must come whole; sessions by /open_session are there.",
     "strip_thinking": "Thinking is cached as it was generated; a prompt without it matches up to "
     "where it began.",
-    "template_name": "The default template of a tokenizer is used; give another by "
-    "--chat-template.",
     "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
     "starts more workers that share its requests.",
     "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "

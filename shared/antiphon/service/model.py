@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from antiphon import embedded
+from antiphon.config.chat_templates import choose_templates
 from antiphon.config.described.folder import (
     PIECES,
     TEKKEN,
@@ -113,7 +114,7 @@ def served_name(settings: Settings) -> ModelName:
 
 
 def check_template(settings: Settings) -> None:
-    """Look for the file of the chat template.
+    """Look for the file of the chat template, or for the template that is named.
 
     Raises:
         ConfigError: There is none.
@@ -121,6 +122,8 @@ def check_template(settings: Settings) -> None:
     named = settings.model.chat_template
     if named and not Path(named).expanduser().is_file():
         raise ConfigError(f"model.chat_template (--chat-template): {named}: no such file")
+    if settings.model.chat_template_name:
+        choose_templates(tokenizer_folder(settings), settings.model.chat_template_name)
 
 
 def hub_models(settings: Settings) -> tuple[str, ...]:

@@ -122,6 +122,14 @@ async def test_files_of_tls_are_read_before_anything_starts(
     assert reason in await refused(tmp_path, *arguments)
 
 
+async def test_chat_template_name_that_is_unknown_is_refused_before_anything_starts(tmp_path: Path):
+    told = await refused(tmp_path, "--hf-chat-template-name", "rag")
+    assert told == (
+        "model.chat_template_name (--hf-chat-template-name): there is no template 'rag'; the "
+        "tokenizer has default"
+    )
+
+
 async def test_chat_template_that_is_no_file_is_refused_before_anything_starts(tmp_path: Path):
     told = await refused(tmp_path, "--chat-template", "/none.jinja")
     assert told == "model.chat_template (--chat-template): /none.jinja: no such file"

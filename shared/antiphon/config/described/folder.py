@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from antiphon.config.chat_templates import CARD, MORE
 from antiphon.config.described.gguf_config import ROPE_FACTORS, gguf_config
 from antiphon.config.described.gguf_tokenizer import gguf_tokenizer
 from antiphon.config.described.sentence_piece import piece_tokenizer
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
     Json = dict[str, object]
 
-VERSION = 1
+VERSION = 2
 """Of what is written; another number makes every folder anew."""
-CONFIG, TOKENIZER, CARD = "config.json", "tokenizer.json", "tokenizer_config.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 PIECES, TEKKEN = "tokenizer.model", "tekken.json"
 _BESIDE = (CONFIG, CARD, "special_tokens_map.json", "generation_config.json", "params.json")
-_TEMPLATES = "*.jinja"
+_TEMPLATES = ("*.jinja", f"{MORE}/*.jinja")
 
 
 def gguf_folder(files: Sequence[Path], cache: Path) -> Path:
@@ -75,11 +76,13 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
     if source is None:
         return None
     beside = [folder / name for name in _BESIDE if (folder / name).is_file()]
-    beside += sorted(folder.glob(_TEMPLATES))
+    beside += sorted(file for pattern in _TEMPLATES for file in folder.glob(pattern))
     read = piece_tokenizer if source.name == PIECES else tekken_tokenizer
 
     def contents() -> Mapping[str, Json | bytes]:
-        made: dict[str, Json | bytes] = {file.name: file.read_bytes() for file in beside}
+        made: dict[str, Json | bytes] = {
+            str(file.relative_to(folder)): file.read_bytes() for file in beside
+        }
         tokenizer, card = read(source)
         old = made.get(CARD, b"{}")
         assert isinstance(old, bytes), "just read"
@@ -88,7 +91,7 @@ def tokenizer_files_folder(folder: Path, cache: Path) -> Path | None:
     digest = hashlib.sha256()
     for file in (source, *beside):
         content = file.read_bytes()
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode() + content)
     return _kept(digest.hexdigest(), cache, contents)
 
 
@@ -111,6 +114,7 @@ def _kept(name: str, cache: Path, contents: Callable[[], Mapping[str, Json | byt
         try:
             for file, content in files.items():
                 data = content if isinstance(content, bytes) else msgspec.json.encode(content)
+                (new / file).parent.mkdir(exist_ok=True)
                 (new / file).write_bytes(data)
             new.chmod(0o755)
             new.rename(folder)

@@ -179,11 +179,9 @@ def _card(words: _Words) -> Json:
     others = {
         key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)
     }
-    if others and template is not None:
-        card["chat_template"] = [
-            {"name": name, "template": each}
-            for name, each in {"default": template, **others}.items()
-        ]
+    named = {"default": template, **others} if template is not None else others
+    if others:
+        card["chat_template"] = [{"name": name, "template": each} for name, each in named.items()]
     elif template is not None:
         card["chat_template"] = template
     return card
