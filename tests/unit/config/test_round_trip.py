@@ -48,6 +48,8 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "metrics.extra_labels": st.sampled_from(["", '{"site": "a"}']),
     "bus.url": st.sampled_from(["nats://a:1", "nats://a:1,tls://b:2"]),
     "access.allowed_origins": st.sampled_from(["", "*", "https://a.example,http://[::1]:80"]),
+    # Any other would be refused beside a file.
+    "model.chat_template_name": st.just(""),
     "model.completion_template": st.sampled_from(["", "qwen_coder", "gaps.json"]),
     "grammar.whitespace_max": st.integers(1, 256),
     "responses.replicas": st.integers(1, 5),
