@@ -18,6 +18,7 @@ from antiphon.gateway.http.detached import Detached
 from antiphon.gateway.http.doors import operations
 from antiphon.gateway.http.guard import guard, is_admin
 from antiphon.gateway.http.operation import routes
+from antiphon.gateway.http.root_path import prefix_of
 from antiphon.gateway.http.server import http_server
 from antiphon.gateway.keys_file import KeysFile
 from antiphon.gateway.metrics import GatewayMetrics
@@ -62,7 +63,7 @@ class GatewayService:
 
         Raises:
             CannotStart: The port is taken, or the address is not ours.
-            ConfigError: The keys file cannot be used.
+            ConfigError: The keys file or `gateway.root_path` cannot be used.
         """
         gateway, rules = self._settings.gateway, self._settings.access
         self._runtime = runtime
@@ -108,7 +109,9 @@ class GatewayService:
         paths = (*routes(served), *probes)
         watch = guard(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
         counts = counting(metrics)
-        async with http_server(gateway, paths, watch, rules.origins, counts) as self.port:
+        prefix = prefix_of(gateway.root_path, (route.path for route in paths))
+        server = http_server(gateway, paths, watch, rules.origins, counts, prefix)
+        async with server as self.port:
             driver.start()
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,6 +11,8 @@ from msgspec import Meta
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.config.schema import Bytes, Config, Help, Host, Port, Requests, Seconds, Secret
 from antiphon.config.template_kwargs import read_template_kwargs
+
+_ROOT_PATH = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*/?")
 
 
 class PreferredSampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,6 +31,13 @@ class GatewayConfig(Config):
 
     host: Annotated[Host, Help("Address of the HTTP API.")] = "127.0.0.1"
     port: Annotated[Port, Help("Port of the HTTP API; taken means an error that names it.")] = 30000
+    root_path: Annotated[
+        str,
+        Help(
+            "Path prefix under which a proxy serves the API, such as /llm: paths are served with "
+            "it and without it, and links and the OpenAPI document name it. Empty: none."
+        ),
+    ] = ""
     ssl_certfile: Annotated[
         str, Help("PEM file with the TLS certificate and its chain; empty: the API is plain HTTP.")
     ] = ""
@@ -113,6 +123,11 @@ class GatewayConfig(Config):
     open_list_s: Annotated[Seconds, Help("Pause between whole open lists.")] = 0.5
 
     def __post_init__(self) -> None:
+        if _ROOT_PATH.fullmatch(self.root_path) is None:
+            raise ValueError(
+                f"root_path {self.root_path!r} is not a path such as /llm: a slash before each "
+                "part, and parts of letters, digits, '.', '_', '~' and '-'"
+            )
         try:
             msgspec.json.decode(self.preferred_sampling, type=PreferredSampling)
         except msgspec.DecodeError as error:

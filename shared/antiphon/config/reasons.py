@@ -112,7 +112,6 @@ REFUSED: Mapping[str, str] = {
     "request_log": "Request logging is not built; each request is one log line without content.",
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
-    "root_path": "The API is served at /; let the proxy strip the prefix.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",
     "slow_tokenizer": "Tokenizers are read from tokenizer.json by the tokenizers library; convert "
     "others to that file.",

@@ -57,6 +57,7 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "batching.chunk_tokens": st.none() | st.integers(1, 2048),
     "cluster.model": st.sampled_from(["", "small", "small,gpt-4o"]),
     "gateway.chat_template_kwargs": st.sampled_from(["{}", '{"enable_thinking": false}']),
+    "gateway.root_path": st.sampled_from(["", "/llm", "/llm/a/"]),
     "gateway.preferred_sampling": st.sampled_from(["{}", '{"top_p": 0.5}']),
     "gateway.chat_template_kwargs": st.sampled_from(["{}", '{"enable_thinking": false}']),
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),

@@ -28,6 +28,7 @@ SETTABLE = {
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",
     "gateway.chat_template_kwargs": '{"enable_thinking": false}',
+    "gateway.root_path": "/llm",
     "gateway.preferred_sampling": '{"top_p": 0.5}',
     "grammar.whitespace_max": r"[ \n\r\t]{0,8}",
     "load.config_overrides": '{"a": 1}',

@@ -112,4 +112,4 @@ def operations(
         *Parsing(answering).operations(),
         *AbsentRoutes().operations(),
     )
-    return (*served, *OpenApi(served).operations())
+    return (*served, *OpenApi(served, gateway.root_path.rstrip("/")).operations())

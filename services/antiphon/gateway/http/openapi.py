@@ -22,10 +22,13 @@ _VARIABLE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 class OpenApi:
-    """The document, made once."""
+    """The document, made once; `prefix` is where a proxy serves the paths."""
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self._document = msgspec.json.encode(document(operations))
+    def __init__(self, operations: Sequence[Operation], prefix: str = "") -> None:
+        whole = document(operations)
+        if prefix:
+            whole["servers"] = [{"url": prefix}]
+        self._document = msgspec.json.encode(whole)
 
     def operations(self) -> list[Operation]:
         """The document does not speak of itself."""

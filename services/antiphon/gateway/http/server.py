@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import hdrs, web
@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineToo
 
 from antiphon.gateway.http.cors import allow_origins
 from antiphon.gateway.http.errors import retry_after, shape_of
+from antiphon.gateway.http.root_path import without_prefix
 from antiphon.service.tls import server_context
 from antiphon.service.web import web_server
 from antiphon.wire.errors import (
@@ -26,8 +27,9 @@ from antiphon.wire.errors import (
 from antiphon.wire.ids import new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
+    from aiohttp.http_parser import RawRequestMessage
     from aiohttp.typedefs import Handler, Middleware
 
     from antiphon.config.gateway import GatewayConfig
@@ -62,10 +64,12 @@ async def http_server(
     guard: Middleware,
     origins: frozenset[str],
     counting: Middleware,
+    prefix: str = "",
 ) -> AsyncGenerator[int]:
     """Answer while inside; gives the port. A client that leaves cancels its handler.
 
     `guard` lets requests in; pages of `origins` may call; `counting` sees what the client sees.
+    A `prefix` is removed from paths that begin with it, before anything else looks at them.
 
     Raises:
         CannotStart: The port is taken, or the address is not ours.
@@ -81,6 +85,7 @@ async def http_server(
     app.add_routes(routes)
     runner = _Runner(
         app,
+        prefix,
         logger=_protocol_log,
         access_log=None,
         handler_cancellation=True,
@@ -173,9 +178,23 @@ async def _name(request: web.Request, response: web.StreamResponse) -> None:
 class _Runner(web.AppRunner):
     """Serves an application over connections of ours."""
 
+    def __init__(self, app: web.Application, prefix: str, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(app, **options)
+        self._prefix = prefix
+
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(made.request_handler, request_factory=made.request_factory, **self._kwargs)
+        factory = made.request_factory
+        if self._prefix:
+            factory = _unprefixed(factory, self._prefix)
+        return _Server(made.request_handler, request_factory=factory, **self._kwargs)
+
+
+def _unprefixed(factory: Callable[..., web.BaseRequest], prefix: str) -> Callable[..., Any]:
+    def make(message: RawRequestMessage, *rest: object) -> web.BaseRequest:
+        return factory(without_prefix(message, prefix), *rest)
+
+    return make
 
 
 class _Server(web.Server):

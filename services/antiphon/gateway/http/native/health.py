@@ -103,8 +103,10 @@ class Health:
         ]
 
     async def _hello(self, _: web.Request) -> web.Response:
+        prefix = self._runtime.settings.gateway.root_path.rstrip("/")
+        links = {name: f"{prefix}{path}" for name, path in _LINKS.items()}
         return json_reply(
-            Root(version=metadata.version("antiphon"), model=self._model, links=_LINKS)
+            Root(version=metadata.version("antiphon"), model=self._model, links=links)
         )
 
     async def _health(self, _: web.Request) -> web.Response:
