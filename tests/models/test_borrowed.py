@@ -266,15 +266,6 @@ REFUSED = {
         ),
         "0 of its 3 layers attend as others do",
     ),
-    "a rotation by the longest neighbour": (
-        Row(
-            name="phi3",
-            architecture=transformers.Phi3ForCausalLM,
-            config=transformers.Phi3Config,
-            fields=OURS["phi3"].fields,
-        ),
-        "longrope",
-    ),
     "state beside keys and values": (
         Row(
             name="zaya",

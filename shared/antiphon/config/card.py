@@ -8,6 +8,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
+from antiphon.config.long_rotation import Factors
 from antiphon.config.model import CacheDtype, Dtype
 from antiphon.config.model_fields import PADDED, PLACED, REPEATED, UNGATED, check_shape
 from antiphon.config.model_files import ModelFiles, Place, files_at
@@ -26,6 +27,7 @@ from antiphon.config.weights import Weights, read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
+
 
 T = TypeVar("T")
 
@@ -70,6 +72,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
+    rope_factors: Factors | None = None
+    """Which of the two lists of a longrope model holds for the served context."""
     model_type: str = ""
     task: Task = Task.GENERATE
     labels: tuple[str, ...] = ()
@@ -144,6 +148,7 @@ def read_card(place: Place) -> ModelCard:
         eos_ids=tuple(sorted({*_ids(config.eos_token_id), *_ids(generation.eos_token_id)})),
         rope_theta=rope.rope_theta or config.rope_theta,
         rope_kind=rope.rope_type or rope.type or "default",
+        rope_factors=files.factors(),
         tied=config.tie_word_embeddings and task is Task.GENERATE,
         sampling=msgspec.convert(generation, Sampling, from_attributes=True),
         weights=weights,

@@ -10,6 +10,7 @@ import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadFormat
+from antiphon.config.long_rotation import Factors, factors_of, with_factors
 from antiphon.config.model_fields import completed
 from antiphon.config.text_part import text_part
 
@@ -42,6 +43,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         weights: The files that hold them, each once; empty where there are none.
         overrides: JSON object whose fields replace those of config.json.
         mapped: Whether files are mapped into memory, not copied.
+        context_tokens: The longest text that is served, where that is less than the model's.
     """
 
     folder: Path
@@ -49,18 +51,39 @@ class ModelFiles(msgspec.Struct, frozen=True):
     weights: tuple[Path, ...]
     overrides: str = "{}"
     mapped: bool = True
+    context_tokens: int | None = None
 
     @property
     def overridden(self) -> bool:
-        """Whether the config is another than the file says."""
-        return bool(_object(self.overrides, "load.config_overrides"))
+        """Whether the model is another than the file says.
+
+        Raises:
+            ConfigError: See `config`.
+        """
+        if _object(self.overrides, "load.config_overrides"):
+            return True
+        return self.factors() != factors_of(self._completed(), None)
+
+    def factors(self) -> Factors | None:
+        """Which factors rotate it, if it is a longrope model.
+
+        Raises:
+            ConfigError: See `config`.
+        """
+        return factors_of(self._completed(), self.context_tokens)
 
     def config(self) -> bytes:
         """Return config.json, with the overrides and what it leaves unsaid in it.
 
+        Of a longrope model both lists of factors are those that hold for the served context.
+
         Raises:
             ConfigError: It is missing, or one of the two is no JSON object.
         """
+        config = self._completed()
+        return msgspec.json.encode(with_factors(config, factors_of(config, self.context_tokens)))
+
+    def _completed(self) -> _Fields:
         file = self.folder / "config.json"
         try:
             config = file.read_bytes()
@@ -68,7 +91,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
             raise ConfigError(f"{file}: {error.strerror}") from error
         overrides = _object(self.overrides, "load.config_overrides")
         said = text_part(_object(config, str(file)))
-        return msgspec.json.encode(completed(_override(said, overrides)))
+        return completed(_override(said, overrides))
 
 
 Place = Path | ModelFiles
@@ -91,6 +114,7 @@ def find_files(
     described_in: Path | None = None,
     overrides: str = "{}",
     mapped: bool = True,
+    context_tokens: int | None = None,
 ) -> ModelFiles:
     """Find a model's files.
 
@@ -100,6 +124,7 @@ def find_files(
         described_in: The folder of config.json; unset means beside the weights.
         overrides: See `ModelFiles`.
         mapped: See `ModelFiles`.
+        context_tokens: See `ModelFiles`.
 
     Raises:
         ConfigError: A GGUF file cannot be chosen, or an index is broken.
@@ -114,7 +139,7 @@ def find_files(
         asked = LoadFormat.GGUF
     format_, chosen = weight_names(folder, names, asked)
     weights = tuple(folder / name for name in chosen)
-    return ModelFiles(described_in or folder, format_, weights, overrides, mapped)
+    return ModelFiles(described_in or folder, format_, weights, overrides, mapped, context_tokens)
 
 
 def is_gguf(path: Path) -> bool:

@@ -120,7 +120,7 @@ def resolve(
         linear=linear,
         quantized=kept.quantized,
         deterministic=_deterministic(settings, linear, card),
-        bits=_bits(device, dtype.value, linear.value, kept, cache_dtype.value),
+        bits=_bits(device, card, dtype.value, linear.value, kept, cache_dtype.value),
         implementation=layers,
         pooling=_pooling(settings, pooling),
         threads=_threads(settings, device, linear.value, memory.weights),
@@ -268,12 +268,14 @@ def _deterministic(settings: Settings, linear: Decided[Linear], card: ModelCard)
 
 
 def _bits(
-    device: Device, dtype: Dtype, linear: Linear, kept: Kept, cache: CacheDtype
+    device: Device, card: ModelCard, dtype: Dtype, linear: Linear, kept: Kept, cache: CacheDtype
 ) -> Decided[str]:
     """In the form of a config digest, so that two workers can be told in what they differ."""
     parts = {"dtype": str(dtype), "linear": str(linear), **kept.bits, **device.arithmetic}
     if cache.eight_bits:
         parts["cache"] = str(cache)
+    if card.rope_factors is not None:
+        parts["rope"] = card.rope_factors
     text = ",".join(f"{name}:{value}" for name, value in parts.items())
     return Decided(text, "what the bits of an answer depend on, beside the model")
 
@@ -295,11 +297,13 @@ def _threads(
 
 def _context(settings: Settings, card: ModelCard) -> Decided[int]:
     said = settings.model.context_tokens
+    turned = "" if card.rope_factors is None else f", rotated by its {card.rope_factors} factors"
     if said is None:
         stretched = " times its rotation's factor" if card.rope_kind == "dynamic" else ""
-        return Decided(card.context_tokens, f"max_position_embeddings of the model{stretched}")
+        reason = f"max_position_embeddings of the model{stretched}{turned}"
+        return Decided(card.context_tokens, reason)
     check_context(settings, card)
-    return Decided(said, "model.context_tokens")
+    return Decided(said, f"model.context_tokens{turned}")
 
 
 def check_context(settings: Settings, card: ModelCard) -> None:

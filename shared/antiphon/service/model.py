@@ -47,6 +47,7 @@ def model_files(settings: Settings, *, weights: bool = True) -> ModelFiles:
         described_in=_described_in(settings, place),
         overrides=load.config_overrides,
         mapped=load.mmap,
+        context_tokens=settings.model.context_tokens,
     )
 
 

@@ -108,8 +108,6 @@ def borrow(
         (quantized, "are not asked for quantized checkpoints"),
         (build.tp.ranks > 1, "run on one rank only"),
         (files.format is LoadFormat.GGUF, "take no GGUF files"),
-        # They choose the rotation by the longest text of a batch, for all of it.
-        (config.rope_kind == "longrope", "rotate a text by its neighbours: longrope"),
     )
     for holds, reason in refusals:
         if holds:

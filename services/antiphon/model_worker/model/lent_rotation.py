@@ -42,8 +42,9 @@ def rotate_by_position(model: PreTrainedModel) -> None:
     for module in model.modules():
         kind: object = getattr(module, "rope_type", None)
         by_layer = cast("dict[str, object]", kind) if isinstance(kind, dict) else {}
-        if "dynamic" in by_layer.values():
-            raise ModelLoadError("layers of one type are rotated dynamically, and others are not")
+        for name in ("dynamic", "longrope"):  # both go by the longest text of a call
+            if name in by_layer.values():
+                raise ModelLoadError(f"layers of one type are rotated by {name}, others are not")
         if kind == "dynamic":
             rotation = cast("_Rotation", module)
             rotation.forward = _by_position(rotation, rotation.forward)

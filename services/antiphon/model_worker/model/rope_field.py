@@ -133,8 +133,8 @@ class RopeField(msgspec.Struct, frozen=True):
         )
 
     def _long(self, rotated: int, factor: float, trained: int) -> LongScaling:
-        # A text would change its rotation as it grows beyond what was trained, and with it every
-        # key that is cached. The model's context decides, so that a key is the same in all texts.
+        # The served context has made both lists one by now, see `antiphon.config.long_rotation`;
+        # not of rotations by type of layer, which go by the model's longest text.
         factors = self.long_factor if factor > 1.0 else self.short_factor
         if len(factors) != rotated // 2:
             raise ModelLoadError(
