@@ -33,6 +33,17 @@ from antiphon.model_worker.runner.open import OpenModel, open_model
 if TYPE_CHECKING:
     from pathlib import Path
 
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+FOUR_LAYERS = {**SIZES, "num_hidden_layers": 4}
+UNSCALED_LIMIT = 2e-3
+"""Scores are not scaled and softmax saturates: transformers' float32 is 3e-4 from its float64."""
 BORROWED = (
     Row(
         name="helium",
@@ -124,6 +135,31 @@ BORROWED = (
         by_token=True,
     ),
     Row(
+        name="gemma4 with embeddings by layer and shared keys",
+        architecture=transformers.Gemma4ForCausalLM,
+        config=transformers.Gemma4TextConfig,
+        fields={**GEMMA4, "num_kv_shared_layers": 2},
+        sizes=FOUR_LAYERS,
+        limit=UNSCALED_LIMIT,
+    ),
+    Row(
+        name="gemma4 with experts and values that are keys",
+        architecture=transformers.Gemma4ForCausalLM,
+        config=transformers.Gemma4TextConfig,
+        fields={
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        sizes=FOUR_LAYERS,
+        limit=UNSCALED_LIMIT,
+    ),
+    Row(
         name="glm4 moe lite, whose values are wider than its keys",
         architecture=transformers.Glm4MoeLiteForCausalLM,
         config=transformers.Glm4MoeLiteConfig,
@@ -177,13 +213,14 @@ def test_windows_are_found_and_have_pages_of_their_own(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("row", "said", "decided"),
     [
+        *((row, "auto", "no family of ours") for row in BORROWED if row.sizes is FOUR_LAYERS),
         (OURS["deepseek-v3"], "transformers", "model.implementation"),
         (OURS["deepseek-v2"], "transformers", "model.implementation"),
         (BORROWED[-2], "auto", "no family of ours"),
     ],
     ids=str,
 )
-def test_cache_of_latent_attention_is_planned_as_transformers_keeps_it(
+def test_cache_is_planned_as_transformers_modules_fill_it(
     tmp_path: Path, row: Row, said: Literal["auto", "transformers"], decided: str
 ) -> None:
     save(row, tmp_path)
@@ -251,6 +288,16 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
 
 
 REFUSED = {
+    "tokens that see what comes after them": (
+        Row(
+            name="gemma4 both ways",
+            architecture=transformers.Gemma4ForCausalLM,
+            config=transformers.Gemma4TextConfig,
+            fields={**GEMMA4, "use_bidirectional_attention": "all"},
+            sizes=FOUR_LAYERS,
+        ),
+        "its mask is neither causal nor a window",
+    ),
     "a bias that grows with distance": (
         Row(
             name="bloom",

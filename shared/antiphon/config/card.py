@@ -72,6 +72,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Whether the weights are in a GGUF file."""
     experts: ExpertsCard | None = None
     latent: LatentCard | None = None
+    kv_numbers: int | None = None
+    """Of a token's keys and values in all layers, where layers have other heads than others."""
     rope_factors: Factors | None = None
     """Which of the two lists of a longrope model holds for the served context."""
     model_type: str = ""
@@ -85,6 +87,8 @@ class ModelCard(msgspec.Struct, frozen=True):
         """Keys and values of one token, or its latents, in all layers that keep them."""
         if not self.causal:
             return 0
+        if self.kv_numbers is not None:
+            return self.kv_numbers * item_bytes(dtype)
         layers = self.layers if self.states is None else self.states.attending
         kept = 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.kept
         return layers * kept * item_bytes(dtype)
@@ -157,9 +161,10 @@ def read_card(place: Place) -> ModelCard:
         gguf=files.format is LoadFormat.GGUF,
         experts=experts_of(sparse, config.num_hidden_layers, width),
         latent=latent_of(sparse),
+        kv_numbers=_kv_numbers(config),
         task=task,
         labels=_labels(config) if task is Task.SCORE else (),
-        causal=not (looks_ahead(config.architectures[0]) or config.use_bidirectional_attention),
+        causal=not (looks_ahead(config.architectures[0]) or config.both_ways),
     )
 
 
@@ -176,6 +181,11 @@ class _Rope(msgspec.Struct):
         rope = self.full_attention or self
         dynamic = (rope.rope_type or rope.type) == "dynamic"
         return rope.factor or 1.0 if dynamic else 1.0
+
+
+class _LayerHeads(msgspec.Struct):
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
 
 
 class _Config(msgspec.Struct):
@@ -200,9 +210,19 @@ class _Config(msgspec.Struct):
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     type_vocab_size: int = 0
-    use_bidirectional_attention: bool = False
+    use_bidirectional_attention: bool | str = False
+    layer_types: tuple[str, ...] | None = None
+    per_layer_config: dict[str, _LayerHeads] | None = None
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
     num_labels: int | None = None
     id2label: dict[str, object] | None = None
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens of text see what comes after them; Gemma 4's `vision` is of images."""
+        return self.use_bidirectional_attention in (True, "all")
 
 
 class _Generation(Sampling, frozen=True):
@@ -318,6 +338,35 @@ def _kv_heads(config: _Config) -> int:
     if config.model_type in REPEATED:
         return config.num_attention_heads
     return config.num_key_value_heads or config.num_attention_heads
+
+
+def _kv_numbers(config: _Config) -> int | None:
+    """Of a token in all layers, where some have other heads: those that see all, or by number."""
+    if config.per_layer_config is None and config.global_head_dim is None:
+        return None
+    kv_heads, size = _kv_heads(config), _head_size(config)
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        own = _own_heads(config, layer)
+        total += 2 * (own.num_key_value_heads or kv_heads) * (own.head_dim or size)
+    return total
+
+
+def _own_heads(config: _Config, layer: int) -> _LayerHeads:
+    """What a layer has in the place of the model's heads."""
+    if config.per_layer_config is not None:
+        return config.per_layer_config.get(str(layer), _LayerHeads())
+    kinds = config.layer_types or _every_sixth(config.num_hidden_layers)
+    if layer >= len(kinds) or kinds[layer] != "full_attention":
+        return _LayerHeads()
+    heads = config.num_global_key_value_heads if config.attention_k_eq_v else None
+    return _LayerHeads(head_dim=config.global_head_dim, num_key_value_heads=heads)
+
+
+def _every_sixth(layers: int) -> tuple[str, ...]:
+    """Gemma 4's types of layers, where the file is silent; the last one sees all."""
+    seeing = (layer % 6 == 5 or layer == layers - 1 for layer in range(layers))
+    return tuple("full_attention" if all_ else "sliding_attention" for all_ in seeing)
 
 
 def _dtype(config: _Config, weights: Weights, folder: Path) -> Dtype:

@@ -54,6 +54,7 @@ HABITS: Mapping[str, Mapping[str, bool | float | str]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
+    "gemma4_text": {**_GEMMA, "global_head_dim": 512},
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
     "gpt2": {"tie_word_embeddings": True, "hidden_act": "gelu_new"},
     "gpt_neox": {"partial_rotary_factor": 0.25, "hidden_act": "gelu", "attention_bias": True},

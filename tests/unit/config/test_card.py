@@ -149,3 +149,26 @@ def test_the_embedded_model_has_a_card() -> None:
     assert card.architecture == "LlamaForCausalLM"
     assert card.context_tokens >= 2048
     assert card.eos_ids
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}}},
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        # The last layer sees all, where the file names no types of layers.
+        {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ],
+)
+def test_layers_with_other_heads_are_counted_one_by_one(
+    tmp_path: Path, said: dict[str, object]
+) -> None:
+    config = CONFIG | {"model_type": "gemma4_text", "num_hidden_layers": 2, "head_dim": 16} | said
+    write_model(tmp_path, config)
+    kv_heads = 2
+    assert read_card(tmp_path).kv_bytes(Dtype.BFLOAT16) == 2 * (2 * kv_heads * 16 + 2 * 32)

@@ -84,6 +84,7 @@ class Call:
 
 _ATTEND: ContextVar[Callable[[Call], Tensor]] = ContextVar("attend")
 _PROBED: ContextVar[int] = ContextVar("probed", default=0)
+"""The context of the model that is being looked at; 0 in a pass."""
 
 
 @dataclass
@@ -91,9 +92,7 @@ class Left(BaseModelOutputWithPastAndCrossAttentions):
     """What layers leave, with every field that some head reads of it; most hand it on."""
 
     router_logits: tuple[Tensor, ...] | None = None
-
-
-"""The context of the model that is being looked at; 0 in a pass."""
+    shared_kv_states: None = None
 
 
 class BorrowedDecoder:
