@@ -7,7 +7,7 @@ SERVICE ?= gateway
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test-tools run chat fmt lint types arch tidy check test test-kernels test-faults test-long eval train \
-  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers docs up down image
+  bench bench-micro bench-kernels bench-loading bench-serving bench-steps bench-bodies bench-engine bench-peers bench-prose docs up down image
 
 help:  ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,10 @@ bench-engine: setup  ## Shared prefixes with the cache and without; 2,000 that w
 	$(BIN)/python -m tests.bench.serving.waiting
 	$(BIN)/python -m tests.bench.serving.int8
 	$(BIN)/python -m tests.bench.serving.grammar
+	$(BIN)/python -m tests.bench.peers --page-only
+
+bench-prose: setup  ## Perplexity of SmolLM2 over our own prose: ours, transformers' and llama.cpp's
+	$(BIN)/python -m tests.bench.prose $(ARGS)
 	$(BIN)/python -m tests.bench.peers --page-only
 
 bench-peers: setup  ## Antiphon and other servers in turn, an hour on an idle machine; ARGS='--rounds 5'

@@ -1,7 +1,11 @@
-"""Perplexity of a real model over our own prose: ours, and transformers' of the same GGUF file.
+"""Perplexity of a real model over our own prose: ours and others' of the same GGUF file.
 
-    python -m tests.bench.prose --json FILE
+    python -m tests.bench.prose
     python -m tests.bench.prose --ids               print the windows, for any other reader
+
+transformers reads it in float32 with the numbers that the blocks stand for. llama.cpp, installed
+as by `make bench-peers`, multiplies the blocks with activations that it rounds to eight bits, and
+keeps keys and values in float16.
 
 The text is a copy of docs/ that stays as it is. Its first 4,096 tokens, without special ones, are
 four windows of 1,024, each read by itself; all tokens of a window but its first are scored.
@@ -12,6 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
+import subprocess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +28,9 @@ import torch.nn.functional as F  # noqa: N812
 from msgspec.structs import replace
 from rich.console import Console
 from tests.bench.figures import Machine, machine
+from tests.bench.models import CACHE
+from tests.bench.peers.llama_cpp import VERSION, LlamaCpp
+from tests.bench.peers.peer import NotHere
 from tests.models.stepper import spy_on_logits
 from tests.models.test_llama_parity import stepper
 
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles
 
 PROSE = Path(__file__).parent / "prose.txt"
+RESULTS = Path(__file__).parent / "results" / "prose.json"
 MODEL = "smollm2"
 WINDOW, WINDOWS = 1024, 4
 PAGE_TOKENS, CHUNK = 16, 256
@@ -82,6 +93,31 @@ def perplexity(logits: Callable[[Sequence[int]], Tensor], texts: Sequence[Sequen
     return math.exp(float(torch.cat(losses).mean()))
 
 
+def perplexity_of(losses: Sequence[Sequence[float]]) -> float:
+    """Of tokens whose losses, in nats, another reader has computed; a list for each window.
+
+    Raises:
+        ValueError: It has scored other tokens.
+    """
+    if [len(each) for each in losses] != [WINDOW - 1] * WINDOWS:
+        raise ValueError(f"scored {[len(each) for each in losses]} tokens of {WINDOWS} windows")
+    return math.exp(math.fsum(loss for each in losses for loss in each) / (WINDOWS * (WINDOW - 1)))
+
+
+def llama_cpp(peer: LlamaCpp, files: ModelFiles, texts: Sequence[Sequence[int]]) -> float:
+    """llama.cpp's, of the file as it is; each window from an empty cache.
+
+    Raises:
+        NotHere: It cannot be installed, or does not read the file.
+    """
+    command = [*peer.reader(), str(files.weights[0]), str(peer.cores)]
+    asked = msgspec.json.encode(texts)
+    done = subprocess.run(command, input=asked, capture_output=True, check=False)
+    if done.returncode:
+        raise NotHere(f"llama.cpp: {done.stderr.decode(errors='replace').strip()[-300:]}")
+    return perplexity_of(msgspec.json.decode(done.stdout, type=list[list[float]]))
+
+
 def ours(files: ModelFiles, dtype: str) -> Callable[[Sequence[int]], Tensor]:
     """Our own runner, chunk by chunk over pages; opened anew for each text."""
 
@@ -116,16 +152,22 @@ def theirs(files: ModelFiles) -> Callable[[Sequence[int]], Tensor]:
     return logits
 
 
-def measure(files: ModelFiles, texts: Sequence[Sequence[int]]) -> Report:
-    """Score the texts with every reader."""
-    readers = {
-        "transformers, float32": lambda: theirs(files),
-        "antiphon, float32": lambda: ours(files, "float32"),
-        "antiphon, bfloat16": lambda: ours(files, "bfloat16"),
+def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | None) -> Report:
+    """Score the texts with every reader.
+
+    Raises:
+        NotHere: The peer cannot.
+    """
+    readers: dict[str, Callable[[], float]] = {
+        "transformers, float32": lambda: perplexity(theirs(files), texts),
+        "antiphon, float32": lambda: perplexity(ours(files, "float32"), texts),
+        "antiphon, bfloat16": lambda: perplexity(ours(files, "bfloat16"), texts),
     }
+    if peer is not None:
+        readers[f"llama.cpp, {VERSION}"] = partial(llama_cpp, peer, files, texts)
     results: list[Result] = []
     for name, reader in readers.items():
-        found = perplexity(reader(), texts)
+        found = reader()
         first = results[0].perplexity if results else found
         results.append(Result(name, round(found, 5), round(found / first - 1, 6)))
         gc.collect()
@@ -138,28 +180,32 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", action="store_true")
-    parser.add_argument("--download-dir", default="")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where peer and model live")
+    parser.add_argument("--without-peer", action="store_true", help="leave llama.cpp out")
+    parser.add_argument("--json", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     base = Settings()
     settings = replace(
         base,
         model=replace(base.model, path=MODEL),
-        load=replace(base.load, download_folder=arguments.download_dir),
+        load=replace(base.load, download_folder=str(arguments.cache)),
     )
-    console = Console()
+    console = Console(stderr=arguments.ids)  # ids alone go to the other end of a pipe
     fetched(settings, console)
     tokenizer = open_tokenizer(tokenizer_folder(settings))
     texts = windows(tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids)
     if arguments.ids:
         print(msgspec.json.encode(texts).decode())
         return
-    with torch.inference_mode():
-        report = measure(model_files(settings), texts)
+    peer = None if arguments.without_peer else LlamaCpp(arguments.cache, os.cpu_count() or 1)
+    try:
+        with torch.inference_mode():
+            report = measure(model_files(settings), texts, peer)
+    except NotHere as error:
+        parser.error(f"{error}; --without-peer leaves it out")
     for result in report.results:
         console.print(f"{result.reader:<24} {result.perplexity:8.4f}  {result.change:+.3%}")
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
 if __name__ == "__main__":

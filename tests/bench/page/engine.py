@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from tests.bench.page.markdown import markdown, where
+from tests.bench.page.markdown import markdown, where, who
 from tests.bench.serving import int8
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.bench.peers.report import PeersReport
+    from tests.bench.prose import Report as ProseReport
     from tests.bench.serving.report import Report
 
 RADIX_HEAD = """
@@ -39,8 +40,29 @@ INT8_HEAD = """
 
 One client of the 0.5B shape, 128 in and 128 out, over HTTP, `--model-linear int8` against bf16,
 servers in turn on the same prompts: medians of {pairs} pairs. The limit is what reading one byte a
-weight would allow; perplexity is that of conversations that the embedded model was not trained on.
+weight would allow; perplexity is that of conversations by the embedded model's grammar, drawn by
+another seed than those that it was trained on.
 """
+
+
+PROSE_HEAD = """
+## Perplexity of a real model
+
+{model}, {tokens:,} tokens of this project's own prose in windows of 1,024, each from an empty
+cache; every reader gets the same ids and the same file: [tests/bench/prose.py]\
+(../tests/bench/prose.py). transformers computes with the numbers that the file's blocks stand for,
+and so do we, in the number format that is named. llama.cpp multiplies the blocks with activations
+that it rounds to eight bits, and keeps keys and values in float16: its arithmetic is another.
+"""
+
+
+def prose(report: ProseReport) -> Iterable[str]:
+    yield PROSE_HEAD.format(model=report.model, tokens=report.tokens) + "\n"
+    yield f"{who(report.machine)}.\n\n"
+    yield markdown(
+        ("reader", "perplexity", "against transformers"),
+        [(one.reader, f"{one.perplexity:.4f}", f"{one.change:+.3%}") for one in report.results],
+    )
 
 
 def radix(report: Report) -> Iterable[str]:

@@ -12,11 +12,12 @@ from tests.bench.figures import INSTRUCTIONS
 from tests.bench.kernels import attention, step_report
 from tests.bench.page.against_peers import OnProcessor, peers
 from tests.bench.page.crowd import crowd
-from tests.bench.page.engine import grammar, int8_weights, radix, waiting
+from tests.bench.page.engine import grammar, int8_weights, prose, radix, waiting
 from tests.bench.page.open_load import PLOT, open_load
 from tests.bench.page.stack import large_bodies, planned, services, soaked
 from tests.bench.page.worker import eight_bits, loading_weights, shares, steps
 from tests.bench.peers.report import PeersReport
+from tests.bench.prose import Report as ProseReport
 from tests.bench.serving import int8
 from tests.bench.serving.report import RESULTS, drawn, read
 
@@ -27,7 +28,7 @@ Written by `make bench-peers` from the files in `tests/bench/results`, which hol
 Definitions are those of SGLang's `bench_serving`: [tests/bench/serving/metrics.py]\
 (../tests/bench/serving/metrics.py). Run them again: `make bench-peers`, `make bench-engine`,
 `make bench-steps`, `make bench-kernels`, `make bench-loading`, `make bench-serving`, `make bench`,
-`make bench-bodies`.
+`make bench-bodies`, `make bench-prose`.
 Nothing is measured while anybody else is at work.
 """
 
@@ -51,6 +52,8 @@ def page(results: Path) -> str:
         parts += waiting(read(file))
     if (file := results / "int8.json").exists():
         parts += int8_weights(int8.read(file), results / "perplexity.json")
+    if (file := results / "prose.json").exists():
+        parts += prose(msgspec.json.decode(file.read_bytes(), type=ProseReport))
     if (file := results / "steps.json").exists():
         parts += steps(step_report.read(file))
     if (file := results / "share.json").exists():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SOURCE = "llama-cpp-python"
 VERSION = "0.3.36"
+NUMPY = "numpy==2.4.6"
 SLOTS = 64
 SLOT_TOKENS = 1280
 OPTIONS = (
@@ -71,6 +72,18 @@ class LlamaCpp(Peer):
             # Its fused attention was the slower one in a trial of 16 clients.
             *("-fa", "off"),
         ]
+
+    def reader(self) -> list[str]:
+        """Return the command line of `llama_cpp_reader`, in the environment that it needs.
+
+        The same source is built once more, as the package that Python imports.
+
+        Raises:
+            NotHere: It cannot be installed; says why.
+        """
+        folder = self.environment("reader", (f"{SOURCE}=={VERSION}", NUMPY))
+        script = Path(__file__).parent / "llama_cpp_reader.py"
+        return [str(folder / "bin" / "python"), "-P", str(script)]
 
     def _unpack(self) -> None:
         # Downloading a source package runs its build backend, which pip fetches by itself.

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 import torch
-from tests.bench.prose import PROSE, WINDOW, WINDOWS, Report, perplexity, windows
+from tests.bench.prose import RESULTS, WINDOW, WINDOWS, Report, perplexity, perplexity_of, windows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-RESULTS = PROSE.parent / "results" / "prose.json"
 
 
 def test_perplexity_of_a_guess_among_all_tokens_is_their_number() -> None:
@@ -48,3 +46,18 @@ def test_committed_perplexities_are_those_of_transformers() -> None:
     changes = {result.reader: result.change for result in report.results}
     assert abs(changes["antiphon, float32"]) < 1e-5
     assert abs(changes["antiphon, bfloat16"]) < 0.01
+
+
+def test_committed_perplexities_are_within_one_percent_of_those_of_llama_cpp() -> None:
+    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
+    found = {result.reader.partition(",")[0]: result.perplexity for result in report.results[2:]}
+    assert abs(found["antiphon"] / found["llama.cpp"] - 1) < 0.01
+    assert "dirty" not in report.machine.commit
+
+
+def test_losses_of_another_reader_are_summed_up_over_the_same_tokens() -> None:
+    losses = [[math.log(7)] * (WINDOW - 1)] * WINDOWS
+    assert perplexity_of(losses) == pytest.approx(7)
+    for other in (losses[1:], [*losses[1:], losses[0][1:]]):
+        with pytest.raises(ValueError, match="of 4 windows"):
+            perplexity_of(other)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,9 +14,13 @@ from msgspec.structs import replace
 from antiphon.config.errors import ConfigError
 from antiphon.config.models import MODELS, Wheel
 from antiphon.config.settings import Settings
+from antiphon.service import packaged
 from antiphon.service.hub import is_hub_id
 from antiphon.service.model import cache_folder, model_files, served_name
 from antiphon.service.packaged import have, is_packaged, is_there, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONTENT = b"GGUF" + bytes(1000)
 
@@ -76,6 +82,86 @@ def test_a_file_that_is_cut_short_is_fetched_again(tmp_path: Path) -> None:
     assert index.asked == 2
 
 
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files count as written long ago, so that their state is recorded."""
+    monkeypatch.setattr(packaged, "SETTLED_NS", -1)
+
+
+def altered(file: Path) -> None:
+    """Change one byte, and nothing that a listing of the folder shows."""
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock ticks
+        with file.open("r+b") as stream:
+            stream.seek(500)
+            stream.write(b"x")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+
+
+def test_file_that_was_written_just_now_is_compared_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    file = have(wheel, tmp_path, Index(content))
+    assert is_there(wheel, tmp_path)
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.usefixtures("settled")
+def test_altered_file_is_noticed_and_fetched_again(tmp_path: Path) -> None:
+    wheel, content = made(tmp_path)
+    index = Index(content)
+    file = have(wheel, tmp_path, index)
+    assert is_there(wheel, tmp_path)
+    altered(file)
+    assert not is_there(wheel, tmp_path)
+    assert not is_there(wheel, tmp_path), "found by the record of the first look"
+    assert have(wheel, tmp_path, index).read_bytes() == CONTENT
+    assert index.asked == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel, content = made(tmp_path)
+    file = have(wheel, tmp_path, Index(content))
+    hashed: list[Path] = []
+    monkeypatch.setattr(Path, "open", counting(Path.open, hashed))
+    assert all(is_there(wheel, tmp_path) for _ in range(3))
+    assert hashed.count(file) == 1
+    os.utime(file)
+    assert all(is_there(wheel, tmp_path) for _ in range(3))
+    assert hashed.count(file) == 2
+
+
+def counting(opens: Callable[..., Any], opened: list[Path]) -> Callable[..., Any]:
+    def counted(path: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(path)
+        return opens(path, *arguments, **options)
+
+    return counted
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
+def test_broken_record_is_written_anew(tmp_path: Path, content: bytes) -> None:
+    wheel, packed = made(tmp_path)
+    record = have(wheel, tmp_path, Index(packed)).parent / "verified.json"
+    assert is_there(wheel, tmp_path)
+    written = record.read_bytes()
+    record.write_bytes(content)
+    assert is_there(wheel, tmp_path)
+    assert record.read_bytes() == written
+
+
+@pytest.mark.usefixtures("settled")
+def test_record_of_other_content_does_not_count(tmp_path: Path) -> None:
+    wheel, packed = made(tmp_path)
+    have(wheel, tmp_path, Index(packed))
+    assert is_there(wheel, tmp_path)
+    other = replace(wheel, member_sha256=wheel.member_sha256[:16] + "0" * 48)
+    assert place_of(other, tmp_path) == place_of(wheel, tmp_path)
+    assert not is_there(other, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -132,7 +218,7 @@ def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
     assert not is_hub_id("smollm2")
     assert not is_packaged("gpt2")
     assert is_hub_id("gpt2")
-    with pytest.raises(ConfigError, match=r"smollm2 is not in .*`antiphon serve --model-path"):
+    with pytest.raises(ConfigError, match=r"smollm2 is not in .*; `antiphon serve --model-path"):
         model_files(settings("smollm2", tmp_path / "cache"))
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").write_text("{}")

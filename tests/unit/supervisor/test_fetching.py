@@ -56,7 +56,7 @@ def test_a_model_on_this_machine_needs_no_fetching() -> None:
 def test_a_short_name_that_is_not_here_is_refused_offline(tmp_path: Path) -> None:
     base = settings(tmp_path, offline=True)
     named = replace(base, model=replace(base.model, path="smollm2"))
-    with pytest.raises(ConfigError, match=r"smollm2: not in .*, and load\.offline is set"):
+    with pytest.raises(ConfigError, match=r"smollm2: not in .*load\.offline is set"):
         fetched(named, Console(quiet=True))
 
 

@@ -22,7 +22,9 @@ from antiphon.model_worker.model.support import attention, refusal, sample
 PAGE = Path("docs/reference/models.md")
 REFERENCE = "transformers"
 """The package whose models ours are compared with: the one that is installed with the tests."""
-GGUF = frozenset(layout.model for layout in LAYOUTS.values())
+GGUF = frozenset(
+    name for layout in LAYOUTS.values() for name in (layout.model, layout.with_experts) if name
+)
 
 HEAD = """# The models that are served
 

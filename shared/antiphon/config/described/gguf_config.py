@@ -94,8 +94,11 @@ def gguf_config(parts: Mapping[Path, GgufHeader]) -> Json:
             f"architecture {file.architecture!r} is described by no GGUF file alone, only "
             f"{', '.join(_ARCHITECTURES)}"
         )
-    if file.number("expert_count"):
-        raise file.refuse("its experts are described by no GGUF file alone")
+    if file.number("expert_count") and file.architecture not in _WITH_EXPERTS:
+        raise file.refuse(
+            f"architecture {file.architecture!r} with experts is described by no GGUF file alone, "
+            f"only {', '.join(_WITH_EXPERTS)}"
+        )
     return _common(file) | _ARCHITECTURES[file.architecture](file)
 
 
@@ -220,6 +223,14 @@ def _llama3_factor(wavelength: float, factor: float) -> float:
 
 
 def _llama(file: _File) -> Json:
+    if file.number("expert_count"):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "hidden_act": "silu",
+            "sliding_window": None,
+            **_experts(file),
+        }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -240,16 +251,79 @@ def _qwen(number: int) -> Callable[[_File], Json]:
     return fields
 
 
-def _gemma3(file: _File) -> Json:
+def _experts(file: _File) -> Json:
+    """How many a layer has and a token meets; their tensors tell how wide they are."""
+    if _EXPERTS not in file.tensors:
+        raise file.refuse(f"it has no {_EXPERTS}: experts one by one are not read")
+    return {
+        "num_experts": file.whole("expert_count"),
+        "num_experts_per_tok": file.whole("expert_used_count"),
+        "moe_intermediate_size": file.tensors[_EXPERTS][1].shape[1],
+    }
+
+
+def _qwen2moe(file: _File) -> Json:
+    if _SHARED not in file.tensors:
+        raise file.refuse(f"it has no {_SHARED}")
+    return {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "hidden_act": "silu",
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": file.tensors[_SHARED][1].shape[0],
+        **_experts(file),
+    }
+
+
+def _qwen3moe(file: _File) -> Json:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        **_experts(file),
+    }
+
+
+_EXPERTS, _SHARED = "blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_shexp.weight"
+
+
+def _gemma(_: _File) -> Json:
+    return {
+        "architectures": ["GemmaForCausalLM"],
+        "model_type": "gemma",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(file: _File) -> Json:
+    """Files from before its settings had keys are read by the numbers of the published models."""
+    window = file.number("attention.sliding_window")
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(file, _GEMMA2_27B_LAYERS),
+        "sliding_window": 4096 if window is None else int(window),
+        "attn_logit_softcapping": file.number("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": file.number("final_logit_softcapping") or 30.0,
+    }
+
+
+def _query_scalar(file: _File, largest: int) -> int:
     """Only of the largest one, scores are scaled otherwise than by the size of a head."""
     hidden, heads = file.whole("embedding_length"), file.whole("attention.head_count")
-    size = int(file.number("attention.key_length") or hidden // heads)
-    largest = file.whole("block_count") == _GEMMA3_27B_LAYERS
+    if file.whole("block_count") == largest:
+        return hidden // heads
+    return int(file.number("attention.key_length") or hidden // heads)
+
+
+def _gemma3(file: _File) -> Json:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": hidden // heads if largest else size,
+        "query_pre_attn_scalar": _query_scalar(file, _GEMMA3_27B_LAYERS),
         "sliding_window": file.whole("attention.sliding_window"),
         "sliding_window_pattern": int(file.number("attention.sliding_window_pattern") or 6),
         "rope_local_base_freq": file.number("rope.freq_base_swa") or 10_000.0,
@@ -258,15 +332,20 @@ def _gemma3(file: _File) -> Json:
     }
 
 
-_GEMMA3_27B_LAYERS = 62
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 _ARCHITECTURES: Mapping[str, Callable[[_File], Json]] = {
     "llama": _llama,
     "qwen2": _qwen(2),
+    "qwen2moe": _qwen2moe,
     "qwen3": _qwen(3),
+    "qwen3moe": _qwen3moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
 """By `general.architecture`: those whose tensors are read."""
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
 
 
 def described_architectures() -> Sequence[str]:

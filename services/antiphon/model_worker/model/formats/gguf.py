@@ -8,10 +8,12 @@ that say how its tensors were laid out.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from gguf import (
     GGML_QUANT_SIZES,
@@ -27,7 +29,7 @@ from antiphon.model_worker.model.formats.files import numbers, open_file
 from antiphon.model_worker.model.formats.stored import StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -55,6 +57,10 @@ HEAD = "lm_head.weight"
 NORM = "norm.weight"
 """How the names of all norms of Gemma end."""
 ROTATED = (".self_attn.q_proj.weight", ".self_attn.k_proj.weight")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""In the name of one expert's tensor; llama.cpp stacks those of a layer."""
+ONE_ROW = "shared_expert_gate.weight"
+"""A linear of one output, which llama.cpp writes without its first axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +69,25 @@ class Layout:
 
     Attributes:
         model: The architecture's name in config.json.
+        with_experts: That of a file with experts, where it is another one.
         interleaved: Queries and keys lie in the order of its rotation, which turns neighbours.
         one_more: Weights of norms are what is multiplied with, and not one less.
     """
 
     model: str
+    with_experts: str = ""
     interleaved: bool = False
     one_more: bool = False
 
 
 LAYOUTS = {
-    "llama": Layout("LlamaForCausalLM", interleaved=True),
+    "llama": Layout("LlamaForCausalLM", with_experts="MixtralForCausalLM", interleaved=True),
     "qwen2": Layout("Qwen2ForCausalLM"),
+    "qwen2moe": Layout("Qwen2MoeForCausalLM"),
     "qwen3": Layout("Qwen3ForCausalLM"),
+    "qwen3moe": Layout("Qwen3MoeForCausalLM"),
+    "gemma": Layout("GemmaForCausalLM", one_more=True),
+    "gemma2": Layout("Gemma2ForCausalLM", one_more=True),
     "gemma3": Layout("Gemma3ForCausalLM", one_more=True),
 }
 """By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
@@ -99,7 +111,8 @@ def read_gguf_files(
         ModelLoadError: It is cut short, or of an architecture or number format that is not read.
     """
     headers = {file: read_gguf(file) for file in files}
-    known = _names(headers[files[0]], files[0], [*names, HEAD])
+    first = headers[files[0]]
+    known = _names(first, files[0], [*names, HEAD])
     tensors: dict[str, StoredTensor] = {}
     for file, header in headers.items():
         part = open_file(file, mapped=mapped)
@@ -110,19 +123,19 @@ def read_gguf_files(
             length = _length(file, own, tensor)
             if tensor.start + length > size:
                 raise ModelLoadError(f"{file}: cut short: {own} ends behind its {size} bytes")
-            name = known.get(own, own)
-            tensors[name] = StoredTensor(
-                file,
-                tensor.shape,
-                PLAIN.get(GGMLQuantizationType(tensor.kind), torch.float32),
-                part(tensor.start, length),
-                _decode(tensor, _order(headers[files[0]], name)),
-            )
+            for name, each in _parts(file, own, tensor, known.get(own, (own,))):
+                tensors[name] = StoredTensor(
+                    file,
+                    each.shape,
+                    PLAIN.get(GGMLQuantizationType(each.kind), torch.float32),
+                    part(each.start, _length(file, own, each)),
+                    _decode(each, _order(first, name)),
+                )
     return tensors
 
 
-def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, str]:
-    """The checkpoint's name of each of llama.cpp's."""
+def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """The checkpoint's name of each of llama.cpp's; of experts, all that it holds, in order."""
     architecture = header.settings.get("general.architecture")
     if architecture not in LAYOUTS:
         raise ModelLoadError(
@@ -134,8 +147,35 @@ def _names(header: GgufHeader, file: Path, names: Iterable[str]) -> Mapping[str,
         raise ModelLoadError(f"{file}: it says no {architecture}.block_count")
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(kind, layers)
-    known = {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
-    return {own: name for own, name in known.items() if own is not None}
+    known: dict[str, dict[int, str]] = {}
+    for name in names:
+        expert = EXPERT.search(name)
+        own = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        if own is not None:
+            known.setdefault(own, {})[int(expert[1]) if expert else 0] = name
+    return {own: tuple(each[index] for index in sorted(each)) for own, each in known.items()}
+
+
+def _parts(
+    file: Path, own: str, tensor: GgufTensor, names: tuple[str, ...]
+) -> Iterator[tuple[str, GgufTensor]]:
+    """The checkpoint's tensors that one of llama.cpp's holds.
+
+    Raises:
+        ModelLoadError: It holds another number of experts.
+    """
+    if not EXPERT.search(names[0]):
+        one_row = names[0].endswith(ONE_ROW) and len(tensor.shape) == 1
+        shape = (1, *tensor.shape) if one_row else tensor.shape
+        yield names[0], msgspec.structs.replace(tensor, shape=shape)
+        return
+    count, *shape = tensor.shape
+    if count != len(names):
+        raise ModelLoadError(f"{file}: {own} holds {count} experts, and the model has {len(names)}")
+    size_bytes = _length(file, own, tensor) // count
+    for index, name in enumerate(names):
+        start = tensor.start + index * size_bytes
+        yield name, GgufTensor(tuple(shape), tensor.kind, start)
 
 
 def _length(file: Path, name: str, tensor: GgufTensor) -> int:
