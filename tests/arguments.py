@@ -55,8 +55,18 @@ async def compare_async(
     return given, without
 
 
-def compare_equal(*arguments: str, observe: Callable[[Settings], T]) -> T:
+def compare_equal(*arguments: str, observe: Callable[[Settings], T], base: Sequence[str] = ()) -> T:
     """Observe what holds with the arguments and without them."""
-    given, without = observe(settings_of(*arguments)), observe(settings_of())
+    given, without = observe(settings_of(*base, *arguments)), observe(settings_of(*base))
+    assert given == without, f"{' '.join(arguments)} changes {without} to {given}"
+    return given
+
+
+async def compare_equal_async(
+    *arguments: str, observe: Callable[[Settings], Awaitable[T]], base: Sequence[str] = ()
+) -> T:
+    """Do what `compare_equal` does with a coroutine."""
+    given = await observe(settings_of(*base, *arguments))
+    without = await observe(settings_of(*base))
     assert given == without, f"{' '.join(arguments)} changes {without} to {given}"
     return given

@@ -13,7 +13,7 @@ from antiphon.config.resolve import Plan
 from antiphon.config.sglang import Row, arguments, rows
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPARES = {"compare", "compare_async", "compare_equal"}
+COMPARES = {"compare", "compare_async", "compare_equal", "compare_equal_async"}
 """The functions of `tests.arguments` that start with an argument and without it."""
 DECIDES = {
     "batching.mixed": "mixed",

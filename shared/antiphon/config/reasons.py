@@ -22,12 +22,14 @@ HOLDS: Mapping[str, str] = {
     "no_effect": "It has no effect in SGLang either.",
     "no_overlap": "Holds with the flag and without it: on a CPU the next step is planned after the "
     "last one has ended.",
-    "no_warmup": "Holds with the flag and without it: the server is ready without a warm-up "
-    "request; --warmups asks for some.",
+    "no_warmup": "Holds with the flag and without it: no warm-up request is sent; a worker runs "
+    "two steps of its own before it is ready.",
     "remote_code": "Python code in a model folder is never run; a model that needs it is refused "
     "by name at start.",
     "response_store": "Holds with the flag and without it: responses are stored unless the request "
     "says store: false or the server --no-responses-store.",
+    "single_decode": "Holds with the flag and without it: the detokenizer decodes each choice by "
+    "itself.",
     "strict_thinking": "Holds with the flag and without it: max_thinking_tokens of a request is "
     "enforced.",
     "tokenizer_batches": "Holds with the flag and without it: the tokenizer encodes the requests "
@@ -92,6 +94,8 @@ REFUSED: Mapping[str, str] = {
     "more workers, which share the requests.",
     "multimodal": "Requests with images, audio or video are not built; the text part of such a "
     "model is served.",
+    "nan": "A request whose numbers are not finite ends with an error and the others continue; "
+    "remove the flag.",
     "nodes": "A worker runs on one machine; start workers on other machines by python -m "
     "antiphon.model_worker --bus-url.",
     "notify": "Tokens are written to each response as they arrive; --stream-interval groups them.",

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import pytest
 from aiohttp import web
-from tests.arguments import compare, compare_async, compare_equal, settings_of, shows
+from tests.arguments import compare, compare_async, shows
 from tests.unit.config.test_resolve import CARD, DEVICE
 
-from antiphon.config.fields import fields
 from antiphon.config.load import ProcessArguments
-from antiphon.config.resolve import Plan, resolve
+from antiphon.config.resolve import resolve
 from antiphon.model_worker.watchdog import Verdict, Watchdog
 from antiphon.service import hub
 from antiphon.service import main as service_main
@@ -150,53 +149,3 @@ def test_config_reads_a_file(tmp_path: Path) -> None:
         return resolve(settings, CARD, DEVICE).running_max.value
 
     assert compare("--config", str(file), observe=running) == (7, 64)
-
-
-@pytest.mark.parametrize(
-    ("flag", "absent"),
-    [
-        shows("--disable-aiter-allreduce-fusion-in-decode", "allreduce"),
-        shows("--disable-aiter-allreduce-fusion-in-prefill", "allreduce"),
-        shows("--disable-chunked-prefix-cache", "chunked_prefix"),
-        shows("--disable-cuda-graph", "cuda"),
-        shows("--disable-cuda-graph-padding", "cuda"),
-        shows("--disable-custom-all-reduce", "all_reduce"),
-        shows("--disable-decode-cuda-graph", "cuda"),
-        shows("--disable-fast-image-processor", "image_processor"),
-        shows("--disable-flashinfer-autotune", "flashinfer"),
-        shows("--disable-flashinfer-cutlass-moe-fp4-allgather", "flashinfer"),
-        shows("--disable-hicache-numa-detect", "numa"),
-        shows("--disable-outlines-disk-cache", "outlines"),
-        shows("--disable-prefill-cuda-graph", "cuda"),
-        shows("--disable-shared-experts-fusion", "shared_experts"),
-        shows("--disable-tokenizer-batch-decode", "batch_decode"),
-        shows("--enforce-disable-flashinfer-allreduce-fusion", "allreduce"),
-        shows("--prefill-round-robin-balance", "round_robin"),
-    ],
-)
-def test_switch_turns_off_what_does_not_exist(flag: str, absent: str) -> None:
-    plan = compare_equal(flag, observe=lambda settings: resolve(settings, CARD, DEVICE))
-    names = {field.path for field in fields().values()} | set(Plan.__struct_fields__)
-    assert not [name for name in names if absent in name]
-    assert plan.device.value == "cpu"
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        shows("--crash-on-nan"),
-        shows("--enable-dynamic-batch-tokenizer"),
-        shows("--enable-metrics"),
-        shows("--enable-nan-detection"),
-        shows("--enable-response-store"),
-        shows("--enable-strict-thinking"),
-        shows("--enable-tokenizer-batch-encode"),
-        shows("--skip-server-warmup"),
-        shows("--sleep-on-idle"),
-        shows("--trust-remote-code"),
-    ],
-)
-def test_switch_describes_what_holds_anyway(flag: str) -> None:
-    settings = compare_equal(flag, observe=lambda settings: settings)
-    assert settings == settings_of()
-    assert settings.responses.store

@@ -393,20 +393,21 @@ def settings(
     sessions: SessionsConfig | None = None,
     model: ModelConfig | None = None,
     names: str = MODEL,
+    base: Settings = QUICK,
     **gateway: object,
 ) -> Settings:
-    """`QUICK` for the toy model, on any port."""
+    """`QUICK`, or `base` with its heartbeats, for the toy model, on any port."""
     return msgspec.structs.replace(
-        QUICK,
+        base,
         service=msgspec.structs.replace(QUICK.service, drain_timeout_s=drain_timeout_s),
         cluster=ClusterConfig(name="test", model=names),
         access=access or AccessConfig(),
-        responses=responses or QUICK.responses,
-        model=model or QUICK.model,
+        responses=responses or base.responses,
+        model=model or base.model,
         # A memory bus keeps nothing.
         sessions=sessions or SessionsConfig(store=False),
         gateway=msgspec.structs.replace(
-            QUICK.gateway,
+            base.gateway,
             **{
                 "port": 0,
                 "open_list_s": 0.05,
@@ -428,6 +429,7 @@ async def house(
     sessions: SessionsConfig | None = None,
     model: ModelConfig | None = None,
     names: str = MODEL,
+    base: Settings = QUICK,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
@@ -440,6 +442,7 @@ async def house(
         sessions=sessions,
         model=model,
         names=names,
+        base=base,
         **gateway,
     )
     service = GatewayService(chosen)
