@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from tests.simulation.test_worker_overlap import Stage, both, harmless, staged
 
-from antiphon.model_worker.batching import batching, builder, loop
+from antiphon.model_worker.batching import batching, builder, holdings, loop
 from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.commits import Commits
 from antiphon.model_worker.batching.holdings import Holdings
@@ -18,6 +19,7 @@ from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestSt
 from antiphon.model_worker.batching.slots import Slots
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
+from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pages import PagePool
 from antiphon.service.refusals import SharedStateBroken
 
@@ -207,3 +209,50 @@ def test_broken_page_pool_ends_the_loop(overlap: bool, monkeypatch: pytest.Monke
         monkeypatch.setattr(PagePool, "release", twice)
         with pytest.raises(SharedStateBroken):
             stage.drain()
+
+
+@both
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(PagePool, "allocate"), (PagePool, "release"), (tree, "RadixNode")],
+    ids=lambda part: part if isinstance(part, str) else part.__name__.rpartition(".")[2],
+)
+def test_fault_in_a_helper_of_shared_structures_ends_the_loop(
+    owner: Any, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep: the structure that called it has begun a change, and not finished it."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a bug, on purpose")
+
+    with staged(overlap=overlap, curse=-1) as stage:
+        stage.run(harmless(40, 1))
+        stage.drain()
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(SharedStateBroken):  # noqa: PT012  # in the turn of either
+            stage.run(harmless(60, 1))
+            stage.drain()
+
+
+@both
+def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing shared was begun; should it end the worker, it would end the next one as well."""
+    real = holdings.of_request
+
+    def fail(namespace: Any, salt: bytes) -> Any:
+        if salt:
+            raise AssertionError("a bug, on purpose")
+        return real(namespace, salt)
+
+    with staged(overlap=overlap, curse=-1) as stage:
+        monkeypatch.setattr(holdings, "of_request", fail)
+        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
+        at = [key for key, _ in requests].index(AT_FAULT)
+        salted = msgspec.structs.replace(requests[at][1], cache_salt=b"salt")
+        requests[at] = (AT_FAULT, salted)
+        stage.turn(Mail(runs=tuple(requests)))
+        stage.drain()
+        verify_others(stage)
