@@ -146,10 +146,14 @@ class Leader:
         if self._reconciliation is not None:
             self._reconciliation.tick()
 
-    def start_over(self) -> None:
-        """Drop a term whose state cannot be trusted: owners submit again to the next one."""
-        self._leadership.renounce()
+    def start_over(self) -> float | None:
+        """Drop a term whose state cannot be trusted: owners submit again to the next one.
+
+        Returns how long this scheduler claims no other; None if that was decided before.
+        """
+        pause_s = self._leadership.renounce(self._clock.now())
         self._check_term()
+        return pause_s
 
     def resign(self) -> None:
         """Lead no more: this process leaves."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.rules import QUIET_BEATS, Rules
+from antiphon.scheduler.rules import (
+    QUIET_BEATS,
+    RESTART_PAUSE_BEATS,
+    RESTART_PAUSE_MAX_S,
+    SOUND_TERM_S,
+    Rules,
+)
 from antiphon.wire.base import TERM_JUMP_MAX, TERM_MAX, Process, Term, leading_term
 
 if TYPE_CHECKING:
@@ -20,6 +27,7 @@ class Leadership:
 
     Attributes:
         term: Our own while we lead.
+        failures: Terms that have failed in a row.
     """
 
     def __init__(self, process: Process, rules: Rules, now: float) -> None:
@@ -30,6 +38,11 @@ class Leadership:
         self._number_max: int | None = None
         self._quiet_since = now
         self._leaving = False
+        self.failures = 0
+        self._failed_until = now
+        self._claimed_at = now
+        self._chance = random.Random(f"{process.instance} {process.incarnation}")  # noqa: S311  # no secret
+        self._restart_s = rules.beats(RESTART_PAUSE_BEATS)
 
     @property
     def highest(self) -> Term | None:
@@ -68,18 +81,33 @@ class Leadership:
         """Take the next term if no scheduler has it. True when that happens."""
         if self._leaving or self.term is not None or self._leader is not None:
             return False
-        if now - self._quiet_since < self._quiet_s:
+        if now - self._quiet_since < self._quiet_s or now < self._failed_until:
             return False
         known = self._number_max or 0
         # A worker that knows a term near the end forgets it: it is too far ahead of the claimed.
         self._number_max = 1 if known >= TERM_MAX else known + 1
         self.term = Term(number=self._number_max, scheduler=self._process)
+        self._claimed_at = now
         return True
 
-    def renounce(self) -> None:
-        """Give up our term, and take the next one as soon as no other scheduler leads."""
+    def renounce(self, now: float) -> float | None:
+        """Give up our term, which has failed, and claim none for a while; return for how long.
+
+        A standby leads meanwhile. Alone this scheduler leads again afterwards, if only to fail
+        again: then the pause doubles, up to a bound, so that the cluster is not busy with terms
+        that do nothing. None: an earlier pause goes on.
+        """
+        if now < self._failed_until:
+            return None
+        if now - self._claimed_at >= SOUND_TERM_S:
+            self.failures = 0
+        longest_s = min(self._restart_s * 2 ** min(self.failures, 16), RESTART_PAUSE_MAX_S)
+        pause_s = longest_s * self._chance.uniform(0.5, 1.0)  # or two would fail in step
+        self.failures += 1
         self.term = None
         self._quiet_since = -self._quiet_s
+        self._failed_until = now + pause_s
+        return pause_s
 
     def resign(self) -> None:
         """Lead no more, ever: this process leaves."""

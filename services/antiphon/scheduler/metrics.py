@@ -27,6 +27,7 @@ class SchedulerMetrics:
         self._known_blocks = metrics.gauge(catalog.KNOWN_BLOCKS)
         self._replays = metrics.counter(catalog.KV_REPLAYS)
         self._replays_seen = 0
+        self.failed = metrics.counter(catalog.FAILED_TERMS)
         self.refused = metrics.counter(catalog.SCHEDULER_REJECTED_REQS)
         self.lost = metrics.counter(catalog.LOST_REQS)
         self.credit = metrics.gauge(catalog.WORKER_CAPACITY)

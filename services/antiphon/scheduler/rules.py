@@ -24,6 +24,12 @@ FREE_AFTER_MS = 2_000
 LOSSES_MAX = 2
 """Attempts of one request that may fail: it may be what kills workers."""
 
+RESTART_PAUSE_BEATS = 2
+"""How long a scheduler stands by whose term has failed; twice as long after each further one."""
+RESTART_PAUSE_MAX_S = 30.0
+SOUND_TERM_S = 60.0
+"""A term that lasted so long shows that what failed before is over."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:

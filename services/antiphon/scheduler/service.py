@@ -166,9 +166,8 @@ class SchedulerService:
             try:
                 self._leader.tick(link_up=link.up, joins=link.joins)
                 self._ask_for_replays()
-            except Exception:
-                log.exception("tick failed")
-                self._leader.start_over()
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._start_over(error)
             self._news.set()
             await asyncio.sleep(pause_s)
 
@@ -181,11 +180,18 @@ class SchedulerService:
                 await self._mind_doors()
                 for action in self._leader.take():
                     self._act(action)
-            except Exception:
-                log.exception("leading failed")
-                self._leader.start_over()
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._start_over(error)
             if not self._leader.waiting:
                 self._emptied.set()
+
+    def _start_over(self, error: Exception) -> None:
+        """Give up the term after a failure. One that goes on while none leads is logged once."""
+        pause_s = self._leader.start_over()
+        if pause_s is not None:
+            self._metrics.failed.inc()
+            log.error("leading failed", exc_info=error, extra={"pause_s": round(pause_s, 3)})
+            self._news.set()  # peers learn at once that the place is free
 
     def _act(self, action: Action) -> None:
         try:

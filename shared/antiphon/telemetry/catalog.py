@@ -291,6 +291,9 @@ KNOWN_BLOCKS = _gauge(
     side=None,
 )
 KV_REPLAYS = _counter("scheduler_kv_replays_total", "Replays of KV events requested.")
+FAILED_TERMS = _counter(
+    "scheduler_failed_terms_total", "Terms that a leader gave up because of an internal error."
+)
 SCHEDULER_REJECTED_REQS = _counter(
     "scheduler_rejected_reqs_total", "Submissions refused, by error.", "reason"
 )

@@ -215,3 +215,46 @@ def test_a_lower_claim_shows_that_what_a_new_scheduler_counted_from_was_forged()
     true.silent = True
     stage.pass_s(3)
     assert stage.leader.term == Term(number=5, scheduler=process("scheduler-0"))
+
+
+def test_a_leader_that_fails_leaves_its_place_to_a_standby() -> None:
+    stage = Stage()
+    stage.usual()
+    assert stage.leader.start_over() is not None
+    stage.pass_s(0.4)
+    assert stage.leader.term is None
+    standby = lead(stage, 2)
+    stage.pass_s(60)
+    assert stage.leader.term is None
+    standby.silent = True
+    stage.pass_s(3)
+    assert stage.leader.term == Term(number=3, scheduler=process("scheduler-0"))
+
+
+def test_a_lone_leader_that_fails_each_time_pauses_ever_longer_up_to_a_bound() -> None:
+    stage = Stage()
+    stage.usual()
+    pauses: list[float] = []
+    for longest_s in (1, 2, 4, 8, 16, 30, 30):
+        pause_s = stage.leader.start_over()
+        assert pause_s is not None
+        assert stage.leader.start_over() is None, "it pauses already"
+        assert longest_s / 2 <= pause_s <= longest_s
+        pauses.append(pause_s / longest_s)
+        stage.pass_s(pause_s - 0.2)
+        assert stage.leader.term is None
+        stage.pass_s(0.6)
+        assert stage.leader.term is not None
+    assert len(set(pauses)) == len(pauses), "two would fail in step"
+
+
+def test_a_term_that_lasts_ends_the_row_of_failures() -> None:
+    stage = Stage()
+    stage.usual()
+    for _ in range(4):
+        stage.leader.start_over()
+        stage.pass_s(10)
+    stage.pass_s(61)
+    pause_s = stage.leader.start_over()
+    assert pause_s is not None
+    assert pause_s <= 1.0

@@ -313,3 +313,46 @@ async def test_leader_and_standby_know_what_a_worker_told_and_what_they_missed(
 def known(cluster: Cluster, scheduler: int) -> float | None:
     registry = cluster.schedulers[scheduler].metrics.registry
     return registry.get_sample_value("antiphon_scheduler_known_blocks")
+
+
+def failing(scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each of its terms fail."""
+    leader = scheduler._leader
+    real = leader.tick
+
+    def tick(*, link_up: bool, joins: int) -> None:
+        real(link_up=link_up, joins=joins)
+        if leader.term is not None:
+            raise AssertionError("a bug, on purpose")
+
+    monkeypatch.setattr(leader, "tick", tick)
+
+
+async def test_a_standby_leads_while_the_leader_fails_each_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = await cluster.scheduler()
+    await until(lambda: leads(faulty))
+    standby = await cluster.scheduler()
+    await until(lambda: standby._leader._leadership.highest is not None)
+    failing(faulty, monkeypatch)
+    await until(lambda: leads(standby))
+    accepted = await cluster.gateway.submit_when_heard(cluster.gateway.request("r"))
+    assert accepted.term == standby.report().leads
+    await until(lambda: bool(cluster.admits))
+    text = cluster.schedulers[0].metrics.text().decode()
+    assert "antiphon_scheduler_failed_terms_total 1.0" in text
+
+
+async def test_a_lone_leader_that_fails_each_time_takes_few_terms(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    began_at = asyncio.get_running_loop().time()
+    failing(scheduler, monkeypatch)
+    registry = cluster.schedulers[0].metrics.registry
+    await until(lambda: registry.get_sample_value("antiphon_scheduler_failed_terms_total") == 4)
+    took_s = asyncio.get_running_loop().time() - began_at
+    least_beats = 1 + 2 + 4  # half of each pause between the four
+    assert took_s >= least_beats * QUICK.service.heartbeat_s
