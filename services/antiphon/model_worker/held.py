@@ -132,6 +132,10 @@ class HeldChoice:
         self._stopped = True
         return overrun
 
+    def silence(self) -> None:
+        """End it as it is: nothing more is sent of it."""
+        self._stopped = True
+
     def rewind(self, offset: int) -> None:
         """Send again from `offset` on, its end included."""
         self._sent = min(max(self._first, offset), self._end)

@@ -202,9 +202,9 @@ class Output:
         for command in batch.commands:
             try:
                 if isinstance(command, Admit):
-                    actions += self._admit(command, now_ms)
+                    self._admit(command, now_ms, actions)
                 else:
-                    actions += self._abort(command)
+                    self._abort(command, actions)
             except Exception:
                 log.exception("command failed", extra={"request_id": command.request_id})
                 actions += self._fail_request(command.request_id)
@@ -379,7 +379,14 @@ class Output:
         drops: list[Action] = []
         for key in keys:
             if key in self._choices:
-                drops += self._return(self._choices[key][0])
+                held, _ = self._choices[key]
+                try:
+                    drops += self._return(held)
+                except Exception:
+                    # The loop has given it up: with neither an end nor a word it would hang.
+                    log.exception("return failed", extra={"request_id": held.request_id})
+                    held.returned = False
+                    drops += self._fail_request(held.request_id)
         return drops
 
     def refuse(self, key: ChoiceKey, error: EngineError) -> None:
@@ -416,17 +423,20 @@ class Output:
         log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
         self.term, self.commands_seq = None, 0
 
-    def _admit(self, admit: Admit, now_ms: int) -> list[Action]:
+    def _admit(self, admit: Admit, now_ms: int, actions: list[Action]) -> None:
+        """Hold a request. What it leads to is in `actions` at once, whatever fails after it."""
         due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)
         if now_ms >= due_ms + FREED_AFTER_MS:
-            return []
+            return
         if self._tombstones.covers(admit.request_id, admit.attempt):
-            return []
+            return
         known = self._held.get(admit.request_id)
         if known is not None and admit.attempt <= known.attempt:
-            return []
-        actions = [] if known is None else self._stop(known, known.choices)
+            return
         held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms, due_ms)
+        runs = _runs(admit, held)
+        if known is not None:
+            actions += self._stop(known, known.choices)
         self._held[held.request_id] = held
         for choice in held.choices:
             self._choices[choice.key] = (held, choice)
@@ -437,8 +447,7 @@ class Output:
         elif self.draining or self.live_count > self.live_max:
             self._return(held)
         else:
-            actions += _runs(admit, held)
-        return actions
+            actions += runs
 
     def _return(self, held: HeldRequest) -> list[Action]:
         """Let another attempt run a request. Until the leader aborts this one, it hears of it."""
@@ -447,20 +456,22 @@ class Output:
         self.returned_count += 1
         return self._stop(held, held.choices)
 
-    def _abort(self, abort: Abort) -> list[Action]:
+    def _abort(self, abort: Abort, actions: list[Action]) -> None:
         held = self._held.get(abort.request_id)
         if held is None:
             self._tombstones.bury(abort.request_id, abort.attempt)  # the admit may come yet
-            return []
+            return
         if abort.attempt < held.attempt:
-            return []
+            return
         if abort.error is None:
             self._tombstones.bury(abort.request_id, abort.attempt)
-            return self._forget(held)
-        keys = [choice.key for choice in held.choices if choice.live]
-        for key in keys:
-            self.refuse(key, decode_error(abort.error))
-        return [Drop(key) for key in keys]
+            actions += self._forget(held)
+            return
+        error = decode_error(abort.error)
+        for choice in held.choices:
+            if choice.live:
+                actions.append(Drop(choice.key))
+                self.refuse(choice.key, error)
 
     def _unlisted(self, owner: Process, listed: set[RequestId], now_ms: int) -> set[RequestId]:
         return {
@@ -495,7 +506,12 @@ class Output:
         for choice in choices:
             if self._choices.pop(choice.key, None) is not None:
                 drops.append(Drop(choice.key, None if offset is None else max(0, offset)))
-            self.overrun_tokens += choice.stop(offset)
+            try:
+                self.overrun_tokens += choice.stop(offset)
+            except Exception:
+                # The loop is to drop it, and the choices beside it, all the same.
+                log.exception("stop failed", extra={"request_id": held.request_id})
+                choice.silence()
         return drops
 
     def _forget(self, held: HeldRequest) -> list[Action]:

@@ -38,7 +38,7 @@ from antiphon.service.sequence import SeqSender
 from antiphon.service.service import Report, Runtime
 from antiphon.wire.base import Role
 from antiphon.wire.command import ControlDone, ResendTokens, StopChoice
-from antiphon.wire.errors import EngineError, Overloaded
+from antiphon.wire.errors import EngineError, Internal, Overloaded
 from antiphon.wire.heartbeat import WorkerLoad
 from antiphon.wire.routes import (
     COMMAND,
@@ -334,21 +334,37 @@ class ModelWorker:
             self._agreement.meet(peer.beat, self._runtime.health.state)
 
     def _act(self, actions: Iterable[Action]) -> None:
-        now = self._runtime.clock.now()
         for action in actions:
-            match action:
-                case Run():
-                    self._accounts.begin(action, now)
-                    if action.state.sampling.grammar is None:
-                        self._hand_over(action)
-                    else:
-                        self._unguided.put(action)
-                case Drop(key, kept):
-                    self._accounts.drop(key, now)
-                    if not self._unguided.drop(key):
-                        self._mailbox.drop(key, kept)
+            try:
+                self._act_one(action)
+            except Exception:
+                # The actions after it are of other requests.
+                log.exception("action failed", extra={"key": action.key})
+                if isinstance(action, Run):
+                    self._refuse(action.key, Internal("internal error"))
         self._sending.publish()
         self._moved.set()
+
+    def _act_one(self, action: Action) -> None:
+        now = self._runtime.clock.now()
+        match action:
+            case Run():
+                self._book(partial(self._accounts.begin, action, now))
+                if action.state.sampling.grammar is None:
+                    self._hand_over(action)
+                else:
+                    self._unguided.put(action)
+            case Drop(key, kept):
+                self._book(partial(self._accounts.drop, key, now))
+                if not self._unguided.drop(key):
+                    self._mailbox.drop(key, kept)
+
+    def _book(self, note: Callable[[], object]) -> None:
+        """Do some bookkeeping, on which no answer may depend."""
+        try:
+            note()
+        except Exception:
+            log.exception("bookkeeping failed")
 
     @property
     def _busy(self) -> bool:
@@ -367,7 +383,7 @@ class ModelWorker:
             self._refuse(run.key, error)
 
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        self._accounts.drop(key, self._runtime.clock.now())
+        self._book(partial(self._accounts.drop, key, self._runtime.clock.now()))
         with self._sending.lock:
             self._output.refuse(key, error)
         self._sending.publish()
@@ -398,7 +414,7 @@ class ModelWorker:
             return False
         self._last = report
         self._stepped_at = now = self._runtime.clock.now()
-        self._accounts.put_down(report, now, ended=False)
+        self._book(partial(self._accounts.put_down, report, now, ended=False))
         return True
 
     def _follow(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
@@ -430,16 +446,30 @@ class ModelWorker:
             log.exception("progress failed", extra={"step": report.step})
             self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
             ended = True
-        self._accounts.put_down(report, now, ended=ended)
+        for take in (self._take_started, self._take_returned, self._take_done, self._take_events):
+            try:
+                take(report)
+            except Exception:
+                # What the others have to do is for other requests, or other receivers.
+                log.exception("report failed", extra={"step": report.step})
+        self._book(partial(self._accounts.put_down, report, now, ended=ended))
+
+    def _take_started(self, report: StepReport) -> None:
         if report.started:
             self._output.started(report.started)
-        if report.events:
-            self._announcer.add(report.events)
+
+    def _take_returned(self, report: StepReport) -> None:
         if report.returned:
             self._act(self._output.returned(report.returned))
             self._runtime.health.changed()  # the leader shall hear of it now
+
+    def _take_done(self, report: StepReport) -> None:
         if report.done:
             self._control.done(report.done)
+
+    def _take_events(self, report: StepReport) -> None:
+        if report.events:
+            self._announcer.add(report.events)
 
     def _drop_spoiled(self, drops: Iterable[Action]) -> None:
         """Free in the loop what has ended here by a failure."""
@@ -462,10 +492,14 @@ class ModelWorker:
             await asyncio.sleep(TICK_S)
             try:
                 self._on_tick(self._runtime.clock.unix_ms())
+            except Exception:
+                log.exception("tick failed")
+            try:
+                self._pulse.check(self._runtime.clock.now())
             except Hung:
                 raise
             except Exception:
-                log.exception("tick failed")
+                log.exception("pulse failed")
 
     def _on_tick(self, now_ms: int) -> None:
         with self._sending.lock:
@@ -477,7 +511,6 @@ class ModelWorker:
             held=self._output.held_count,
             overrun_tokens=self._output.overrun_tokens,
         )
-        self._pulse.check(self._runtime.clock.now())
 
     def _give_back(self, now_ms: int) -> None:
         """Ask the loop to give up what it has not started, if others would do so sooner."""

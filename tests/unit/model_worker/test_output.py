@@ -12,7 +12,7 @@ import pytest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.held import ROW_IDS_MAX
+from antiphon.model_worker.held import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.lanes import LANE_ROWS_MAX
 from antiphon.model_worker.outbox import BATCH_BYTES_MAX
 from antiphon.model_worker.output import (
@@ -48,6 +48,7 @@ from antiphon.wire.tokens import TokenStep
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from antiphon.wire.errors import EngineError
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
 DEADLINE = 60_000
@@ -512,6 +513,66 @@ def test_a_tombstone_outlives_an_admit_that_is_under_way_and_not_much_more() -> 
 
 def test_an_admit_past_its_deadline_does_not_run() -> None:
     assert Bench().command(admit(), now_ms=DEADLINE + FREED_AFTER_MS) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "draining"),
+    [(HeldRequest, "_told", False), (Output, "_return", True), (HeldChoice, "stop", False)],
+)
+def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
+    owner: type, name: str, draining: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the loop runs it for ever, and no request is heard of that it belongs to."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a bug, on purpose")
+
+    bench = Bench()
+    bench.command(admit(choices=2))
+    bench.output.draining = draining
+    monkeypatch.setattr(owner, name, fail)
+    actions = bench.command(admit(n=2, choices=2))
+    assert {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))} <= set(actions)
+    live = [action.key for action in actions if isinstance(action, Run)]
+    assert bench.output.live_count == len(live)
+
+
+def test_a_failed_abort_with_an_error_drops_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.command(admit(choices=2))
+    real, refused = Output.refuse, list[ChoiceKey]()
+
+    def refuse(output: Output, key: ChoiceKey, error: EngineError) -> None:
+        refused.append(key)
+        if len(refused) == 2:
+            raise AssertionError("a bug, on purpose")
+        real(output, key, error)
+
+    monkeypatch.setattr(Output, "refuse", refuse)
+    lost = encode_error(WorkerLost("gone"))
+    actions = bench.command(Abort(request_id=R, attempt=attempt(), error=lost))
+    assert {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))} <= set(actions)
+    assert bench.output.live_count == 0
+
+
+def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.command(admit("a"), admit("b"))
+    real = Output._return
+
+    def give_back(output: Output, held: HeldRequest) -> list[Action]:
+        if held.request_id == "a":
+            raise AssertionError("a bug, on purpose")
+        return real(output, held)
+
+    monkeypatch.setattr(Output, "_return", give_back)
+    actions = bench.output.returned([ChoiceKey(1), ChoiceKey(2)])
+    assert set(actions) == {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))}
+    assert given_back(bench) == ["b"]
+    (row,) = bench.rows()
+    assert (row.request_id, row.finish_reason) == ("a", FinishReason.ERROR)
 
 
 def given_back(bench: Bench) -> list[str]:

@@ -13,6 +13,7 @@ from tests.simulation.hash_runner import HashRunner
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
+from antiphon.model_worker.accounts import Accounts
 from antiphon.model_worker.batching.admission import Limits
 from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.cache.events import Blocks
@@ -22,6 +23,7 @@ from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.model_worker.held import HeldRequest
 from antiphon.model_worker.opening import Engine
+from antiphon.model_worker.output import Output
 from antiphon.model_worker.service import ModelWorker
 from antiphon.service.clock import SystemClock
 from antiphon.service.model import served_name
@@ -419,6 +421,39 @@ async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:
         WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=stage.worker.process.instance
     )
     assert reply == ControlDone(pages_freed=0)
+
+
+@pytest.mark.parametrize("name", ["put_down", "begin", "drop"])
+async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
+    stage: Stage, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accounts, name, fail)
+    await stage.command(admit("a"), admit("b", 900))
+    await until(lambda: stage.ended("a"))
+    assert len(stage.ids("a")) == 5
+    await stage.command(Abort(request_id=RequestId("b"), attempt=Attempt(term=TERM, n=1)))
+    await stage.load_is(0)
+    worker = stage.worker.process.instance
+    assert await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Accounts, "put_down"), (Output, "started")])
+async def test_failing_bookkeeping_keeps_no_request_from_being_given_back(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with narrow(other=True, hand_back_s=60.0) as stage:
+        await stage.command(admit("a", 900))
+        await until(lambda: bool(stage.ids("a")))
+        monkeypatch.setattr(owner, name, fail)
+        await stage.command(admit("b"))
+        worker = stage.worker.process.instance
+        await stage.bus.call(WORKER_CONTROL, DrainWorker(), timeout_s=5.0, worker=worker)
+        await until(lambda: given_back(stage) == ["b"])
+        await until(lambda: stage.ended("a"), 20.0)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise AssertionError("a bug, on purpose")
 
 
 async def test_a_drained_worker_finishes_what_runs_and_begins_nothing(stage: Stage) -> None:
