@@ -111,7 +111,7 @@ class GatewayService:
         counts = counting(metrics)
         prefix = prefix_of(gateway.root_path, (route.path for route in paths))
         server = http_server(gateway, paths, watch, rules.origins, counts, prefix)
-        async with server as self.port:
+        async with bodies, server as self.port:
             driver.start()
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))
@@ -120,7 +120,6 @@ class GatewayService:
             finally:
                 await driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
                 await self._generations.close()
-                await bodies.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""

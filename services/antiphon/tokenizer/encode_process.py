@@ -17,11 +17,15 @@ from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from antiphon.wire.ids import TenantId
 
 _MODULE = "antiphon.tokenizer.encode_process"
 _MEMORY_BYTES_MAX = 8 * 1024**3
 """A vocabulary takes up to 1 GiB of address space, an encoding of 8 MiB of text another."""
+_JOB_S = 60.0
+"""Longest time of one text in a child that is ready; the largest takes some seconds."""
 
 
 class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +63,23 @@ class EncodeProcesses:
     def __init__(self, settings: EncoderSettings, processes: int) -> None:
         shown = msgspec.json.encode(settings).decode()
         self.pool = ProcessPool(
-            ("-m", _MODULE, shown), processes=processes, memory_bytes_max=_MEMORY_BYTES_MAX
+            ("-m", _MODULE, shown),
+            job_s=_JOB_S,
+            processes=processes,
+            memory_bytes_max=_MEMORY_BYTES_MAX,
         )
+
+    async def __aenter__(self) -> Self:
+        await self.pool.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pool.__aexit__()
 
     async def encode(self, text: Text, *, timeout_s: float, tenant: TenantId) -> Encoded:
         """Encode a text of a tenant; tenants take turns.
 
-        If the caller is cancelled, the process that encodes it is ended.
+        If the caller is cancelled, a text that is being encoded keeps its process until its end.
 
         Raises:
             EngineError: The text is refused, or there are too many, or it took too long.
@@ -77,10 +91,6 @@ class EncodeProcesses:
             raise decode_error(outcome.error)
         assert outcome.encoded is not None, "a text is encoded or refused"
         return outcome.encoded
-
-    async def close(self) -> None:
-        """End the processes."""
-        await self.pool.close()
 
 
 def main(arguments: list[str]) -> None:

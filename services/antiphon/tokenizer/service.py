@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import ModelName, RequestId
 
 
-_HEAVY_S = 60.0
-"""How long a heavy text may wait for a process and be encoded there."""
+_HEAVY_S = 120.0
+"""How long a heavy text may wait for its turn, for a process to start, and be encoded there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,8 @@ class TokenizerService:
             self._executor = executor
             for _ in range(threads):
                 runtime.group.create_task(self._batcher.run())
-            try:
+            async with self._processes:
                 yield
-            finally:
-                await self._processes.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Encoding and decoding, for whichever gateway asks."""

@@ -13,182 +13,227 @@ import os
 import resource
 import signal
 import sys
-from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from antiphon.service.parent import die_with
-from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
+from antiphon.service.tasks import Tasks, isolated
+from antiphon.service.turns import Admission, Turns
+from antiphon.wire.errors import DeadlineExceeded, EngineError, Internal, Unavailable
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
     from collections.abc import Callable, Sequence
+    from typing import Self
 
 log = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 8
+_READY = b"\x01"
 _CHUNK_BYTES = 1024 * 1024
 _LEAVE_S = 2.0
+_START_S = 60.0
 _RETRY_S = 1.0
+_OWNERS_MAX = 64
 
 
 class ProcessPool:
     """Runs jobs in children that are started when they are needed, and again if they end.
 
     Jobs beyond the number of children wait: those of one owner in order, the owners in turns, so
-    that an owner with many jobs delays another's by one. Beyond `waiting_max` of an owner, or
-    `owners_max` that wait, a job is refused. A child whose job is cancelled, late, or too large for
-    its memory is killed: there is no other way to stop such work.
+    that an owner with many jobs delays another's by one. Beyond `jobs_max` or `bytes_max` of an
+    owner a job is refused.
+
+    A job whose caller has left goes on, and its result is dropped: there is no way to stop it but
+    to kill its child, and the next job would pay for the start of another one. It keeps its place
+    as if the caller had stayed, so leaving is no way to more turns. A child is killed if its job
+    takes longer than `job_s`.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         *,
+        job_s: float,
+        start_s: float = _START_S,
         processes: int = 1,
-        waiting_max: int = 16,
-        owners_max: int = 64,
+        jobs_max: int = 64,
+        bytes_max: int = 64 * 1024**2,
         memory_bytes_max: int = 2 * 1024**3,
     ) -> None:
         """Nothing is started yet.
 
         Args:
             command: Arguments of the interpreter; the child has to call `serve`.
+            job_s: Longest time of a job, from when its child is ready.
+            start_s: Longest time until a child is ready.
             processes: Most children.
-            waiting_max: Most jobs of one owner that wait.
-            owners_max: Most owners whose jobs wait.
+            jobs_max: Most jobs of one owner that wait or run.
+            bytes_max: Most bytes of these.
             memory_bytes_max: Most address space of a child.
         """
         self._command = tuple(command)
-        self._free = processes
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._waiting_max = waiting_max
-        self._owners_max = owners_max
+        self._job_s = job_s
+        self._start_s = start_s
+        self._turns = Turns(processes)
+        self._admission = Admission(jobs_max=jobs_max, bytes_max=bytes_max, owners_max=_OWNERS_MAX)
         self._memory_bytes_max = memory_bytes_max
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._busy: set[asyncio.subprocess.Process] = set()
+        self._children: set[Process] = set()
+        self._idle: list[Process] = []
+        self._tasks = Tasks()
         self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self.close()
+        finally:
+            await self._tasks.__aexit__(None, None, None)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The children that live."""
-        return tuple(child.pid for child in (*self._idle, *self._busy))
+        return tuple(child.pid for child in self._children if child.returncode is None)
 
     async def run(self, job: bytes, *, timeout_s: float, owner: str = "") -> bytes:
         """Return what a child makes of a job of an owner's.
+
+        Args:
+            job: Bytes for the child's function.
+            timeout_s: How long the caller waits: for its turn, the child's start and the result.
+            owner: Whose turn it takes.
 
         Raises:
             Overloaded: Too many jobs wait.
             DeadlineExceeded: There was no result in time.
             Internal: The child ended, as if the job needs more memory than it may have.
+            Unavailable: The process is leaving, or a child does not start.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._refuse_if_closed()
-                await self._turn(owner)
-                try:
-                    self._refuse_if_closed()
-                    return await self._exchange(job)
-                finally:
-                    self._next()
-        except TimeoutError:
-            raise DeadlineExceeded(f"not read within {timeout_s:g} s") from None
+        with self._admission.admit(owner, len(job)):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._turns.take(owner)
+                    result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                    self._tasks.create_task(isolated(self._do(job, result)))
+                    return await result
+            except TimeoutError:
+                raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Kill every child, and wait for it."""
+        """Kill every child, those that are starting too, and wait for them for a bounded time."""
         self._closed = True
-        children = [*self._idle, *self._busy]
-        self._idle.clear()
-        for child in children:
+        self._turns.close()
+        idle, self._idle = self._idle, []
+        for child in self._children:
             _kill(child)
-        for child in children:
+        for child in idle:
+            self._tasks.create_task(self._end(child))
+        with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await child.wait()
+                await self._tasks.ended()
+        await self._tasks.cancel(_LEAVE_S)
+        if self.pids:
+            log.error("child processes do not end", extra={"pids": self.pids})
 
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise Unavailable("this process is leaving", retry_after_s=0.0)
-
-    async def _turn(self, owner: str) -> None:
-        """Wait for a free child."""
-        if self._free:
-            self._free -= 1
-            return
-        places = self._waiting.get(owner, ())
-        if len(places) >= self._waiting_max or (
-            owner not in self._waiting and len(self._waiting) >= self._owners_max
-        ):
-            text = f"{len(places)} large requests wait to be read, the limit"
-            raise Overloaded(text, retry_after_s=_RETRY_S)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+    async def _do(self, job: bytes, result: asyncio.Future[bytes]) -> None:
+        """Have a child do a job to its end, whether or not its caller stays."""
+        failure: EngineError = Internal("internal error")
         try:
-            await turn
-        except BaseException:
-            self._give_up(owner, turn)
-            raise
-
-    def _give_up(self, owner: str, turn: asyncio.Future[None]) -> None:
-        """Take a job whose caller left out of the row, or pass its turn on if it has come."""
-        turns = self._waiting.get(owner, deque())
-        if turn in turns:
-            turns.remove(turn)
-            if not turns:
-                del self._waiting[owner]
-        elif turn.done() and not turn.cancelled():
-            self._next()
-
-    def _next(self) -> None:
-        """Give a free child to the next owner, who goes to the end of the row."""
-        while self._waiting:
-            owner, turns = next(iter(self._waiting.items()))
-            del self._waiting[owner]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
-
-    async def _exchange(self, job: bytes) -> bytes:
-        child = await self._child()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        self._busy.add(child)
-        try:
-            child.stdin.write(len(job).to_bytes(_LENGTH_BYTES, "little"))
-            child.stdin.write(job)
-            await child.stdin.drain()
-            size = int.from_bytes(await child.stdout.readexactly(_LENGTH_BYTES), "little")
-            result = await child.stdout.readexactly(size)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            _kill(child)
-            log.warning("child process ended", extra={"pid": child.pid, "job_bytes": len(job)})
-            raise Internal("a child process ended before its result") from error
-        except BaseException:  # cancelled or late: the child is in the middle of it
-            _kill(child)
-            raise
+            made = await self._made(job, result)
+            if not result.done():
+                result.set_result(made)
+        except EngineError as error:
+            failure = error
+            log.warning("job failed", extra={"code": error.code, "job_bytes": len(job)})
         finally:
-            self._busy.discard(child)
-        if self._closed:
-            _kill(child)
-        else:
-            self._idle.append(child)
-        return result
+            if not result.done():
+                result.set_exception(_leaving() if self._closed else failure)
+                result.exception()  # its caller may be leaving at this moment
+            self._turns.give_back()
 
-    async def _child(self) -> asyncio.subprocess.Process:
+    async def _made(self, job: bytes, result: asyncio.Future[bytes]) -> bytes:
+        child = self._warm_child() or await self._start()
+        reusable = False
+        try:
+            # The caller may have left while the child started: there is nothing to do then.
+            made = b"" if result.done() else await self._exchange(child, job)
+            reusable = not self._closed
+        finally:
+            if reusable:
+                self._idle.append(child)
+            else:
+                await self._end(child)
+        return made
+
+    def _warm_child(self) -> Process | None:
         while self._idle:
             child = self._idle.pop()
             if child.returncode is None:
                 return child
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *self._command,
-            str(os.getpid()),
-            str(self._memory_bytes_max),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_CHUNK_BYTES,
-        )
+            self._children.discard(child)
+        return None
+
+    async def _start(self) -> Process:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *self._command,
+                str(os.getpid()),
+                str(self._memory_bytes_max),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_CHUNK_BYTES,
+            )
+        except OSError as error:
+            text = f"no child process starts: {error}"
+            raise Unavailable(text, retry_after_s=_RETRY_S) from error
+        assert child.stdout is not None
+        self._children.add(child)
+        ready = False
+        try:
+            if self._closed:
+                raise _leaving()
+            async with asyncio.timeout(self._start_s):
+                await child.stdout.readexactly(len(_READY))
+            ready = True
+        except TimeoutError:
+            text = f"a child process was not ready within {self._start_s:g} s"
+            raise Unavailable(text, retry_after_s=_RETRY_S) from None
+        except asyncio.IncompleteReadError as error:
+            raise Internal("a child process ended before it was ready") from error
+        finally:
+            if not ready:
+                await self._end(child)
+        return child
+
+    async def _exchange(self, child: Process, job: bytes) -> bytes:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            async with asyncio.timeout(self._job_s):
+                child.stdin.write(len(job).to_bytes(_LENGTH_BYTES, "little"))
+                child.stdin.write(job)
+                await child.stdin.drain()
+                size = int.from_bytes(await child.stdout.readexactly(_LENGTH_BYTES), "little")
+                return await child.stdout.readexactly(size)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no result within {self._job_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise Internal("a child process ended before its result") from error
+
+    async def _end(self, child: Process) -> None:
+        """Kill a child and wait for its end, for a bounded time."""
+        _kill(child)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await child.wait()
+        if child.returncode is None:
+            log.error("child process does not end", extra={"pid": child.pid})
+        else:
+            self._children.discard(child)
 
 
 def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str) -> None:
@@ -206,6 +251,8 @@ def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # no print of a library may get in between
+    results.write(_READY)
+    results.flush()
     while header := jobs.read(_LENGTH_BYTES):
         result = work(jobs.read(int.from_bytes(header, "little")))
         results.write(len(result).to_bytes(_LENGTH_BYTES, "little"))
@@ -215,4 +262,9 @@ def serve(work: Callable[[bytes], bytes], parent_pid: str, memory_bytes_max: str
 
 def _kill(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None:
-        child.kill()
+        with suppress(ProcessLookupError):
+            child.kill()
+
+
+def _leaving() -> Unavailable:
+    return Unavailable("this process is leaving", retry_after_s=0.0)

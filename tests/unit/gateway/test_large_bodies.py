@@ -6,23 +6,29 @@ benchmark `tests.bench.bodies`.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import msgspec
 import pytest
 from tests.unit.gateway.cluster import MODEL, House, house
+from tests.unit.gateway.keyed import key_of, keyed
 
 from antiphon.config.parsing import ToolParser
 from antiphon.gateway.http import body_reader, fields, limits
 from antiphon.gateway.http.body_reader import BodyReader, Done, Job, done_with
 from antiphon.gateway.http.native.parsing import ParseBody
 from antiphon.gateway.http.openai import reading
+from antiphon.gateway.http.openai.responses import responses
+from antiphon.service.process_pool import ProcessPool
+from antiphon.testing.wait import until
 from antiphon.wire.codec import decode, encode
 from antiphon.wire.embed import TEXTS_MAX, EmbedRequest
 from antiphon.wire.errors import InvalidRequest, decode_error
@@ -32,6 +38,7 @@ from antiphon.wire.tokenize import MESSAGES_MAX, ChatMessage, PoolingCard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 Json = dict[str, Any]
 
@@ -243,9 +250,9 @@ async def test_long_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatc
     threads: list[str] = []
     apart = BodyReader.apart
 
-    async def noted(self: BodyReader, work: Any) -> Any:
+    async def noted(self: BodyReader, work: Any, tenant: str) -> Any:
         threads.append("apart")
-        return await apart(self, work)
+        return await apart(self, work, tenant)
 
     monkeypatch.setattr(BodyReader, "apart", noted)
     long = "<|python_tag|>" * 1000
@@ -311,10 +318,96 @@ def test_message_of_a_client_with_too_many_values_is_refused(
         decode(form(message), (GenerateRequest, EmbedRequest))
 
 
+LARGE = msgspec.json.encode({"text": "a" * 300_000, "tools": [], "tool_call_parser": "hermes"})
+
+
 async def test_reader_leaves_no_child_behind() -> None:
-    reader = BodyReader()
-    body = msgspec.json.encode({"text": "a" * 300_000, "tools": [], "tool_call_parser": "hermes"})
-    await reader.read(body, ParseBody, lambda read: read, {}, "acme")
-    assert len(reader.pool.pids) == 1
-    await reader.close()
+    async with BodyReader() as reader:
+        await reader.read(LARGE, ParseBody, lambda read: read, {}, "acme")
+        assert len(reader.pool.pids) == 1
     assert reader.pool.pids == ()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=("stays", "leaves"))
+async def test_thread_takes_tenants_in_turns(*, leaves: bool) -> None:
+    """One tenant's work delays another's by one, whether or not its callers stay."""
+    begun, go = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        assert go.wait(20)
+
+    async with BodyReader() as reader, asyncio.TaskGroup() as group:
+        held = group.create_task(reader.apart(first, "a"))
+        await asyncio.to_thread(begun.wait, 20)
+        for name in ("a1", "a2", "b1"):
+            group.create_task(reader.apart(partial(order.append, name), name[0]))
+        await asyncio.sleep(0)
+        if leaves:
+            held.cancel()
+        go.set()
+    assert order == ["a1", "b1", "a2"]
+
+
+async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tenant's is read."""
+    monkeypatch.setattr(body_reader, "_LARGE_MAX", 1)
+    begun, go = threading.Event(), threading.Event()
+    bodies: list[int] = []
+    chat = reading.chat
+
+    def held(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go.wait(20)
+        return chat(*args, **options)
+
+    run = ProcessPool.run
+
+    async def noted(self: ProcessPool, job: bytes, **options: Any) -> bytes:
+        bodies.append(len(job))
+        return await run(self, job, **options)
+
+    monkeypatch.setattr(reading, "chat", held)
+    monkeypatch.setattr(ProcessPool, "run", noted)
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}]})
+    body += b" " * limits.LOOP_BYTES_MAX
+    path = "/v1/chat/completions"
+    async with house(access=keyed(tmp_path, {"one": {}, "other": {}})) as at:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(_keyed_post(at, path, body, "one"))
+            assert await asyncio.to_thread(begun.wait, 20)
+            status, retry_after = await _keyed_post(at, path, body, "one")
+            assert (status, retry_after, len(bodies)) == (503, "1", 1)
+            other = group.create_task(_keyed_post(at, path, body, "other"))
+            await until(lambda: len(bodies) == 2)
+            go.set()
+        assert first.result() == other.result() == (200, None)
+
+
+async def _keyed_post(at: House, path: str, body: bytes, tenant: str) -> tuple[int, str | None]:
+    headers = {"Authorization": f"Bearer {key_of(tenant)}", "Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(at.url + path, data=body) as got,
+    ):
+        await got.read()
+        return got.status, got.headers.get("Retry-After")
+
+
+async def test_items_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    asked = responses.asked
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return asked(*args)
+
+    monkeypatch.setattr(responses, "asked", noted)
+    body = msgspec.json.encode({"input": [{"role": "user", "content": "a"}] * 100})
+    async with house() as at:
+        status, reply = await post(at, "/v1/responses/input_tokens", body)
+        assert status == 200, reply
+    assert [name.startswith("read-body") for name in threads] == [True]

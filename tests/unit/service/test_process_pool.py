@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from antiphon.service import process_pool
 from antiphon.service.process_pool import ProcessPool
 from antiphon.testing.wait import until
 from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
@@ -18,15 +19,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHILD = """
-import os, sys, time
+import os, sys
 from antiphon.service.process_pool import serve
 
+def wait(gate):
+    os.close(os.open(gate, os.O_RDONLY))  # until it is opened to be written
+
 def work(job):
-    if job == b"exit":
+    kind, _, gate = job.partition(b" ")
+    if kind == b"exit":
         os._exit(3)
-    if job.startswith(b"wait "):
-        while not os.path.exists(job[5:]):
-            time.sleep(0.01)
+    if kind == b"wait":
+        wait(gate)
+    if kind == b"fork":
+        if os.fork() == 0:
+            wait(gate)
+            os._exit(0)
+        wait(gate)
     if job == b"large":
         try:
             bytearray(1 << 34)
@@ -35,17 +44,48 @@ def work(job):
     print("a print of a library")
     return str(os.getpid()).encode() + b" " + job
 
+START
 serve(work, *sys.argv[-2:])
 """
 
 
+class Gate:
+    """Holds jobs of children until it is opened; then every job passes."""
+
+    def __init__(self, folder: Path, name: str = "gate") -> None:
+        self.path = folder / name
+        os.mkfifo(self.path)
+        self._open: int | None = None
+
+    @property
+    def job(self) -> bytes:
+        return b"wait " + bytes(self.path)
+
+    def open(self) -> None:
+        self._open = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+
+    def close(self) -> None:
+        if self._open is not None:
+            os.close(self._open)
+
+
 @asynccontextmanager
-async def pool(waiting_max: int = 8) -> AsyncIterator[ProcessPool]:
-    made = ProcessPool(("-c", CHILD), waiting_max=waiting_max)
+async def gate(folder: Path, name: str = "gate") -> AsyncIterator[Gate]:
+    made = Gate(folder, name)
     try:
         yield made
     finally:
-        await made.close()
+        made.close()
+
+
+@asynccontextmanager
+async def pool(
+    *, start: str = "", job_s: float = 20.0, jobs_max: int = 8, bytes_max: int = 2**30
+) -> AsyncIterator[ProcessPool]:
+    """A pool of one child, which runs the line `start` before it is ready."""
+    command = ("-c", CHILD.replace("START", start))
+    async with ProcessPool(command, job_s=job_s, jobs_max=jobs_max, bytes_max=bytes_max) as made:
+        yield made
 
 
 async def test_pool_returns_what_one_child_makes_of_many_jobs() -> None:
@@ -64,51 +104,191 @@ async def test_pool_starts_another_child_after_one_has_ended() -> None:
         assert (await made.run(b"again", timeout_s=20)).endswith(b" again")
 
 
-async def test_pool_kills_a_child_that_is_late(tmp_path: Path) -> None:
-    async with pool() as made:
-        await made.run(b"warm", timeout_s=20)
-        (late,) = made.pids
-        with pytest.raises(DeadlineExceeded):
-            await made.run(b"wait " + bytes(tmp_path / "never"), timeout_s=0.05)
+async def test_pool_kills_a_child_whose_job_takes_too_long(tmp_path: Path) -> None:
+    async with pool(job_s=30) as made, gate(tmp_path) as never:
+        pid = await _warm(made)
+        loop = asyncio.get_running_loop()
+        job = loop.create_task(made.run(never.job, timeout_s=100))
+        await _turn_of_the_loop()
+        _put_forward(loop, 40.0)
+        with pytest.raises(DeadlineExceeded, match="within 30 s"):
+            await _soon(job)
+        assert not _lives(pid)
         assert (await made.run(b"next", timeout_s=20)).endswith(b" next")
-        assert late not in made.pids
 
 
-async def test_pool_kills_a_child_whose_caller_left(tmp_path: Path) -> None:
-    async with pool() as made:
-        await made.run(b"warm", timeout_s=20)
-        (pid,) = made.pids
-        caller = asyncio.get_running_loop().create_task(
-            made.run(b"wait " + bytes(tmp_path / "never"), timeout_s=20)
-        )
-        await asyncio.sleep(0)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
+async def test_pool_kills_a_child_whose_caller_left_and_whose_job_takes_too_long(
+    tmp_path: Path,
+) -> None:
+    async with pool(job_s=30) as made, gate(tmp_path) as never:
+        pid = await _warm(made)
+        await _leave(made, never.job)
+        _put_forward(asyncio.get_running_loop(), 40.0)
         await until(lambda: not _lives(pid))
         assert (await made.run(b"next", timeout_s=20)).endswith(b" next")
 
 
-async def test_pool_refuses_jobs_beyond_its_bound(tmp_path: Path) -> None:
-    async with pool(waiting_max=1) as made:
-        free = tmp_path / "free"
+@pytest.mark.parametrize("late", [False, True], ids=("cancelled", "late"))
+async def test_pool_keeps_the_child_of_a_job_whose_caller_left(
+    tmp_path: Path, *, late: bool
+) -> None:
+    """The next job finds it warm, whichever tenant sends it."""
+    async with pool() as made, gate(tmp_path) as held:
+        pid = await _warm(made)
+        if late:
+            with pytest.raises(DeadlineExceeded):
+                await made.run(held.job, timeout_s=0.05, owner="a")
+        else:
+            await _leave(made, held.job, owner="a")
+        held.open()
+        assert await made.run(b"next", timeout_s=20, owner="b") == b"%d next" % pid
+
+
+async def test_pool_keeps_a_child_whose_caller_left_while_it_started(tmp_path: Path) -> None:
+    """What it has asked for is not done."""
+    start = f"wait({str(tmp_path / 'start')!r})"
+    async with pool(start=start) as made, gate(tmp_path, "start") as started:
+        await _leave(made, b"exit")
+        (pid,) = made.pids
+        started.open()
+        assert await made.run(b"next", timeout_s=20) == b"%d next" % pid
+
+
+async def test_pool_gives_no_turn_to_a_tenant_that_leaves(tmp_path: Path) -> None:
+    """Its job keeps the place to its end, and another tenant's is next."""
+    async with pool() as made, gate(tmp_path) as held, asyncio.TaskGroup() as group:
+        await _warm(made)
+        await _leave(made, held.job, owner="a")
+        order: list[str] = []
+
+        async def job(owner: str) -> None:
+            await made.run(b"job", timeout_s=20, owner=owner)
+            order.append(owner)
+
+        tasks = [group.create_task(job(owner)) for owner in ("a", "a", "b")]
+        await _turn_of_the_loop()
+        assert not any(task.done() for task in tasks)
+        held.open()
+    assert order == ["a", "b", "a"]
+
+
+async def test_pool_counts_the_time_of_a_job_from_when_its_child_is_ready(tmp_path: Path) -> None:
+    start = f"wait({str(tmp_path / 'start')!r})"
+    async with pool(start=start, job_s=30) as made, gate(tmp_path, "start") as started:
         loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(b"wait " + bytes(free), timeout_s=20)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 large requests wait"):
+        job = loop.create_task(made.run(b"job", timeout_s=50))
+        await until(lambda: made.pids != ())
+        _put_forward(loop, 40.0)
+        await _turn_of_the_loop()
+        started.open()
+        assert (await job).endswith(b" job")
+
+
+async def test_pool_that_is_closed_while_a_child_starts_leaves_no_process(tmp_path: Path) -> None:
+    start = f"wait({str(tmp_path / 'start')!r})"
+    async with pool(start=start) as made, gate(tmp_path, "start"):
+        job = asyncio.get_running_loop().create_task(made.run(b"job", timeout_s=20))
+        await until(lambda: made.pids != ())
+        pids = made.pids
+        await made.close()
+        with pytest.raises(Unavailable):
+            await job
+        assert [_lives(pid) for pid in pids] == [False]
+
+
+async def test_pool_that_is_closed_before_a_child_is_known_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids: list[int] = []
+    go = asyncio.Event()
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        child = await create(*args, **options)
+        pids.append(child.pid)
+        await go.wait()
+        return child
+
+    monkeypatch.setattr(process_pool.asyncio, "create_subprocess_exec", noted)
+    async with pool() as made:
+        loop = asyncio.get_running_loop()
+        job = loop.create_task(made.run(b"job", timeout_s=20))
+        await until(lambda: pids != [])
+        closing = loop.create_task(made.close())
+        await _turn_of_the_loop()
+        go.set()
+        await closing
+        with pytest.raises(Unavailable):
+            await job
+    assert [_lives(pid) for pid in pids] == [False]
+
+
+async def test_pool_that_is_closed_ends_every_child_though_one_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child whose own child holds its pipes has not ended as far as asyncio can see."""
+    monkeypatch.setattr(process_pool, "_LEAVE_S", 0.2)
+    command = ("-c", CHILD.replace("START", ""))
+    async with (
+        ProcessPool(command, job_s=20, processes=3) as made,
+        gate(tmp_path) as held,
+    ):
+        loop = asyncio.get_running_loop()
+        jobs = [b"fork " + bytes(held.path), held.job, held.job]
+        tasks = [loop.create_task(made.run(job, timeout_s=20)) for job in jobs]
+        await until(lambda: len(made.pids) == 3)
+        pids = made.pids
+        await made.close()
+        held.open()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [Unavailable] * 3
+        assert [_lives(pid) for pid in pids] == [False] * 3
+
+
+async def test_pool_that_is_closed_refuses_waiting_jobs(tmp_path: Path) -> None:
+    async with pool() as made, gate(tmp_path) as held:
+        loop = asyncio.get_running_loop()
+        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(3)]
+        await until(lambda: made.pids != ())
+        await made.close()
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(result) for result in results] == [Unavailable] * 3
+
+
+async def test_pool_refuses_jobs_beyond_its_bound(tmp_path: Path) -> None:
+    """The limit is one owner's: another one's job waits for its turn."""
+    async with pool(jobs_max=2) as made, gate(tmp_path) as held:
+        loop = asyncio.get_running_loop()
+        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(2)]
+        await _turn_of_the_loop()
+        with pytest.raises(Overloaded, match="2 large requests are waiting") as refused:
             await made.run(b"third", timeout_s=20)
-        free.touch()
+        assert refused.value.retry_after_s == 1.0
+        jobs.append(loop.create_task(made.run(b"other", timeout_s=20, owner="other")))
+        held.open()
+        assert len(await asyncio.gather(*jobs)) == 3
+
+
+async def test_pool_refuses_jobs_beyond_its_bytes(tmp_path: Path) -> None:
+    async with pool(bytes_max=1000) as made, gate(tmp_path) as held:
+        loop = asyncio.get_running_loop()
+        jobs = [loop.create_task(made.run(held.job, timeout_s=20))]
+        await _turn_of_the_loop()
+        with pytest.raises(Overloaded, match=r"would take \d{4} bytes; the limit is 1000"):
+            await made.run(b"x" * 1000, timeout_s=20)
+        large = made.run(b"x" * 2000, timeout_s=20, owner="other")  # the first is let in
+        jobs.append(loop.create_task(large))
+        held.open()
         assert len(await asyncio.gather(*jobs)) == 2
 
 
 async def test_pool_takes_owners_in_turns(tmp_path: Path) -> None:
     """An owner with many jobs delays another's by one."""
-    async with pool() as made, asyncio.TaskGroup() as group:
-        free = tmp_path / "free"
+    async with pool() as made, gate(tmp_path) as held, asyncio.TaskGroup() as group:
         order: list[str] = []
 
         async def job(owner: str, number: int) -> None:
-            result = await made.run(b"wait " + bytes(free), timeout_s=20, owner=owner)
+            result = await made.run(held.job, timeout_s=20, owner=owner)
             assert result
             order.append(f"{owner}{number}")
 
@@ -117,19 +297,18 @@ async def test_pool_takes_owners_in_turns(tmp_path: Path) -> None:
         for number in range(2):
             group.create_task(job("b", number))
         await until(lambda: made.pids != ())
-        free.touch()
+        held.open()
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3"]
 
 
 async def test_pool_gives_the_turn_of_a_job_whose_caller_left_to_the_next(tmp_path: Path) -> None:
-    async with pool() as made:
-        free = tmp_path / "free"
+    async with pool() as made, gate(tmp_path) as held:
         loop = asyncio.get_running_loop()
-        jobs = [loop.create_task(made.run(b"wait " + bytes(free), timeout_s=20)) for _ in range(4)]
+        jobs = [loop.create_task(made.run(held.job, timeout_s=20)) for _ in range(4)]
         await until(lambda: made.pids != ())
         jobs[1].cancel()
         jobs[2].cancel()
-        free.touch()
+        held.open()
         assert len(await asyncio.gather(jobs[0], jobs[3])) == 2
         assert (await made.run(b"after", timeout_s=20)).endswith(b" after")
 
@@ -139,12 +318,11 @@ async def test_pool_bounds_the_memory_of_a_child() -> None:
         assert await made.run(b"large", timeout_s=20) == b"too large"
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+async def test_pool_reports_a_child_that_ends_before_it_is_ready() -> None:
+    async with pool(start="sys.exit(3)") as made:
+        with pytest.raises(Internal, match="before it was ready"):
+            await made.run(b"job", timeout_s=20)
+        assert made.pids == ()
 
 
 async def test_pool_that_is_closed_starts_no_child() -> None:
@@ -153,3 +331,45 @@ async def test_pool_that_is_closed_starts_no_child() -> None:
         with pytest.raises(Unavailable):
             await made.run(b"job", timeout_s=5.0)
         assert made.pids == ()
+
+
+async def _warm(made: ProcessPool) -> int:
+    """Have a child that is ready; gives its process id."""
+    await made.run(b"warm", timeout_s=20)
+    (pid,) = made.pids
+    return pid
+
+
+async def _leave(made: ProcessPool, job: bytes, owner: str = "") -> None:
+    """Send a job, and leave when a child has begun with it, or with its start."""
+    caller = asyncio.get_running_loop().create_task(made.run(job, timeout_s=20, owner=owner))
+    await _turn_of_the_loop()
+    await until(lambda: made.pids != ())
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def _turn_of_the_loop() -> None:
+    """Let everything run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def _soon(job: asyncio.Task[bytes]) -> bytes:
+    await until(job.done)  # which looks often: the loop has to see that its clock jumped
+    return await job
+
+
+def _put_forward(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    """Let the loop's clock jump."""
+    now = loop.time
+    loop.time = lambda: now() + seconds
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

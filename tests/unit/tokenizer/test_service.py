@@ -96,9 +96,6 @@ class HeldProcesses:
             self.ended += 1
         return Encoded(b"\x01\x00\x00\x00", b"")
 
-    async def close(self) -> None:
-        pass
-
 
 @pytest.fixture
 async def at() -> AsyncIterator[World]:
@@ -169,7 +166,7 @@ async def test_copies_of_a_call_are_encoded_once(at: World) -> None:
     assert at.running == set()
 
 
-async def test_text_whose_caller_left_is_encoded_no_longer(at: World) -> None:
+async def test_call_whose_caller_left_ends(at: World) -> None:
     held = hold(at)
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(_refused(at, HEAVY)) for _ in range(2)]

@@ -161,7 +161,9 @@ class Answering:
             if streamed:
                 return await self._tell(request, chorus, voice)
             answers = await self._whole(chorus)
-            body = await self._written(_size(answers), lambda: voice.whole(answers))
+            body = await self._written(
+                _size(answers), lambda: voice.whole(answers), tenant_of(request)
+            )
             await voice.keep()
             headers = _named(chorus)
             return web.Response(body=body, content_type="application/json", headers=headers)
@@ -346,9 +348,14 @@ class Answering:
             pass  # the client left; cancelling is up to the caller, as for every way to leave
         return response
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """Return what Python work that goes by the length of a request comes to, in a thread."""
-        return await self._bodies.apart(work)
+    async def apart(self, request: web.Request, work: Callable[[], T]) -> T:
+        """Return what Python work that goes by the length of a request comes to, in a thread.
+
+        Raises:
+            Overloaded: Too many requests of the tenant wait for the thread.
+        """
+        with self._metrics.refusals():
+            return await self._bodies.call(work, tenant_of(request))
 
     async def _told(self, chorus: Chorus, taken: Taken, voice: Voice) -> bytes:
         """Put all that waits into one piece: one write, however many steps have passed."""
@@ -356,15 +363,19 @@ class Answering:
             event.size_bytes for _, events in taken for event in events if isinstance(event, Said)
         )
         told = await self._written(
-            size, lambda: b"".join([voice.chunks(prompt, events) for prompt, events in taken])
+            size,
+            lambda: b"".join([voice.chunks(prompt, events) for prompt, events in taken]),
+            chorus.streams[0].submit.tenant,
         )
         if chorus.error is None and not chorus.ended:
             return told if taken else voice.ping()
         return told + await _last_words(chorus, voice)
 
-    async def _written(self, size_bytes: int, write: Callable[[], bytes]) -> bytes:
+    async def _written(self, size_bytes: int, write: Callable[[], bytes], tenant: str) -> bytes:
         """Parse and write an answer: here if it is short, else where it does not hold the loop."""
-        return write() if size_bytes <= LOOP_ANSWER_BYTES else await self.apart(write)
+        if size_bytes <= LOOP_ANSWER_BYTES:
+            return write()
+        return await self._bodies.apart(write, tenant)
 
     def _count_all(self, chorus: Chorus, taken: Taken) -> None:
         for prompt, events in taken:

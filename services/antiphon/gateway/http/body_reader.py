@@ -26,6 +26,7 @@ import msgspec
 from antiphon.gateway.http import fields, limits
 from antiphon.gateway.http.fields import Refused
 from antiphon.service.process_pool import ProcessPool, serve
+from antiphon.service.turns import Admission, Turns
 from antiphon.wire.errors import (
     EngineError,
     ErrorReply,
@@ -37,14 +38,24 @@ from antiphon.wire.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Self
 
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
-_CHILD_S = 30.0
-"""How long a body may wait for the child and be read there; the largest takes about a second."""
+_JOB_S = 30.0
+"""Longest time of one body in a child that is ready; the largest takes about a second."""
+_WAIT_S = 60.0
+"""How long a body may wait for its turn, for the child to start, and be read there."""
+_LARGE_MAX = 64
+"""Most large bodies of one tenant that wait or are read."""
+_LARGE_BYTES_MAX = 64 * 1024**2
+_TENANTS_MAX = 64
+_CALLS_MAX = 256
+"""Most conversations of one tenant that wait for the thread."""
+_CALLERS_MAX = 4096
 _MODULE = "antiphon.gateway.http.body_reader"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
@@ -74,11 +85,31 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class BodyReader:
-    """Reads every body of the gateway's HTTP routes."""
+    """Reads every body of the gateway's HTTP routes.
+
+    There is one child and one thread. Tenants take turns at each. What a tenant may have waiting is
+    bounded by count and bytes, which is checked before any work is done.
+    """
 
     def __init__(self) -> None:
-        self.pool = ProcessPool(("-m", _MODULE))
+        self.pool = ProcessPool(
+            ("-m", _MODULE), job_s=_JOB_S, jobs_max=_LARGE_MAX, bytes_max=_LARGE_BYTES_MAX
+        )
+        self._large = Admission(
+            jobs_max=_LARGE_MAX, bytes_max=_LARGE_BYTES_MAX, owners_max=_TENANTS_MAX
+        )
+        self._calls = Admission(jobs_max=_CALLS_MAX, bytes_max=0, owners_max=_CALLERS_MAX)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-body")
+        self._turns = Turns(1)
+
+    async def __aenter__(self) -> Self:
+        await self.pool.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._turns.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self.pool.__aexit__()
 
     async def read(
         self,
@@ -94,20 +125,36 @@ class BodyReader:
 
         Raises:
             InvalidRequest: As `fields.read` does, or `make`.
-            Overloaded: Too many large bodies wait.
+            Overloaded: Too many large bodies of the tenant wait.
         """
         if limits.is_small(body):
             read, unknown = fields.read(body, kind, refused)
             return make(read), unknown
-        done = await self._done(body, kind, refused, "", tenant)
-        read = fields.decode(done.json, kind)
-        return await self.apart(lambda: make(read)), done.unknown
+        with self._large.admit(tenant, len(body)):
+            done = await self._done(body, kind, refused, "", tenant)
+            read = fields.decode(done.json, kind)
+            return await self.apart(lambda: make(read), tenant), done.unknown
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """Return what bounded Python work comes to, done in the thread."""
+    async def call(self, work: Callable[[], T], tenant: str) -> T:
+        """Return what bounded Python work of a request that has not been admitted comes to.
+
+        Raises:
+            Overloaded: Too many requests of the tenant wait for the thread.
+        """
+        with self._calls.admit(tenant, 0):
+            return await self.apart(work, tenant)
+
+    async def apart(self, work: Callable[[], T], tenant: str) -> T:
+        """Return what bounded Python work comes to, done in the thread; tenants take turns.
+
+        The callers bound how many there are. Work whose caller has left keeps its turn to its end.
+        """
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: context.run(work))
+        await self._turns.take(tenant)
+        done = loop.run_in_executor(self._thread, lambda: context.run(work))
+        done.add_done_callback(lambda _: self._turns.give_back())
+        return await asyncio.shield(done)
 
     async def compute(
         self,
@@ -139,11 +186,6 @@ class BodyReader:
         done = await self._done(body, kind, refused, _name(work), tenant)
         return done.json, done.unknown
 
-    async def close(self) -> None:
-        """End the child and the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        await self.pool.close()
-
     async def _done(
         self,
         body: bytes,
@@ -153,7 +195,7 @@ class BodyReader:
         tenant: str,
     ) -> Done:
         job = msgspec.msgpack.encode(Job(_name(kind), dict(refused), work, body))
-        result = await self.pool.run(job, timeout_s=_CHILD_S, owner=tenant)
+        result = await self.pool.run(job, timeout_s=_WAIT_S, owner=tenant)
         done = msgspec.msgpack.decode(result, type=Done)
         if done.error is not None:
             raise decode_error(done.error)

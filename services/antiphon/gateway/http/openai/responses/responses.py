@@ -151,7 +151,7 @@ class Responses:
         )
         heard = await self._read(request)
         items = [*await self._before(tenant_of(request), heard), *heard.items]
-        ask = asked(heard, items, formats).ask
+        ask = (await self._answering.apart(request, lambda: asked(heard, items, formats))).ask
         served = served_names(self._runtime.settings)
         if ask.model is not None and ask.model not in served:
             raise UnknownModel.of(ask.model, served)
@@ -208,7 +208,7 @@ class Responses:
         """Answer a conversation, of which the model is shown a part."""
         body, tenant = heard.body, tenant_of(request)
         # The conversation may be long, whatever the length of this body.
-        asking = await self._answering.apart(lambda: asked(heard, shown, formats))
+        asking = await self._answering.apart(request, lambda: asked(heard, shown, formats))
         ask = await marked(asking.ask, self._tokenizers)
 
         async def voice(streams: Sequence[Stream]) -> ResponseVoice:

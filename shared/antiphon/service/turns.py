@@ -1,0 +1,132 @@
+"""Heavy work of many owners: how much of it there may be, and in which order it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.wire.errors import Overloaded, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_RETRY_S = 1.0
+
+
+class Admission:
+    """Bounds the jobs of each owner that wait or run, by count and by bytes.
+
+    The first job of an owner is admitted whatever its size, so no owner is refused because of
+    another's jobs, as long as there are fewer than `owners_max`.
+    """
+
+    def __init__(self, *, jobs_max: int, bytes_max: int, owners_max: int) -> None:
+        self._jobs_max = jobs_max
+        self._bytes_max = bytes_max
+        self._owners_max = owners_max
+        self._held: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def admit(self, owner: str, size_bytes: int) -> Generator[None]:
+        """Count a job of an owner until the block ends.
+
+        Raises:
+            Overloaded: The owner has too many jobs, or there are too many owners.
+        """
+        jobs, held_bytes = self._held.get(owner, (0, 0))
+        refusal = self._refusal(jobs, held_bytes + size_bytes)
+        if refusal:
+            raise Overloaded(refusal, retry_after_s=_RETRY_S)
+        self._held[owner] = (jobs + 1, held_bytes + size_bytes)
+        try:
+            yield
+        finally:
+            jobs, held_bytes = self._held.pop(owner)
+            if jobs > 1:
+                self._held[owner] = (jobs - 1, held_bytes - size_bytes)
+
+    def _refusal(self, jobs: int, size_bytes: int) -> str:
+        if not jobs:
+            full = len(self._held) >= self._owners_max
+            return f"{self._owners_max} tenants have large requests, the limit" if full else ""
+        if jobs >= self._jobs_max:
+            return f"{jobs} large requests are waiting, the limit"
+        if size_bytes > self._bytes_max:
+            return (
+                f"the large requests that are waiting would take {size_bytes} bytes; "
+                f"the limit is {self._bytes_max}"
+            )
+        return ""
+
+
+class Turns:
+    """Gives places to jobs: those of one owner in order, the owners in turns.
+
+    An owner with many jobs delays another's by one. Nothing is bounded here: the callers are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._closed = False
+
+    async def take(self, owner: str) -> None:
+        """Wait for a place; the caller gives it back once the job has ended.
+
+        Raises:
+            Unavailable: The process is leaving.
+        """
+        self._check_open()
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+            self._check_open()
+        except BaseException:
+            self._give_up(owner, turn)
+            raise
+
+    def give_back(self) -> None:
+        """Pass a place on to the next owner, who goes to the end of the row."""
+        while self._waiting:
+            owner, turns = next(iter(self._waiting.items()))
+            del self._waiting[owner]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def close(self) -> None:
+        """Refuse every job that waits, and later ones."""
+        self._closed = True
+        for turns in self._waiting.values():
+            for turn in turns:
+                if not turn.done():
+                    turn.set_exception(_leaving())
+        self._waiting.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _leaving()
+
+    def _give_up(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """Take a job whose caller left out of the row, or pass its turn on if it has come."""
+        turns = self._waiting.get(owner, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
+        elif not turn.cancelled() and turn.exception() is None:
+            self.give_back()
+
+
+def _leaving() -> Unavailable:
+    return Unavailable("this process is leaving", retry_after_s=0.0)
