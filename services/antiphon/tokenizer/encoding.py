@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _LIGHT_CHARACTERS = 16 * 1024
 _LIGHT_MESSAGES = 64
+"""Calls of tools count as messages do."""
 TEXT_END = 64
 """How much of a rendered text is told: every mark of thinking fits."""
 
@@ -58,16 +59,19 @@ class Text:
     def is_heavy(self) -> bool:
         """Whether encoding it would hold the interpreter for more than about 10 ms."""
         messages = self.messages or ()
+        calls = [call for message in messages for call in message.tool_calls]
+        if len(messages) + len(calls) > _LIGHT_MESSAGES:
+            return True
         beside = len(self.template.tools or "") + len(self.template.options or "")
-        thought = sum(
-            len(message.reasoning_content or "")
-            + sum(len(call.arguments) for call in message.tool_calls)
+        beside += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
+        beside += sum(
+            len(message.role)
+            + len(message.name or "")
+            + len(message.reasoning_content or "")
+            + len(message.tool_call_id or "")
             for message in messages
         )
-        return (
-            len(messages) > _LIGHT_MESSAGES
-            or self.characters + beside + thought > _LIGHT_CHARACTERS
-        )
+        return self.characters + beside > _LIGHT_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)

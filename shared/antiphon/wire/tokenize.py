@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from antiphon.wire.base import Message, Value
-from antiphon.wire.bounds import Count, Signed, TokenCount, UnixMs
+from antiphon.wire.bounds import Count, ShortText, Signed, TokenCount, UnixMs
 from antiphon.wire.digests import CacheSalt
 from antiphon.wire.ids import DEFAULT_TENANT, ModelName, RequestId, TenantId
 from antiphon.wire.sampling import MinP, RepetitionPenalty, Temperature, TopP
@@ -21,8 +21,8 @@ CALLS_MAX = 1024
 class MessageToolCall(Value):
     """A call that the assistant made in a turn. `arguments` is the JSON text of an object."""
 
-    id: str
-    name: str
+    id: ShortText
+    name: ShortText
     arguments: str = "{}"
 
 
@@ -38,10 +38,10 @@ class ChatMessage(Value):
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str
-    name: str | None = None
+    name: ShortText | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[tuple[MessageToolCall, ...], Meta(max_length=CALLS_MAX)] = ()
-    tool_call_id: str | None = None
+    tool_call_id: ShortText | None = None
     without_content: bool = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,3 +204,34 @@ def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
 
 def test_both_texts_of_a_pair_count_for_its_size(folder: Path):
     assert isinstance(encode(folder, Text(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)
+
+
+LONG = "a" * 20_000
+TURN = ChatMessage(role="assistant", content="a")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage(role="user", content=LONG),
+        msgspec.structs.replace(TURN, role=LONG),
+        msgspec.structs.replace(TURN, name=LONG),
+        msgspec.structs.replace(TURN, reasoning_content=LONG),
+        msgspec.structs.replace(TURN, tool_call_id=LONG),
+        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id=LONG, name="f"),)),
+        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id="1", name=LONG),)),
+        msgspec.structs.replace(
+            TURN, tool_calls=(MessageToolCall(id="1", name="f", arguments=LONG),)
+        ),
+        msgspec.structs.replace(TURN, tool_calls=(MessageToolCall(id="1", name="f"),) * 65),
+    ],
+    ids=("content", "role", "name", "thinking", "answered", "id", "call", "arguments", "calls"),
+)
+def test_text_is_heavy_by_every_part_of_a_message(message: ChatMessage) -> None:
+    assert Text((message,), None).is_heavy
+
+
+def test_short_conversation_with_calls_is_not_heavy() -> None:
+    call = MessageToolCall(id="call_1", name="f", arguments='{"a": 1}')
+    turn = msgspec.structs.replace(TURN, name="f", tool_call_id="call_1", tool_calls=(call,))
+    assert not Text((turn,) * 8, None).is_heavy

@@ -60,6 +60,11 @@ FREE_FORM = frozenset(
 )
 """Fields that are, or hold, JSON of a free form."""
 
+Name = Annotated[str, Meta(max_length=256)]
+"""A name of a function, or of who speaks. OpenAI's API allows 64 characters."""
+CallId = Annotated[str, Meta(max_length=1024)]
+"""Some proxies put what they have to remember into the ids of calls."""
+
 Messages = Annotated[list[T], Meta(max_length=MESSAGES_MAX)]
 Parts = Annotated[list[T], Meta(max_length=PARTS_MAX)]
 Tools = Annotated[list[T], Meta(max_length=TOOLS_MAX)]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.limits import Messages, Parts, Tools
+from antiphon.gateway.http.limits import Messages, Name, Parts, Tools
 from antiphon.wire.sampling import STOPS_MAX, StopString, TopP
 
 Json = dict[str, msgspec.Raw]
@@ -21,7 +21,7 @@ Budget = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=0)]
 StopSequences = Annotated[list[StopString], Meta(max_length=STOPS_MAX)]
-CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+CallId = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 def _is(meaning: str) -> Meta:
@@ -69,7 +69,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use", tag_field="type"
     """A call of the assistant's."""
 
     id: CallId
-    name: str
+    name: Name
     input: Json
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.limits import Messages, Parts, Tools
+from antiphon.gateway.http.limits import CallId, Messages, Name, Parts, Tools
 from antiphon.gateway.http.openai.bodies import Json, Stops, TopLogprobs
 from antiphon.wire.sampling import (
     AdditivePenalty,
@@ -67,14 +67,14 @@ class OllamaFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What was called; `arguments` is an object, `index` counts the calls of an answer."""
 
     index: int | None = None
-    name: str
+    name: Name
     arguments: Json | None = None
 
 
 class OllamaCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A call of a tool, of an earlier turn or of an answer."""
 
-    id: str | None = None
+    id: CallId | None = None
     function: OllamaFunction
 
 
@@ -86,8 +86,8 @@ class OllamaTurn(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str | None = None
     images: Parts[str] | None = None
     tool_calls: Parts[OllamaCall] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+    tool_name: Name | None = None
+    tool_call_id: CallId | None = None
 
 
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.gateway.http.forms import Schema
-from antiphon.gateway.http.limits import Ids, Messages, Parts, Tools
+from antiphon.gateway.http.limits import CallId, Ids, Messages, Name, Parts, Tools
 from antiphon.gateway.http.native.bodies import SessionParams
 from antiphon.wire.digests import CacheSaltText
 from antiphon.wire.generate import CHOICES_MAX, LogitBiases
@@ -174,14 +174,14 @@ class ContentPart(msgspec.Struct, frozen=True):
 class FunctionCall(msgspec.Struct, frozen=True):
     """What was called; `arguments` is an object, or the JSON text of one."""
 
-    name: str
+    name: Name
     arguments: str | Json = "{}"
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call in an earlier turn of the assistant."""
 
-    id: str = ""
+    id: CallId = ""
     type: str = "function"
     index: int | None = None
     function: FunctionCall
@@ -197,10 +197,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Speaker
     content: str | Parts[ContentPart] | None = None
-    name: str | None = None
+    name: Name | None = None
     reasoning_content: str | None = None
     tool_calls: Parts[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: CallId | None = None
     function_call: Json | None = None
     prefix: bool | None = None
 

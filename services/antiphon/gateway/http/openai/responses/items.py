@@ -8,7 +8,7 @@ from uuid import uuid4
 import msgspec
 
 from antiphon.gateway.http.fields import decode
-from antiphon.gateway.http.limits import Parts
+from antiphon.gateway.http.limits import CallId, Name, Parts
 from antiphon.gateway.http.openai.logprobs import TokenLogprob
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
@@ -80,9 +80,9 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
     id: str | None = None
     status: Status | None = None
-    call_id: str
-    name: str
-    namespace: str | None = None
+    call_id: CallId
+    name: Name
+    namespace: Name | None = None
     arguments: str
 
 
@@ -93,9 +93,9 @@ class CustomCallItem(
 
     id: str | None = None
     status: Status | None = None
-    call_id: str
-    name: str
-    namespace: str | None = None
+    call_id: CallId
+    name: Name
+    namespace: Name | None = None
     input: str
 
 
@@ -106,7 +106,7 @@ class CallOutputItem(
 
     id: str | None = None
     status: Status | None = None
-    call_id: str
+    call_id: CallId
     output: str | Parts[InputText]
 
 
@@ -117,8 +117,8 @@ class CustomCallOutputItem(
 
     id: str | None = None
     status: Status | None = None
-    call_id: str
-    output: str | list[InputText]
+    call_id: CallId
+    output: str | Parts[InputText]
 
 
 Item = (
