@@ -89,6 +89,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         priority: None takes the tenant's.
         cache_salt: Who may share its cached prefixes, by `wire.digests.cache_salt`.
         timeout_s: None takes the configured one.
+        private: Whether request logs and crash dumps leave it out.
     """
 
     door: str
@@ -120,6 +121,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     key: ClientKey | None = None
     timeout_s: float | None = None
     traceparent: str | None = None
+    private: bool = False
 
 
 def check(ask: Ask) -> None:

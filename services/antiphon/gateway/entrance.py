@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +13,7 @@ from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.ask import PROBE_DOOR, check
 from antiphon.gateway.details import DetailRoom, check_start
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
+from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.sampling import NOTHING, Seeds, answer_tokens, sampling_params
 from antiphon.gateway.stream import Stream
 from antiphon.service.deadline import deadline_in
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.driver import Driver
     from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
     from antiphon.wire.tokenize import EncodeReply
@@ -57,6 +60,7 @@ class Entrance:
         tokenizers: TokenizerCalls,
         metrics: GatewayMetrics,
         access: Access,
+        request_log: RequestLog,
     ) -> None:
         self._runtime = runtime
         self._model = model
@@ -64,6 +68,7 @@ class Entrance:
         self._tokenizers = tokenizers
         self._metrics = metrics
         self._access = access
+        self._request_log = request_log
         gateway = runtime.settings.gateway
         self._model_defaults = gateway.sampling_defaults == "model"
         self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=SamplingDefaults)
@@ -193,6 +198,7 @@ class Entrance:
         came_at = clock.now()
         timeout_s = ask.timeout_s or self._runtime.settings.gateway.request_timeout_s
         deadline_unix_ms = deadline_in(timeout_s, clock)
+        record = self._request_log.begin(ask, request_id)
         whole = span(
             f"gateway.{ask.door}", ask.traceparent, request_id=request_id, tenant=ask.tenant
         ).start()
@@ -212,8 +218,11 @@ class Entrance:
             room.take(submit, ask.detail_fields, hidden_size=encoded.hidden_size)
         except BaseException as error:
             whole.end(error)
+            if record is not None:
+                self._request_log.refuse(record, error, came_at)
             raise
-        stream = Stream(submit, whole, hold, door=ask.door, came_at=came_at, opened_at=clock.now())
+        kind = Stream if record is None else partial(RecordedStream, record, self._request_log)
+        stream = kind(submit, whole, hold, door=ask.door, came_at=came_at, opened_at=clock.now())
         stream.inside = inside
         stream.labels = self._metrics.custom.current()
         stream.name = _name(ask)

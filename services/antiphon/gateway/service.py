@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import asyncio
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,18 +26,20 @@ from antiphon.gateway.metrics import GatewayMetrics
 from antiphon.gateway.nats.embed import Embeds
 from antiphon.gateway.nats.generate import Generations
 from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.gateway.request_log.crash_dump import dump_on_quit
+from antiphon.gateway.request_log.request_log import RequestLog
 from antiphon.service.endpoint import Follow
 from antiphon.service.metrics_feed import report_of
 from antiphon.service.model import served_name, served_names
 from antiphon.service.probes import probe_routes
 from antiphon.service.room import OPEN_BYTES, check_room
 from antiphon.service.service import Report
-from antiphon.wire.base import Role
+from antiphon.wire.base import Role, State
 from antiphon.wire.errors import Unavailable
 from antiphon.wire.routes import ABORT, METRICS, NOTICE, TEXT
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Generator, Sequence
 
     from antiphon.config.settings import Settings
     from antiphon.gateway.model_metrics import ModelMetrics
@@ -83,8 +86,10 @@ class GatewayService:
         owner = Owner(runtime.process, self._model, runtime.clock, limits)
         self._driver = driver = Driver(owner, runtime, self._model, metrics)
         tokenizers = TokenizerCalls(runtime, self._model)
+        self._request_log = requests = RequestLog(runtime, self._model)
+        await asyncio.to_thread(requests.check_folders)
         self._entrance = entrance = Entrance(
-            runtime, self._model, driver, tokenizers, metrics, access
+            runtime, self._model, driver, tokenizers, metrics, access, requests
         )
         self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
         self._embeds = Embeds(
@@ -103,6 +108,7 @@ class GatewayService:
             detached,
             bodies,
             self._model_metrics.ports,
+            requests,
         )
         metrics.watch_open(lambda: driver.open_count)
         probes = probe_routes(runtime.health, runtime.metrics, partial(is_admin, access))
@@ -116,10 +122,12 @@ class GatewayService:
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))
             try:
-                yield
+                with self._dumps_requests():
+                    yield
             finally:
                 await driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
                 await self._generations.close()
+                await requests.close()
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""
@@ -132,6 +140,21 @@ class GatewayService:
             *self._generations.endpoints(),
             *self._embeds.endpoints(),
         )
+
+    @contextmanager
+    def _dumps_requests(self) -> Generator[None]:
+        """Leave the requests in a file if the gateway crashes, where there is a folder for it."""
+        requests = self._request_log
+        if requests.crash_dump is None:
+            yield
+            return
+        with dump_on_quit(requests.dump):
+            try:
+                yield
+            except BaseException as error:
+                if self._runtime.health.state is not State.STARTING:
+                    requests.dump(f"the gateway failed: {type(error).__name__}: {error}")
+                raise
 
     def _show_model(self, runtime: Runtime) -> ModelMetrics:
         """Have `/metrics` show the whole model."""

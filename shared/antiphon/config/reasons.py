@@ -88,7 +88,6 @@ REFUSED: Mapping[str, str] = {
     "loaders": "Weights are read from files; copy the checkpoint to a folder and name it by "
     "--model-path.",
     "lora": "LoRA adapters are not built; merge the adapter into the model and serve the result.",
-    "metrics_file": "Metrics are served at /metrics, not written to files; scrape the page.",
     "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
     "moe": "One worker computes all experts of a model with the CPU's kernels; --dp-size starts "
     "more workers, which share the requests.",
@@ -113,7 +112,6 @@ REFUSED: Mapping[str, str] = {
     "recv_interval": "Commands are read before every step; remove the flag.",
     "remote_sampling": "Code from a request is never run; the named processors of docs/http.md "
     "and logit_bias are there instead.",
-    "request_log": "Request logging is not built; each request is one log line without content.",
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",

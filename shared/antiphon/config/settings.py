@@ -13,6 +13,7 @@ from antiphon.config.loading import LoadConfig
 from antiphon.config.metrics import MetricsConfig
 from antiphon.config.model import ModelConfig
 from antiphon.config.process import BusConfig, HealthConfig, ServiceConfig, TelemetryConfig
+from antiphon.config.request_log import RequestLogConfig
 from antiphon.config.responses import ResponsesConfig
 from antiphon.config.scheduler import SchedulerConfig
 from antiphon.config.schema import Config
@@ -34,6 +35,7 @@ class Settings(Config):
     telemetry: TelemetryConfig = TelemetryConfig()
     metrics: MetricsConfig = MetricsConfig()
     gateway: GatewayConfig = GatewayConfig()
+    request_log: RequestLogConfig = RequestLogConfig()
     access: AccessConfig = AccessConfig()
     responses: ResponsesConfig = ResponsesConfig()
     sessions: SessionsConfig = SessionsConfig()

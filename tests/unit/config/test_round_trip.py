@@ -59,7 +59,9 @@ NARROW: dict[str, SearchStrategy[Value]] = {
     "gateway.chat_template_kwargs": st.sampled_from(["{}", '{"enable_thinking": false}']),
     "gateway.root_path": st.sampled_from(["", "/llm", "/llm/a/"]),
     "gateway.preferred_sampling": st.sampled_from(["{}", '{"top_p": 0.5}']),
-    "gateway.chat_template_kwargs": st.sampled_from(["{}", '{"enable_thinking": false}']),
+    "request_log.level": st.integers(0, 3),
+    "request_log.target": st.sampled_from(["stdout", "/var/log/antiphon stdout"]),
+    "request_log.export_metrics": st.just(value=False),  # else it needs a folder
     "load.config_overrides": st.sampled_from(["{}", '{"rope_theta": 1e6}']),
     **{path: st.integers(0, 65535) for path in PORTS},
 }

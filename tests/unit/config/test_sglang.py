@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PARSER = serve_parser("antiphon serve", "")
 SAMPLES = {"int": "3", "float": "7.5", "text": "x", "json": '{"a": 1}', "bool": "true"}
 SETTABLE = {
+    "--log-requests-format": "json",
     "grammar.backend": "none",
     "gateway.sampling_defaults": "openai",
     "gateway.chat_template_kwargs": '{"enable_thinking": false}',
@@ -127,6 +128,10 @@ def test_a_flag_that_is_also_ours_means_the_same() -> None:
     assert "--model-path" in shared
 
 
+NEEDED = {"--export-metrics-to-file": ("--export-metrics-to-file-dir", "folder")}
+"""What must be typed beside an argument."""
+
+
 @pytest.mark.parametrize("row", TARGETS, ids=by_flag)
 def test_an_alias_sets_its_setting(row: Row) -> None:
     path = row.path
@@ -134,7 +139,8 @@ def test_an_alias_sets_its_setting(row: Row) -> None:
     sample = SETTABLE.get(row.flags[0], SETTABLE.get(path, "1"))
     value = [sample] if row.takes != "switch" else []
     for flag in row.flags:
-        assert serve([flag, *value]).given[path].source == flag
+        typed = serve([flag, *value, *NEEDED.get(flag, ())])
+        assert typed.given[path].source == flag
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=by_flag)

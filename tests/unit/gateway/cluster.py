@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.transport import Transport
     from antiphon.config.model import ModelConfig
+    from antiphon.config.request_log import RequestLogConfig
     from antiphon.config.responses import ResponsesConfig
     from antiphon.config.settings import Settings
     from antiphon.service.peers import Peer
@@ -394,6 +395,7 @@ def settings(
     model: ModelConfig | None = None,
     names: str = MODEL,
     base: Settings = QUICK,
+    request_log: RequestLogConfig | None = None,
     **gateway: object,
 ) -> Settings:
     """`QUICK`, or `base` with its heartbeats, for the toy model, on any port."""
@@ -404,6 +406,7 @@ def settings(
         access=access or AccessConfig(),
         responses=responses or base.responses,
         model=model or base.model,
+        request_log=request_log or base.request_log,
         # A memory bus keeps nothing.
         sessions=sessions or SessionsConfig(store=False),
         gateway=msgspec.structs.replace(
@@ -430,6 +433,7 @@ async def house(
     model: ModelConfig | None = None,
     names: str = MODEL,
     base: Settings = QUICK,
+    request_log: RequestLogConfig | None = None,
     **gateway: object,
 ) -> AsyncGenerator[House]:
     """A gateway among living peers, on a memory bus unless told otherwise."""
@@ -443,6 +447,7 @@ async def house(
         model=model,
         names=names,
         base=base,
+        request_log=request_log,
         **gateway,
     )
     service = GatewayService(chosen)

@@ -46,6 +46,11 @@ class Access:
         return bool(self._config.api_key or self._config.keys_file)
 
     @property
+    def admin_guarded(self) -> bool:
+        """Whether a key is asked for where an operator's call is made."""
+        return self.guarded or bool(self._config.admin_api_key)
+
+    @property
     def names(self) -> tuple[TenantId, ...]:
         """The tenants that are known, in the order of the file."""
         return tuple(self._tenants)
@@ -83,7 +88,7 @@ class Access:
             Forbidden: It is known, and not an operator's.
         """
         known = self._ring.owner(key) if key is not None else None
-        closed = self.guarded or (admin and bool(self._config.admin_api_key))
+        closed = self.admin_guarded if admin else self.guarded
         if known is None and closed:
             text = "this key is not known" if key else "show a key: Authorization: Bearer <key>"
             raise Unauthorized(text)

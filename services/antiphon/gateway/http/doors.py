@@ -14,6 +14,7 @@ from antiphon.gateway.http.native.generation import Generation
 from antiphon.gateway.http.native.health import Health
 from antiphon.gateway.http.native.in_session import InSession
 from antiphon.gateway.http.native.info import Info
+from antiphon.gateway.http.native.logging_control import LoggingControl
 from antiphon.gateway.http.native.parsing import Parsing
 from antiphon.gateway.http.ollama.embedding import OllamaEmbedding
 from antiphon.gateway.http.ollama.generation import OllamaGeneration
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from antiphon.gateway.http.detached import Detached
     from antiphon.gateway.http.operation import Operation
     from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.request_log.request_log import RequestLog
     from antiphon.service.service import Runtime
     from antiphon.wire.base import Process
     from antiphon.wire.ids import ModelName, TenantId
@@ -61,6 +63,7 @@ def operations(
     detached: Detached,
     bodies: BodyReader,
     metrics_ports: Callable[[], Mapping[str, int]],
+    request_log: RequestLog,
 ) -> Sequence[Operation]:
     """All that can be asked."""
     gateway = runtime.settings.gateway
@@ -109,6 +112,7 @@ def operations(
         *Info(runtime, model, tokenizers, workers, metrics_ports).operations(),
         *Health(runtime, model, answering, tokenizers).operations(),
         *control.operations(),
+        *LoggingControl(answering, request_log, access).operations(),
         *Parsing(answering).operations(),
         *AbsentRoutes().operations(),
     )

@@ -188,3 +188,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     extra_key: Annotated[
         CacheSaltText | PerPrompt[CacheSaltText] | None, _is("Likewise; both must be the same.")
     ] = None
+    no_logs: Annotated[
+        bool | None, _is("Leaves the request out of request logs and crash dumps.")
+    ] = None

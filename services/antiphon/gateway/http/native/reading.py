@@ -255,6 +255,7 @@ def _ask(
         priority=body.priority,
         cache_salt=salt,
         key=None if name is None else ClientKey(name),
+        private=bool(body.no_logs),
     )
 
 

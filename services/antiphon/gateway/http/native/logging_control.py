@@ -1,0 +1,140 @@
+"""POST /configure_logging: what this gateway logs of requests, changed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
+from antiphon.gateway.http.fields import Refused
+from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.request_log.request_log import Logging
+from antiphon.gateway.request_log.writer import folder_of, make_folder
+from antiphon.wire.errors import Forbidden, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiohttp import web
+
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.request_log.request_log import RequestLog
+
+_TARGET = "log_requests_target"
+_PICKLE = (
+    "requests are not dumped as pickle files, since reading one runs code; log_requests_level 3 "
+    "with a folder as log_requests_target writes them as JSON lines"
+)
+_START = "the folder of crash dumps is chosen at the start, by --crash-dump-folder"
+REFUSED: Mapping[str, Refused] = {
+    "dump_requests_folder": Refused(_PICKLE, (None, "")),
+    "dump_requests_threshold": Refused(_PICKLE, (None, 1000)),
+    "crash_dump_folder": Refused(_START, (None,)),
+}
+T = TypeVar("T")
+Place = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class ConfigureLogging(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /configure_logging. What is null or absent stays as it is."""
+
+    log_requests: bool | None = None
+    log_requests_level: LogLevel | None = None
+    log_requests_format: LogFormat | None = None
+    log_requests_target: (
+        Annotated[list[Place], Meta(min_length=1, max_length=TARGETS_MAX)] | Place | None
+    ) = None
+
+
+class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are logged now."""
+
+    success: bool = True
+    message: str
+    log_requests: bool
+    log_requests_level: int
+    log_requests_format: str
+    log_requests_target: list[str]
+
+
+class LoggingControl:
+    """Changes the request log of this gateway; others keep theirs."""
+
+    def __init__(self, answering: Answering, request_log: RequestLog, access: Access) -> None:
+        self._answering = answering
+        self._request_log = request_log
+        self._access = access
+
+    def operations(self) -> list[Operation]:
+        """One."""
+        return [
+            Operation(
+                method="POST",
+                path="/configure_logging",
+                admin=True,
+                answer=self._configure,
+                summary="Changes what this gateway logs of requests.",
+                body=ConfigureLogging,
+                reply=LoggingConfigured,
+                refused=REFUSED,
+                examples=({"log_requests": True, "log_requests_level": 1},),
+            )
+        ]
+
+    async def _configure(self, request: web.Request) -> web.Response:
+        body = await self._answering.read(
+            request, ConfigureLogging, lambda body: body, REFUSED, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+        now = self._request_log.logging
+        wanted = Logging(
+            enabled=_or(body.log_requests, now.enabled),
+            level=_or(body.log_requests_level, now.level),
+            format=_or(body.log_requests_format, now.format),
+            target=now.target if body.log_requests_target is None else _places(body),
+        )
+        if wanted.enabled:
+            for name in wanted.target:
+                if name != STDOUT:
+                    await self._check_folder(name)
+        self._request_log.configure(wanted)
+        return json_reply(
+            LoggingConfigured(
+                message=f"Requests are {'' if wanted.enabled else 'not '}logged.",
+                log_requests=wanted.enabled,
+                log_requests_level=wanted.level,
+                log_requests_format=wanted.format,
+                log_requests_target=list(wanted.target),
+            )
+        )
+
+    async def _check_folder(self, name: str) -> None:
+        """Refuse a folder that cannot be used, or that a stranger may not choose."""
+        if name not in self._request_log.folders and not self._access.admin_guarded:
+            text = (
+                f"{_TARGET}: {name} is not named by --log-requests-target; another folder is taken "
+                "only where the server has keys (--api-key or --admin-api-key)"
+            )
+            raise Forbidden(text, param=_TARGET)
+        try:
+            await asyncio.to_thread(make_folder, folder_of(name))
+        except OSError as error:
+            raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error
+
+
+def _places(body: ConfigureLogging) -> tuple[str, ...]:
+    given = body.log_requests_target
+    text = given if isinstance(given, str) else " ".join(given or ())
+    try:
+        return targets(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{_TARGET}: {error}", param=_TARGET) from error
+
+
+def _or(value: T | None, other: T) -> T:
+    return other if value is None else value

@@ -1,0 +1,1 @@
+"""Records of requests: a log, a file of metrics, and what a crash leaves behind."""

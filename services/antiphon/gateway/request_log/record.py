@@ -1,0 +1,220 @@
+"""What is known of one request: kept by the request log from its arrival until some time after it.
+
+The loop fills a record until the request has ended; from then on it does not change, so that the
+writer's thread may read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from antiphon.wire.base import Usage
+from antiphon.wire.tokenize import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.owner.actions import Finished
+    from antiphon.wire.ids import RequestId
+
+CUT_CHARACTERS = 2048
+"""How much of an input or an output is logged at level 2, and of a parameter at level 1."""
+_BASE_BYTES = 1024
+"""What a record counts for without its texts."""
+_ID_BYTES = 8
+_NAMES = {
+    "tokens_min": "min_new_tokens",
+    "seed": "sampling_seed",
+    "processors": "custom_logit_processor",
+}
+"""SGLang's names of sampling parameters that have another one here."""
+_NO_SAMPLING = frozenset({"details"})
+_MORE = "..."
+
+
+class Input(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request was sent with. It refers to the texts of the request and copies none."""
+
+    messages: tuple[ChatMessage, ...] | None = None
+    text: str | None = None
+    pair: str | None = None
+    suffix: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    tools: str | None = None
+    chat_template_kwargs: str | None = None
+
+    @classmethod
+    def of(cls, ask: Ask) -> Input:
+        """Take the input of a request."""
+        return cls(
+            messages=ask.messages,
+            text=ask.prompt,
+            pair=ask.pair,
+            suffix=ask.suffix,
+            input_ids=ask.prompt_ids,
+            tools=ask.template.tools,
+            chat_template_kwargs=ask.template.options,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory its texts take."""
+        texts = (self.text, self.pair, self.suffix, self.tools, self.chat_template_kwargs)
+        size = sum(len(text) for text in texts if text is not None)
+        size += _ID_BYTES * len(self.input_ids or ())
+        return size + sum(
+            len(message.content) + len(message.reasoning_content or "") + 256
+            for message in self.messages or ()
+        )
+
+    def cut(self) -> Mapping[str, object]:
+        """Write the first `CUT_CHARACTERS` of it."""
+        cut = Cut()
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: cut.value(value) for name, value in fields.items() if value is not None}
+
+
+class Cut:
+    """Cuts a value after so many characters of text in it; goes no further into it than that."""
+
+    def __init__(self, characters: int = CUT_CHARACTERS) -> None:
+        self._left = characters
+
+    def value(self, value: object) -> object:
+        """Return as much of it as there is room for."""
+        match value:
+            case str():
+                taken = value[: max(0, self._left)]
+                self._left -= len(value)
+                return value if len(taken) == len(value) else taken + _MORE
+            case tuple() | list():
+                return self._items(cast("Sequence[object]", value))
+            case msgspec.Struct():
+                fields = msgspec.structs.asdict(value)
+                defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
+                kept = {name: one for name, one in fields.items() if one != defaults[name]}
+                return {name: self.value(one) for name, one in kept.items()}
+            case dict():
+                named = cast("dict[str, object]", value)
+                return {name: self.value(one) for name, one in named.items()}
+            case _:
+                self._left -= len(str(value)) + 1
+                return value
+
+    def _items(self, values: Sequence[object]) -> list[object]:
+        found: list[object] = []
+        for value in values:
+            if self._left <= 0:
+                found.append(_MORE)
+                break
+            found.append(self.value(value))
+        return found
+
+
+class RequestRecord:
+    """One request.
+
+    Attributes:
+        request_id: Its id in the cluster, and `rid` what the client calls it, or else the same.
+        api: By which API it came.
+        received_unix_ms: When it came.
+        sampling: The sampling parameters that it names, where these are logged.
+        content: Its input, where that is logged or dumped; cut already, or `Input`.
+        room: How many more characters of each output are kept.
+        held_bytes: What it counts for among the texts that are held.
+        texts: The output of each choice, in pieces; empty where outputs are not kept.
+        cut: Whether a text is longer than what is kept of it.
+        logged: Whether its arrival was logged.
+        private: Whether the client wants it left out of logs and dumps.
+        finish_reasons: Why each choice ended; None: it has not.
+        outcome: How it ended: the reason of its last choice, or the code of an error.
+    """
+
+    __slots__ = (
+        "api",
+        "choices",
+        "content",
+        "cut",
+        "decode_s",
+        "e2e_s",
+        "ended_at",
+        "ended_unix_ms",
+        "error",
+        "finish_reasons",
+        "first_token_s",
+        "held_bytes",
+        "logged",
+        "outcome",
+        "priority",
+        "private",
+        "received_unix_ms",
+        "request_id",
+        "rid",
+        "room",
+        "sampling",
+        "tenant",
+        "texts",
+        "usage",
+    )
+
+    def __init__(self, ask: Ask, request_id: RequestId, received_unix_ms: int) -> None:
+        self.request_id = request_id
+        self.rid = str(request_id if ask.key is None else ask.key)
+        self.tenant = ask.tenant
+        self.api = ask.door
+        self.priority = ask.priority
+        self.choices = ask.choices
+        self.received_unix_ms = received_unix_ms
+        self.sampling: Mapping[str, object] | None = None
+        self.content: Input | Mapping[str, object] | None = None
+        self.room = [0] * ask.choices
+        self.held_bytes = _BASE_BYTES
+        self.texts: list[list[str]] = [[] for _ in range(ask.choices)]
+        self.cut = False
+        self.logged = False
+        self.private = ask.private
+        self.finish_reasons: list[str | None] = [None] * ask.choices
+        self.outcome: str | None = None
+        self.error: str | None = None
+        self.usage = Usage()
+        self.ended_at: float | None = None
+        self.ended_unix_ms: int | None = None
+        self.first_token_s: float | None = None
+        self.e2e_s: float | None = None
+        self.decode_s: float | None = None
+
+    def keep(self, choice: int, text: str) -> int:
+        """Keep as much of a piece of output as there is room for; return its characters."""
+        if len(text) > self.room[choice]:
+            self.cut = True
+            text = text[: self.room[choice]]
+        if text:
+            self.room[choice] -= len(text)
+            self.texts[choice].append(text)
+        return len(text)
+
+    def finish(self, event: Finished) -> None:
+        """A choice has ended."""
+        self.finish_reasons[event.choice] = str(event.reason)
+
+
+def sampling_of(ask: Ask) -> dict[str, object]:
+    """The sampling parameters that a request names, under SGLang's names; long ones are cut."""
+    found: dict[str, object] = {}
+    for name, field in zip(
+        ask.sampling.__struct_fields__, msgspec.structs.fields(ask.sampling), strict=True
+    ):
+        value = getattr(ask.sampling, name)
+        if name not in _NO_SAMPLING and value not in (None, {}, field.default):
+            found[_NAMES.get(name, name)] = Cut().value(value)
+    named = {
+        "max_new_tokens": ask.tokens_max,
+        "n": ask.choices if ask.choices > 1 else None,
+        "stop": ask.stop.strings or None,
+        "stop_regex": ask.stop.patterns or None,
+        "dimensions": None if ask.pool is None else ask.pool.dimensions,
+    }
+    return found | {name: Cut().value(one) for name, one in named.items() if one is not None}

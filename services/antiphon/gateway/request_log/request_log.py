@@ -1,0 +1,340 @@
+"""Follows every request from its arrival to its end, and has written what is switched on.
+
+The entrance begins a record, the request's stream feeds it, and its terminal ends it: no endpoint
+takes part. With nothing switched on there are no records, and a stream does not know of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from prometheus_client import Counter
+
+from antiphon.config.errors import ConfigError
+from antiphon.config.request_log import STDOUT, LogFormat, LogLevel, targets
+from antiphon.gateway.ask import PROBE_DOOR
+from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.request_log import lines
+from antiphon.gateway.request_log.crash_dump import CrashDump
+from antiphon.gateway.request_log.record import (
+    CUT_CHARACTERS,
+    Input,
+    RequestRecord,
+    sampling_of,
+)
+from antiphon.gateway.request_log.writer import (
+    HourlyFile,
+    RecordWriter,
+    StandardOutput,
+    folder_of,
+    make_folder,
+)
+from antiphon.gateway.stream import Stream
+from antiphon.wire.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from antiphon.gateway.access.tenant import Hold
+    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.owner.actions import Ended, StreamEvent
+    from antiphon.service.service import Runtime
+    from antiphon.telemetry.tracing import Span
+    from antiphon.wire.ids import RequestId
+    from antiphon.wire.submit import SubmitRequest
+
+log = logging.getLogger(__name__)
+
+FINISHED_S = 300.0
+"""How long a finished request is held for a crash dump."""
+_ALL_CHARACTERS = 2**62
+_QUEUED_BYTES = 2048
+"""What a queued record counts for beside its texts."""
+
+
+class Target(Protocol):
+    """Where lines go."""
+
+    def write(self, line: bytes, unix_s: float) -> None:
+        """Write a line. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Release what is open; another line opens it again."""
+        ...
+
+
+class Logging(msgspec.Struct, frozen=True, kw_only=True):
+    """What of requests is logged, and where: changed while the gateway runs."""
+
+    enabled: bool
+    level: LogLevel
+    format: LogFormat
+    target: tuple[str, ...]
+
+
+class RequestLog:
+    """One a gateway.
+
+    Attributes:
+        logging: What is logged now.
+        folders: Those that the settings name for the log.
+    """
+
+    def __init__(self, runtime: Runtime, model: str) -> None:
+        config = runtime.settings.request_log
+        self._config = config
+        self._clock = runtime.clock
+        self._model = model
+        self._instance = runtime.process.instance
+        dropped = Counter(
+            "antiphon_dropped_request_records",
+            "Records of requests that were not written, by reason.",
+            ("reason",),
+            registry=runtime.metrics.registry,
+        )
+        self._dropped = dropped
+        self._writer = RecordWriter(config.queue_bytes_max, dropped, runtime.clock.now)
+        self._open: dict[RequestId, RequestRecord] = {}
+        self._finished: deque[RequestRecord] = deque()
+        self._held_bytes = 0
+        self._targets: dict[str, Target] = {}
+        self.logging = Logging(
+            enabled=config.enabled,
+            level=config.level,
+            format=config.format,
+            target=targets(config.target),
+        )
+        self.folders = frozenset(self.logging.target) - {STDOUT}
+        self._exported = (
+            HourlyFile(
+                folder_of(config.export_folder), f"request_metrics_{self._instance}", ".jsonl"
+            )
+            if config.export_metrics
+            else None
+        )
+        self.crash_dump = (
+            CrashDump(
+                folder_of(config.crash_dump_folder),
+                self._instance,
+                bytes_max=config.held_bytes_max,
+                unix_ms=runtime.clock.unix_ms,
+            )
+            if config.crash_dump_folder
+            else None
+        )
+        self._open_targets()
+
+    def check_folders(self) -> None:
+        """Make the folders that the settings name, where they are used.
+
+        Raises:
+            ConfigError: One cannot be made or written to.
+        """
+        config = self._config
+        named = [config.crash_dump_folder, config.export_folder if config.export_metrics else ""]
+        for name in (*named, *(self.folders if config.enabled else ())):
+            if name:
+                try:
+                    make_folder(folder_of(name))
+                except OSError as error:
+                    raise ConfigError(f"request_log: the folder {name}: {error}") from error
+
+    def begin(self, ask: Ask, request_id: RequestId) -> RequestRecord | None:
+        """Begin the record of a request, if any is kept."""
+        active = self.logging.enabled or self._exported is not None or self.crash_dump is not None
+        if not active or ask.door == PROBE_DOOR:
+            return None
+        record = RequestRecord(ask, request_id, self._clock.unix_ms())
+        if not record.private:
+            self._take_input(record, ask)
+        self._held_bytes += record.held_bytes
+        self._open[request_id] = record
+        if self.logging.enabled and not record.private:
+            record.logged = True
+            self._log(record, lines.received)
+        return record
+
+    def refuse(self, record: RequestRecord, error: BaseException, began_at: float) -> None:
+        """End the record of a request that was refused before it was open."""
+        record.e2e_s = self._clock.now() - began_at
+        if isinstance(error, EngineError):
+            record.outcome, record.error = error.code, error.message
+        else:
+            record.outcome = "cancelled"
+        self._end(record)
+
+    def follow(self, record: RequestRecord, event: StreamEvent) -> None:
+        """Take what a request said."""
+        match event:
+            case Said() if event.text and record.room[event.choice]:
+                self._keep(record, event.choice, event.text)
+            case Finished():
+                record.finish(event)
+            case _:
+                pass
+
+    def end(self, record: RequestRecord, stream: Stream, event: Ended) -> None:
+        """End the record of a request that was open."""
+        assert stream.ended_at is not None
+        record.usage = event.usage
+        record.outcome = event.error.code if event.error else str(stream.reason)
+        record.error = event.error.message if event.error else None
+        record.e2e_s = stream.ended_at - stream.came_at
+        if stream.said_at is not None and stream.spoke_at is not None:
+            record.first_token_s = stream.said_at - stream.came_at
+            record.decode_s = stream.spoke_at - stream.said_at
+        self._end(record)
+
+    def configure(self, wanted: Logging) -> None:
+        """Log otherwise from here on."""
+        self.logging = wanted
+        self._open_targets()
+
+    def dump(self, reason: str) -> None:
+        """Leave a crash dump, if there is a folder for it and none was written. Never raises."""
+        if self.crash_dump is not None:
+            self._forget_old()
+            held = (*self._open.values(), *reversed(self._finished))
+            self.crash_dump.write(reason, [record for record in held if not record.private])
+
+    async def close(self) -> None:
+        """Write what is queued."""
+        await self._writer.close()
+
+    def _take_input(self, record: RequestRecord, ask: Ask) -> None:
+        """Keep of the input, and prepare to keep of the output, what will be written of it."""
+        level = self.logging.level if self.logging.enabled else -1
+        whole = self.crash_dump is not None or level >= lines.EVERYTHING
+        if whole or level >= lines.PARAMETERS:
+            record.sampling = sampling_of(ask)
+        if not whole and level < lines.TEXTS:
+            return
+        content = Input.of(ask)
+        if not whole:
+            record.content = content.cut()
+            record.room = [CUT_CHARACTERS + 1] * record.choices
+            record.held_bytes += CUT_CHARACTERS
+        elif self._make_room(content.size_bytes):
+            record.content = content
+            record.room = [_ALL_CHARACTERS] * record.choices
+            record.held_bytes += content.size_bytes
+        else:
+            record.content, record.cut = content.cut(), True
+            record.room = [CUT_CHARACTERS + 1] * record.choices
+            record.held_bytes += CUT_CHARACTERS
+
+    def _keep(self, record: RequestRecord, choice: int, text: str) -> None:
+        if not self._make_room(len(text)):
+            record.room, record.cut = [0] * record.choices, True
+            return
+        size = record.keep(choice, text)
+        record.held_bytes += size
+        self._held_bytes += size
+
+    def _make_room(self, size: int) -> bool:
+        """Forget finished requests until a text fits; say whether it does."""
+        while self._held_bytes + size > self._config.held_bytes_max and self._finished:
+            self._held_bytes -= self._finished.popleft().held_bytes
+        return self._held_bytes + size <= self._config.held_bytes_max
+
+    def _end(self, record: RequestRecord) -> None:
+        record.ended_at = self._clock.now()
+        record.ended_unix_ms = self._clock.unix_ms()
+        del self._open[record.request_id]
+        if record.logged and self.logging.enabled:
+            self._log(record, lines.finished)
+        if (file := self._exported) is not None:
+            self._put(_QUEUED_BYTES, record, lambda: lines.exported(record, self._model), [file])
+        if self.crash_dump is not None and not record.private:
+            self._finished.append(record)
+            self._forget_old()
+            self._make_room(0)
+        else:
+            self._held_bytes -= record.held_bytes
+
+    def _forget_old(self) -> None:
+        since = self._clock.now() - FINISHED_S
+        while self._finished and (self._finished[0].ended_at or 0.0) < since:
+            self._held_bytes -= self._finished.popleft().held_bytes
+
+    def _log(
+        self, record: RequestRecord, line: Callable[[RequestRecord, int], dict[str, object]]
+    ) -> None:
+        level, wanted = self.logging.level, list(self._targets.values())
+        size = _QUEUED_BYTES + (record.held_bytes if level >= lines.TEXTS else 0)
+        write = lines.as_json if self.logging.format == "json" else lines.as_text
+        self._put(size, record, lambda: line(record, level), wanted, write)
+
+    def _put(
+        self,
+        size: int,
+        record: RequestRecord,
+        line: Callable[[], dict[str, object]],
+        wanted: Sequence[Target],
+        write: Callable[[dict[str, object]], bytes] = lines.as_json,
+    ) -> None:
+        unix_ms = record.ended_unix_ms or record.received_unix_ms
+
+        def run() -> None:
+            text = write(line())
+            failed: OSError | None = None
+            for target in wanted:
+                try:
+                    target.write(text, unix_ms / 1000)
+                except OSError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
+
+        self._writer.put(size, run)
+
+    def _open_targets(self) -> None:
+        """Keep the files of targets that stay, and close the others in the writer's thread."""
+        kept, before = {}, self._targets
+        for name in self.logging.target if self.logging.enabled else ():
+            kept[name] = before.get(name) or self._target(name)
+        self._targets = kept
+        for name, target in before.items():
+            if name not in kept:
+                self._writer.put(0, target.close)
+
+    def _target(self, name: str) -> Target:
+        if name == STDOUT:
+            return StandardOutput()
+        return HourlyFile(folder_of(name), f"requests_{self._instance}", ".log")
+
+
+class RecordedStream(Stream):
+    """A stream whose events are recorded as well."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        request_log: RequestLog,
+        submit: SubmitRequest,
+        trace: Span,
+        hold: Hold,
+        *,
+        door: str,
+        came_at: float,
+        opened_at: float,
+    ) -> None:
+        super().__init__(submit, trace, hold, door=door, came_at=came_at, opened_at=opened_at)
+        self._record = record
+        self._request_log = request_log
+
+    def put(self, event: StreamEvent, now: float) -> None:
+        """Add an event, wake the reader and record it."""
+        super().put(event, now)
+        try:
+            if self.ended is None:
+                self._request_log.follow(self._record, event)
+            else:
+                self._request_log.end(self._record, self, self.ended)
+        except Exception:
+            # The request goes on: whether it is recorded is not its client's concern.
+            log.exception("event not recorded", extra={"request_id": self.submit.request_id})

@@ -1,0 +1,530 @@
+"""The request log: what is written of a request, by every API, and what never is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
+from tests.unit.gateway.test_generate import visiting
+from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
+from tests.unit.gateway.test_pooling import EMBEDDER
+
+from antiphon.bus.memory import MemoryBroker, MemoryTransport
+from antiphon.config.access import AccessConfig
+from antiphon.config.errors import ConfigError
+from antiphon.config.request_log import RequestLogConfig
+from antiphon.gateway.request_log import crash_dump, request_log, writer
+from antiphon.gateway.request_log.request_log import RecordedStream
+from antiphon.gateway.request_log.writer import RecordWriter
+from antiphon.gateway.service import GatewayService
+from antiphon.testing.services import running
+from antiphon.testing.wait import until
+from antiphon.wire.errors import WorkerLost
+from antiphon.wire.generate import GenerateEnd, GenerateRequest
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.tokenize import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Line = dict[str, object]
+Body = dict[str, object]
+TEXT = "".join(SCRIPT)
+GENERATE = "/generate"
+CONFIGURE = "/configure_logging"
+ADMIN = "operator-key"
+METADATA = {
+    *("timestamp", "event", "rid", "id", "tenant", "api", "n", "priority"),
+    "request_received_ts",
+}
+END = {
+    *("outcome", "finish_reasons", "prompt_tokens", "completion_tokens", "cached_tokens"),
+    *("reasoning_tokens", "request_finished_ts", "e2e_latency", "first_token_latency"),
+    "decode_throughput",
+}
+USER = [{"role": "user", "content": "hi"}]
+ROUTES: Sequence[tuple[str, str, Body]] = [
+    ("native", GENERATE, {"text": "hi"}),
+    ("chat", CHAT, {"messages": USER}),
+    ("completion", COMPLETE, {"prompt": "hi", "model": MODEL}),
+    ("messages", "/v1/messages", {"messages": USER, "model": MODEL, "max_tokens": 20}),
+    ("responses", "/v1/responses", {"input": "hi", "model": MODEL, "store": False}),
+    ("ollama", "/api/chat", {"messages": USER, "model": MODEL}),
+    ("ollama", "/api/generate", {"prompt": "hi", "model": MODEL, "raw": True}),
+]
+
+
+def logged(folder: Path, **config: object) -> RequestLogConfig:
+    """Settings of a log in a folder, as JSON."""
+    given = {"enabled": True, "format": "json", "target": str(folder)} | config
+    return RequestLogConfig(**given)  # pyright: ignore[reportArgumentType]
+
+
+def lines(folder: Path, pattern: str = "requests_gateway-0_*.log") -> list[Line]:
+    """Every line of the files in a folder."""
+    texts = [file.read_text() for file in sorted(folder.glob(pattern))]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def dump(folder: Path) -> list[Line]:
+    """The lines of the one crash dump below a folder."""
+    (file,) = folder.rglob("crash_dump_*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def dropped(at: House, reason: str) -> float:
+    name = f'antiphon_dropped_request_records_total{{reason="{reason}"}} '
+    found = [one for one in at.gateway.metrics.text().decode().splitlines() if one.startswith(name)]
+    return float(found[0].removeprefix(name)) if found else 0.0
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("api", "path", "body"), ROUTES, ids=[route[1] for route in ROUTES])
+async def test_every_route_logs_a_request_once_at_its_arrival_and_once_at_its_end(
+    api: str, path: str, body: Body, streamed: bool, tmp_path: Path
+) -> None:
+    async with house(request_log=logged(tmp_path)) as at:
+        await answered(at, path, body | {"stream": streamed})
+    came, ended = lines(tmp_path)
+    assert (came["event"], ended["event"]) == ("request.received", "request.finished")
+    assert came["id"] == ended["id"]
+    assert api in str(came["api"])
+    assert (ended["output"], ended["outcome"]) == ([TEXT], "stop")
+    assert (ended["completion_tokens"], ended["cached_tokens"]) == (4, 1)
+
+
+async def answered(at: House, path: str, body: Body, **headers: str) -> str:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(at.url + path, json=body, headers=headers) as reply,
+    ):
+        text = await reply.text()
+        assert reply.status == 200, text
+        return text
+
+
+async def test_nats_requests_are_logged(tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path)) as at, visiting(at) as visitor:
+        message = ChatMessage(role="user", content="hi")
+        await visitor.ask(
+            GenerateRequest(model=MODEL, key=ClientKey("mine"), messages=(message,), api_key="sk-x")
+        )
+        await visitor.first(GenerateEnd)
+    came, ended = lines(tmp_path)
+    assert (came["api"], came["rid"]) == ("generate", "mine")
+    assert came["input"] == {"messages": [{"role": "user", "content": "hi"}]}
+    assert ended["output"] == [TEXT]
+    assert "sk-x" not in json.dumps([came, ended])
+
+
+async def test_an_embedding_is_logged_without_its_vector(tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path, level=3)) as at:
+        at.cluster.pooling = EMBEDDER
+        status, _, _ = await post(at, "/v1/embeddings", {"input": "one", "model": MODEL})
+        assert status == 200
+    _, ended = lines(tmp_path)
+    assert (ended["input"], ended["output"]) == ({"text": "one"}, [""])
+
+
+@pytest.mark.parametrize(
+    ("level", "more"),
+    [
+        (0, set[str]()),
+        (1, {"sampling_params"}),
+        (2, {"sampling_params", "input", "output"}),
+        (3, {"sampling_params", "input", "output"}),
+    ],
+)
+async def test_level_decides_what_a_line_holds(level: int, more: set[str], tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path, level=level)) as at:
+        await answered(at, GENERATE, {"text": "hi", "sampling_params": {"temperature": 0.0}})
+    came, ended = lines(tmp_path)
+    assert came.keys() == METADATA | (more - {"output"})
+    assert ended.keys() == METADATA | END | more
+    if more:
+        assert cast("Body", came["sampling_params"])["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(("level", "whole"), [(2, False), (3, True)])
+async def test_level_2_cuts_texts_at_2048_characters(
+    level: int, whole: bool, tmp_path: Path
+) -> None:
+    prompt = ["x" * 30] * 100
+    async with house(request_log=logged(tmp_path, level=level)) as at:
+        at.cluster.script = ("y" * 3000, "!")
+        at.cluster.words["".join(prompt)] = 7  # one token, for the context
+        await answered(at, GENERATE, {"text": "".join(prompt)})
+    _, ended = lines(tmp_path)
+    text, (output,) = cast("Body", ended["input"])["text"], cast("list[str]", ended["output"])
+    if whole:
+        assert (text, output) == ("x" * 3000, "y" * 3000 + "!")
+    else:
+        assert (text, output) == ("x" * 2048 + "...", "y" * 2048 + "...")
+
+
+async def test_text_format_writes_names_and_values_in_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with house(request_log=RequestLogConfig(enabled=True)) as at:
+        await answered(at, GENERATE, {"text": "a\nb", "rid": "mine"})
+    came, ended = [line for line in capfd.readouterr().out.splitlines() if " request." in line]
+    assert " request.received rid=mine " in came
+    assert came.endswith(' input={"text":"a\\nb"}')
+    assert " request.finished rid=mine " in ended
+    assert ended.endswith(f' output=["{TEXT}"]')
+    assert " completion_tokens=4 " in ended
+
+
+async def test_errors_and_refusals_are_logged_with_their_code(tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path)) as at:
+        status, _, _ = await post(at, GENERATE, {"input_ids": [7] * (CONTEXT_TOKENS + 1)})
+        assert status == 400
+        at.cluster.row_error = WorkerLost("the worker died")
+        status, _, _ = await post(at, GENERATE, {"text": "hi"})
+        assert status == 503
+    ends = [line for line in lines(tmp_path) if line["event"] == "request.finished"]
+    assert [line["outcome"] for line in ends] == ["prompt_too_long", "worker_lost"]
+    assert ends[1]["error"] == "the worker died"
+
+
+async def test_each_of_several_outputs_is_logged(tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path)) as at:
+        await answered(at, GENERATE, {"text": "hi", "sampling_params": {"n": 2}})
+    _, ended = lines(tmp_path)
+    assert (ended["output"], ended["finish_reasons"]) == ([TEXT, TEXT], ["stop", "stop"])
+
+
+async def test_keys_and_cache_salts_are_in_no_record(tmp_path: Path) -> None:
+    config = logged(
+        tmp_path,
+        level=3,
+        crash_dump_folder=str(tmp_path),
+        export_metrics=True,
+        export_folder=str(tmp_path),
+    )
+    async with house(access=AccessConfig(api_key="sk-secret"), request_log=config) as at:
+        for header in ({"Authorization": "Bearer sk-secret"}, {"X-Api-Key": "sk-secret"}):
+            body: Body = {"text": "hi", "cache_salt": "salt-secret", "extra_key": "salt-secret"}
+            await answered(at, GENERATE, body, **header)
+        at.service._request_log.dump("a test")
+    texts = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(texts) == 3
+    assert all("hi" in text or "request_metrics" for text in texts)
+    assert "secret" not in "".join(texts)
+
+
+async def test_no_logs_leaves_a_request_out_of_log_and_dump(tmp_path: Path) -> None:
+    config = logged(
+        tmp_path,
+        crash_dump_folder=str(tmp_path),
+        export_metrics=True,
+        export_folder=str(tmp_path),
+    )
+    async with house(request_log=config) as at:
+        await answered(at, GENERATE, {"text": "private", "rid": "one", "no_logs": True})
+        await answered(at, GENERATE, {"text": "public", "rid": "two"})
+        at.service._request_log.dump("a test")
+    assert {line["rid"] for line in lines(tmp_path)} == {"two"}
+    assert {line["rid"] for line in dump(tmp_path)[1:]} == {"two"}
+    counted = lines(tmp_path, "request_metrics_*.jsonl")
+    assert [line["rid"] for line in counted] == ["one", "two"]
+
+
+async def test_without_a_recorder_streams_are_plain_and_no_thread_runs() -> None:
+    kinds: set[type] = set()
+    async with house() as at:
+        at.cluster.hold_at = 1
+        async with asyncio.TaskGroup() as group:
+            group.create_task(answered(at, GENERATE, {"text": "hi"}))
+            await until(lambda: bool(at.service._driver.streams()))
+            kinds |= {type(each) for each in at.service._driver.streams()}
+            at.cluster.go.set()
+        assert not [one for one in threading.enumerate() if one.name.startswith("request-log")]
+    assert RecordedStream not in kinds
+    assert len(kinds) == 1
+
+
+async def test_health_probes_are_not_recorded(tmp_path: Path) -> None:
+    async with (
+        house(request_log=logged(tmp_path)) as at,
+        aiohttp.ClientSession() as session,
+        session.get(at.url + "/health_generate") as reply,
+    ):
+        assert reply.status == 200
+    assert lines(tmp_path) == []
+
+
+def counter() -> Counter:
+    return Counter("dropped", "Dropped.", ("reason",), registry=CollectorRegistry())
+
+
+def count(made: Counter, reason: str) -> float:
+    return made.labels(reason)._value.get()
+
+
+async def test_full_queue_drops_records_and_counts_them() -> None:
+    go, written, drops = threading.Event(), list[int](), counter()
+    queue = RecordWriter(100, drops, lambda: 0.0)
+
+    def first() -> None:
+        go.wait(10)
+        written.append(1)
+
+    queue.put(60, first)
+    queue.put(60, lambda: written.append(2))
+    queue.put(40, lambda: written.append(3))
+    go.set()
+    await queue.close()
+    assert written == [1, 3]
+    assert count(drops, "queue_full") == 1
+
+
+async def test_failing_disk_is_logged_once_a_minute_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now, drops = [0.0], counter()
+    queue = RecordWriter(1000, drops, lambda: now[0])
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    for moment in (0.0, 1.0, 59.0, 61.0):
+
+        def at(moment: float = moment) -> None:
+            now[0] = moment
+            fail()
+
+        queue.put(1, at)
+    await queue.close()
+    said = [one for one in caplog.records if one.message == "request records not written"]
+    assert [one.levelno for one in said] == [logging.ERROR, logging.ERROR]
+    assert count(drops, "write_failed") == 4
+
+
+async def test_a_target_that_fails_ends_no_request_and_the_other_target_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "log"
+    config = logged(folder, target=f"{folder} stdout")
+    async with house(request_log=config) as at:
+        folder.rmdir()
+        folder.write_text("no folder any more")
+        await answered(at, GENERATE, {"text": "hi"})
+        await until(lambda: dropped(at, "write_failed") == 2)
+    assert capfd.readouterr().out.count('"event":"request.') == 2
+
+
+async def test_a_folder_that_cannot_be_made_keeps_the_gateway_from_starting(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    config = settings(request_log=logged(taken / "log"))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(
+            GatewayService(config), MemoryTransport(MemoryBroker()), settings=config
+        ):
+            pass
+    assert caught.group_contains(ConfigError, match="request_log: the folder", depth=None)
+
+
+async def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    async with house(request_log=logged(tmp_path)) as at:
+        await answered(at, GENERATE, {"text": "hi", "rid": "one"})
+        await until(lambda: len(lines(tmp_path)) == 2)
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.unlink()
+        await answered(at, GENERATE, {"text": "hi", "rid": "two"})
+    assert [line["rid"] for line in lines(tmp_path)] == ["two", "two"]
+
+
+def test_each_hour_has_a_file(tmp_path: Path) -> None:
+    file = writer.HourlyFile(tmp_path, "log", ".txt")
+    for unix_s in (0.0, 3599.0, 3600.0):
+        file.write(b"x\n", unix_s)
+    file.close()
+    found = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert found == {"log_19700101_00.txt": "x\nx\n", "log_19700101_01.txt": "x\n"}
+
+
+async def test_configure_logging_changes_the_log_live(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    async with house(access=AccessConfig(api_key=ADMIN)) as at:
+        key = {"Authorization": f"Bearer {ADMIN}"}
+        await answered(at, GENERATE, {"text": "hi", "rid": "before"}, **key)
+        wanted: Body = {
+            "log_requests": True,
+            "log_requests_level": 0,
+            "log_requests_format": "json",
+            "log_requests_target": [str(folder)],
+        }
+        status, reply, _ = await post(at, CONFIGURE, wanted, **key)
+        assert status == 200
+        assert wanted.items() <= reply.items()
+        await answered(at, GENERATE, {"text": "hi", "rid": "logged"}, **key)
+        status, reply, _ = await post(at, CONFIGURE, {"log_requests_level": 2}, **key)
+        assert (reply["log_requests"], reply["log_requests_level"]) == (True, 2)
+        await answered(at, GENERATE, {"text": "hi", "rid": "more"}, **key)
+        await post(at, CONFIGURE, {"log_requests": False}, **key)
+        await answered(at, GENERATE, {"text": "hi", "rid": "after"}, **key)
+    found = lines(folder)
+    assert [line["rid"] for line in found] == ["logged", "logged", "more", "more"]
+    assert [("output" in line) for line in found] == [False, False, False, True]
+
+
+async def test_configure_logging_needs_an_operators_key() -> None:
+    access = AccessConfig(api_key="sk-plain", admin_api_key=ADMIN)
+    async with house(access=access) as at:
+        for key, expected in (("", 401), ("sk-plain", 403), (ADMIN, 200)):
+            header = {"Authorization": f"Bearer {key}"} if key else {}
+            status, _, _ = await post(at, CONFIGURE, {"log_requests": False}, **header)
+            assert status == expected, key
+
+
+async def test_a_stranger_chooses_no_folder_where_the_server_has_no_keys(tmp_path: Path) -> None:
+    named, other = tmp_path / "named", tmp_path / "other"
+    async with house(request_log=logged(named)) as at:
+        status, reply, _ = await post(at, CONFIGURE, {"log_requests_target": str(other)})
+        assert status == 403
+        assert "log_requests_target" in str(reply)
+        for target in ("stdout", str(named)):
+            status, _, _ = await post(at, CONFIGURE, {"log_requests_target": target})
+            assert status == 200
+    assert not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"dump_requests_folder": "/tmp/x"}, "pickle"),
+        ({"dump_requests_threshold": 10}, "pickle"),
+        ({"crash_dump_folder": "/tmp/x"}, "--crash-dump-folder"),
+        ({"log_requests_level": 4}, "log_requests_level"),
+        ({"log_requests_format": "xml"}, "log_requests_format"),
+        ({"log_requests_target": []}, "log_requests_target"),
+        ({"log_requests_target": " "}, "log_requests_target"),
+        ({"log_requests": True, "log_requests_target": "/proc/nowhere"}, "log_requests_target"),
+    ],
+)
+async def test_configure_logging_refuses_and_changes_nothing(body: Body, reason: str) -> None:
+    async with house(access=AccessConfig(api_key=ADMIN)) as at:
+        before = at.service._request_log.logging
+        status, reply, _ = await post(at, CONFIGURE, body, Authorization=f"Bearer {ADMIN}")
+        assert (status, reason in str(reply)) == (400, True), reply
+        assert at.service._request_log.logging == before
+
+
+async def test_export_writes_a_record_of_numbers_for_each_finished_request(tmp_path: Path) -> None:
+    config = RequestLogConfig(export_metrics=True, export_folder=str(tmp_path))
+    async with house(request_log=config) as at:
+        await answered(at, GENERATE, {"text": "hi", "rid": "mine"})
+        await stream(at, CHAT, {"messages": HI})
+    first, second = lines(tmp_path, "request_metrics_gateway-0_*.jsonl")
+    assert first.keys() == (METADATA - {"event"}) | END | {"model_name"}
+    assert (first["rid"], first["model_name"], first["api"]) == ("mine", MODEL, "native")
+    assert (first["prompt_tokens"], first["completion_tokens"], first["cached_tokens"]) == (2, 4, 1)
+    assert 0 < cast("float", first["first_token_latency"]) <= cast("float", first["e2e_latency"])
+    assert first["request_received_ts"] <= first["request_finished_ts"]  # type: ignore[operator]
+    assert second["api"] == "chat"
+
+
+async def crash(at: House) -> None:
+    """End the gateway by a bug while a request runs, another one having finished."""
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    async def ask() -> None:
+        with suppress(aiohttp.ClientError, AssertionError):
+            await answered(at, GENERATE, {"text": "hi", "rid": "open"})
+
+    await answered(at, GENERATE, {"text": "done", "rid": "finished"})
+    at.cluster.hold_at = 2
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ask())
+        await until(lambda: any(each.said_at for each in at.service._driver.streams()))
+        at.service._runtime.group.create_task(fail())
+        await at.gateway.gone.wait()
+
+
+async def test_crash_of_the_gateway_leaves_its_requests(tmp_path: Path) -> None:
+    config = RequestLogConfig(crash_dump_folder=str(tmp_path))
+    with pytest.raises(BaseExceptionGroup):
+        async with house(request_log=config) as at:
+            await crash(at)
+    head, *records = dump(tmp_path)
+    assert (head["event"], head["finished"], head["left_out"]) == ("crash_dump", 1, 0)
+    by_rid = {record["rid"]: record for record in records}
+    assert by_rid["finished"]["input"] == {"text": "done"}
+    assert by_rid["finished"]["output"] == [TEXT]
+    assert by_rid["open"]["event"] == "request.unfinished"
+    assert by_rid["open"]["output"] == ["".join(SCRIPT[:2])]
+
+
+async def test_a_gateway_that_stops_leaves_no_dump(tmp_path: Path) -> None:
+    async with house(request_log=RequestLogConfig(crash_dump_folder=str(tmp_path))) as at:
+        await answered(at, GENERATE, {"text": "hi"})
+    assert list(tmp_path.rglob("*")) == []
+
+
+async def test_a_crash_dump_is_written_once_and_bounded(tmp_path: Path) -> None:
+    config = RequestLogConfig(crash_dump_folder=str(tmp_path), held_bytes_max=8000)
+    async with house(request_log=config) as at:
+        for number in range(12):
+            await answered(at, GENERATE, {"text": "hi", "rid": str(number)})
+        log = at.service._request_log
+        assert log._held_bytes <= 8000
+        log.dump("first")
+        log.dump("second")
+    head, *records = dump(tmp_path)
+    assert head["reason"] == "first"
+    kept = [int(cast("str", record["rid"])) for record in records]
+    assert kept == sorted(range(12 - len(kept), 12), reverse=True), "the latest first"
+    assert 0 < len(kept) < 12
+    (file,) = tmp_path.rglob("*.jsonl")
+    assert file.stat().st_size <= 8000 + 500
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_finished_requests_are_held_for_300_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(request_log=RequestLogConfig(crash_dump_folder=str(tmp_path))) as at:
+        await answered(at, GENERATE, {"text": "hi"})
+        log = at.service._request_log
+        monkeypatch.setattr(request_log, "FINISHED_S", 0.0)
+        log.dump("a test")
+        assert log._held_bytes == 0
+    assert [line["event"] for line in dump(tmp_path)] == ["crash_dump"]
+
+
+async def test_texts_that_do_not_fit_are_cut_and_say_so(tmp_path: Path) -> None:
+    config = RequestLogConfig(crash_dump_folder=str(tmp_path), held_bytes_max=20_000)
+    async with house(request_log=config) as at:
+        at.cluster.script = ("y" * 15_000, "z" * 15_000, "!")
+        await answered(at, GENERATE, {"text": "hi"})
+        at.service._request_log.dump("a test")
+    (head,) = dump(tmp_path)[:1]
+    records = dump(tmp_path)[1:]
+    assert cast("int", head["left_out"]) + len(records) == 1
+    if records:
+        assert records[0]["cut"] is True
+        assert records[0]["output"] == ["y" * 15_000]
+
+
+def test_a_dump_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    made = crash_dump.CrashDump(taken, "gateway-0", bytes_max=1000, unix_ms=lambda: 0)
+    made.write("a test", [])
+    assert [one.message for one in caplog.records] == ["crash dump not written"]
