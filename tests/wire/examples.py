@@ -598,6 +598,9 @@ EVERY: tuple[Message, ...] = (
                 series=(MetricSeries(labels=("a",), value=1.5, counts=(3.0, 4.0, 5.0)),),
             ),
         ),
+        number=7,
+        part=1,
+        parts=2,
     ),
     ERROR,
 )

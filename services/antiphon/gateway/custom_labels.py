@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SETS_MAX = 100
 """As many sets of values have series of their own; the others share one."""
+SETS_BYTES_MAX = 64 * 1024
+"""As many bytes these sets may have together: each stands in all metrics of requests."""
 _VALUE_MAX = 128
 _OTHER = "other"
 
@@ -30,6 +32,7 @@ class CustomLabels:
         self.names = label_names(config.custom_labels)
         self._header = config.custom_labels_header
         self._seen: set[tuple[str, ...]] = set()
+        self._seen_bytes = 0
 
     @property
     def none(self) -> tuple[str, ...]:
@@ -55,9 +58,11 @@ class CustomLabels:
         values = tuple([_shown(given.get(name)) for name in self.names])
         if values in self._seen or values == self.none:
             return values
-        if len(self._seen) >= SETS_MAX:
+        size = sum(len(value.encode()) for value in values)
+        if len(self._seen) >= SETS_MAX or self._seen_bytes + size > SETS_BYTES_MAX:
             return (_OTHER,) * len(self.names)
         self._seen.add(values)
+        self._seen_bytes += size
         return values
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FRESH_S = 5.0
 """How old a report may be whose gauges count."""
 PROCESSES_MAX = 512
+PARTIAL_MAX = 64
+"""Processes of whose reports some parts are awaited."""
 FORGET_S = 60.0
 """How long a process must have been silent to make room for another one."""
 
@@ -64,6 +66,13 @@ class _Life(msgspec.Struct):
     at: float
 
 
+class _Parts(msgspec.Struct):
+    """The parts of one report that have come."""
+
+    number: int
+    families: dict[int, tuple[MetricFamily, ...]]
+
+
 class ModelMetrics:
     """Keeps the last report of each process, dead ones too: their counts are part of the sum.
 
@@ -93,6 +102,7 @@ class ModelMetrics:
         self._by_worker = by_worker
         self._custom = custom
         self._lives: OrderedDict[Process, _Life] = OrderedDict()
+        self._parts: OrderedDict[Process, _Parts] = OrderedDict()
         self._folded: dict[tuple[str, Labels, str, tuple[float, ...]], Total] = {}
         self._folded_lives: OrderedDict[Process, None] = OrderedDict()
         self.refused = 0
@@ -102,10 +112,16 @@ class ModelMetrics:
         """Take in the report of another process."""
         if report.process == self._process or report.model not in (None, self._model):
             return
-        if report.process in self._folded_lives or not self._has_room(report.process):
+        if (
+            report.part >= report.parts
+            or report.process in self._folded_lives
+            or not self._has_room(report.process)
+        ):
             self.refused += 1
             return
-        self._put(report)
+        families = self._join(report)
+        if families is not None:
+            self._put(report, families)
 
     def ports(self) -> dict[str, int]:
         """Where each process that lives answers `/metrics` itself, by its name."""
@@ -128,9 +144,25 @@ class ModelMetrics:
                 self._add(sums, family, given, life)
         return list(_by_family(sums))
 
-    def _put(self, report: MetricsReport) -> None:
+    def _join(self, report: MetricsReport) -> tuple[MetricFamily, ...] | None:
+        """The metrics of a report, once all of its parts have come."""
+        if report.parts == 1:
+            self._parts.pop(report.process, None)
+            return report.families
+        found = self._parts.setdefault(report.process, _Parts(report.number, {}))
+        if found.number != report.number:
+            found.number, found.families = report.number, {}
+        found.families[report.part] = report.families
+        if len(found.families) < report.parts:
+            if len(self._parts) > PARTIAL_MAX:
+                self._parts.popitem(last=False)
+            return None
+        del self._parts[report.process]
+        return tuple([one for part in sorted(found.families) for one in found.families[part]])
+
+    def _put(self, report: MetricsReport, families: tuple[MetricFamily, ...]) -> None:
         self._lives[report.process] = _Life(
-            report.role, report.process, report.families, report.metrics_port, self._now()
+            report.role, report.process, families, report.metrics_port, self._now()
         )
         self._lives.move_to_end(report.process)
 

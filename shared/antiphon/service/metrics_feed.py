@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.telemetry import catalog
 from antiphon.wire.base import State
+from antiphon.wire.codec import encode
 from antiphon.wire.errors import EngineError
-from antiphon.wire.metrics import SERIES_MAX, MetricFamily, MetricSeries, MetricsReport
+from antiphon.wire.metrics import (
+    PARTS_MAX,
+    SERIES_MAX,
+    MetricFamily,
+    MetricSeries,
+    MetricsReport,
+)
 from antiphon.wire.routes import METRICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from antiphon.service.service import Runtime, Service
-    from antiphon.telemetry.metrics import Published
+    from antiphon.telemetry.metrics import Published, Series
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+PART_BYTES_MAX = 256 * 1024
+"""Largest message of a report: larger ones hold up the others on the broker."""
+_HEAD_BYTES = 1024
+"""What a message takes without its metrics."""
+_VALUE_MAX = 1e18
+"""Largest number of a message."""
 
 
 class MetricsFeed:
@@ -32,6 +48,7 @@ class MetricsFeed:
         self._runtime = runtime
         self._cpu = runtime.metrics.counter(catalog.PROCESS_CPU).labels(service.role)
         self._cpu_s = 0.0
+        self._number = 0
         runtime.metrics.settle_with(self._count_cpu)
 
     async def publish(self) -> None:
@@ -45,8 +62,15 @@ class MetricsFeed:
         """Send one report. One that cannot be sent is counted; the next says the same and more."""
         role, process = self._service.role, self._runtime.process
         report = report_of(self._service, self._runtime)
+        self._number += 1
+        report = msgspec.structs.replace(report, number=self._number)
+        payload_max = self._runtime.bus.transport.payload_bytes_max
+        parts, lost = parts_of(report, min(PART_BYTES_MAX, payload_max))
+        if lost:
+            self._runtime.metrics.bus_errors.labels("metrics_size").inc(lost)
         try:
-            self._runtime.bus.publish(METRICS, report, role=role, instance=process.instance)
+            for part in parts:
+                self._runtime.bus.publish(METRICS, part, role=role, instance=process.instance)
         except EngineError as error:
             self._runtime.metrics.bus_errors.labels("metrics").inc()
             log.debug("metrics not sent", extra={"code": error.code})
@@ -58,33 +82,79 @@ class MetricsFeed:
 
 
 def report_of(service: Service, runtime: Runtime) -> MetricsReport:
-    """Write all that a process has counted so far."""
+    """Write all that a process has counted so far; numbers that no message takes are counted."""
+    published = runtime.metrics.published()
+    bad = sum(not _sendable(one) for each in published for one in each.series)
+    if bad:
+        runtime.metrics.bus_errors.labels("metrics_value").inc(bad)
     return MetricsReport(
         role=service.role,
         process=runtime.process,
         model=service.model(),
         metrics_port=runtime.metrics_port,
-        families=families(runtime.metrics.published()),
+        families=families(published),
     )
+
+
+def parts_of(report: MetricsReport, bytes_max: int) -> tuple[list[MetricsReport], int]:
+    """Divide a report into messages of at most so many bytes.
+
+    Returns:
+        The messages, and how many series are in none of them: for want of messages, or because
+        one alone is too large.
+    """
+    if len(encode(report)) <= bytes_max:
+        return [report], 0
+    room = bytes_max - _HEAD_BYTES
+    groups: list[list[MetricFamily]] = []
+    left = lost = 0
+    for family in report.families:
+        for piece, size in _pieces(family, room):
+            if size > left and size <= room and len(groups) < PARTS_MAX:
+                groups.append([])
+                left = room
+            if size > left:
+                lost += len(piece.series)
+                continue
+            groups[-1].append(piece)
+            left -= size
+    return [
+        msgspec.structs.replace(report, part=part, parts=len(groups), families=tuple(group))
+        for part, group in enumerate(groups)
+    ], lost
+
+
+def _pieces(family: MetricFamily, bytes_max: int) -> Iterator[tuple[MetricFamily, int]]:
+    """Halve the series of a metric until each piece fits, or is one series."""
+    size = len(msgspec.msgpack.encode(family))
+    count = len(family.series)
+    if size <= bytes_max or count <= 1:
+        yield family, size
+        return
+    for series in (family.series[: count // 2], family.series[count // 2 :]):
+        yield from _pieces(msgspec.structs.replace(family, series=series), bytes_max)
 
 
 def families(published: Iterable[Published]) -> tuple[MetricFamily, ...]:
-    """Write metrics as a report has them."""
-    return tuple(
-        MetricFamily(
-            name=each.family.name,
-            bounds=each.bounds,
-            series=tuple(
-                [
-                    MetricSeries(
-                        labels=one.labels, value=_short(one.value), counts=_shorts(one.counts)
-                    )
-                    for one in each.series[:SERIES_MAX]
-                ]
-            ),
-        )
-        for each in published
-    )
+    """Write metrics as a report has them, those of many series in several pieces."""
+    return tuple([piece for each in published for piece in _family(each)])
+
+
+def _family(each: Published) -> Iterator[MetricFamily]:
+    series = [
+        MetricSeries(labels=one.labels, value=_short(one.value), counts=_shorts(one.counts))
+        for one in each.series
+        if _sendable(one)
+    ]
+    for at in range(0, len(series), SERIES_MAX):
+        piece = tuple(series[at : at + SERIES_MAX])
+        yield MetricFamily(name=each.family.name, bounds=each.bounds, series=piece)
+
+
+def _sendable(series: Series) -> bool:
+    """Whether a message takes its numbers: one that does not would cost all the others."""
+    values = (series.value, *series.counts)
+    return all(math.isfinite(value) and abs(value) <= _VALUE_MAX for value in values)
 
 
 def _shorts(values: tuple[float, ...]) -> tuple[float, ...]:
