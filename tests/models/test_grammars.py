@@ -19,7 +19,9 @@ from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.metrics import GrammarMetrics
 from antiphon.model_worker.opening import Engine, open_engine
+from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.ids import RequestId
@@ -85,7 +87,9 @@ class Worker:
             vocab_size = self.engine.batching.limits.vocab_size
             opener = self.engine.open_compiler
             async with asyncio.TaskGroup() as group:
-                grammars = Grammars(self.settings.grammar, vocab_size, opener, group)
+                grammars = Grammars(
+                    self.settings.grammar, vocab_size, opener, group, GrammarMetrics(Metrics())
+                )
                 made = [
                     None if state.sampling.grammar is None else await grammars.guide(state)
                     for state in states

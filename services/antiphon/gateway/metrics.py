@@ -68,6 +68,7 @@ class GatewayMetrics:
             tuple(histogram(family) for family in _SIZES) if config.tokens_histogram else ()
         )
         self._open = metrics.gauge(catalog.NUM_OPEN_REQS)
+        self.get_loads = metrics.histogram(catalog.GET_LOADS)
         self.http_requests = metrics.counter(catalog.HTTP_REQUESTS)
         self.http_responses = metrics.counter(catalog.HTTP_RESPONSES)
         self.http_active = metrics.gauge(catalog.HTTP_REQUESTS_ACTIVE)

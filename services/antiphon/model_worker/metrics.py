@@ -9,7 +9,11 @@ import msgspec
 from antiphon.telemetry import catalog
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.batching.credit import Credit, PoolUse
     from antiphon.model_worker.batching.loop import StepReport
+    from antiphon.telemetry.catalog import Family
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.heartbeat import WorkerFigures
 
@@ -24,6 +28,35 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 1
     running_max: int = 0
     context_tokens: int = 0
+
+
+_SWA = (
+    catalog.SWA_AVAILABLE_TOKENS,
+    catalog.SWA_EVICTABLE_TOKENS,
+    catalog.SWA_USED_TOKENS,
+    catalog.SWA_TOKEN_USAGE,
+)
+_MAMBA = (
+    catalog.MAMBA_AVAILABLE,
+    catalog.MAMBA_EVICTABLE,
+    catalog.MAMBA_USED,
+    catalog.MAMBA_USAGE,
+)
+
+
+class PoolGauges:
+    """How full one kind of cache is, by gauges for free, evictable and used pages, and a share."""
+
+    def __init__(self, metrics: Metrics, families: Sequence[Family], page_tokens: int) -> None:
+        self._free, self._evictable, self._used, self._usage = map(metrics.gauge, families)
+        self._page_tokens = page_tokens
+
+    def show(self, use: PoolUse) -> None:
+        """Show what is held."""
+        self._free.set(use.free * self._page_tokens)
+        self._evictable.set(use.evictable * self._page_tokens)
+        self._used.set(use.used * self._page_tokens)
+        self._usage.set(use.used / use.total if use.total else 0.0)
 
 
 class WorkerMetrics:
@@ -70,6 +103,12 @@ class WorkerMetrics:
         self._weight_bytes = metrics.gauge(catalog.WEIGHT_BYTES)
         self._cache_bytes = metrics.gauge(catalog.KV_CACHE_BYTES)
         self._held = metrics.gauge(catalog.HELD_REQS)
+        self._metrics = metrics
+        self._evicted = metrics.counter(catalog.EVICTED_TOKENS)
+        self._evicted_seen = 0
+        self._window: PoolGauges | None = None
+        self._states: PoolGauges | None = None
+        self._startup = metrics.gauge(catalog.STARTUP_SECONDS)
         metrics.gauge(catalog.NUM_PAGES).set(capacity.pages_total)
         metrics.gauge(catalog.PAGE_SIZE).set(capacity.page_tokens)
         metrics.gauge(catalog.CONTEXT_LEN).set(capacity.context_tokens)
@@ -109,7 +148,10 @@ class WorkerMetrics:
         self._preemptions_seen = report.preemptions
         self._failures.inc(report.failures - self._failures_seen)
         self._failures_seen = report.failures
+        self._evicted.inc(report.evicted_tokens - self._evicted_seen)
+        self._evicted_seen = report.evicted_tokens
         self._show(report)
+        self._show_pools(report.credit)
 
     def figures(self, figures: WorkerFigures) -> None:
         """Show what the worker has done lately, and what it takes."""
@@ -121,6 +163,15 @@ class WorkerMetrics:
         self._grammar_queue.set(figures.grammars)
         self._retracted.set(figures.retracted)
 
+    def started(self, *, load_s: float, warm_up_s: float) -> None:
+        """Show how long the start took."""
+        for phase, seconds in (
+            ("load", load_s),
+            ("warm_up", warm_up_s),
+            ("total", load_s + warm_up_s),
+        ):
+            self._startup.labels(phase).set(seconds)
+
     def stalled(self) -> None:
         """Count a standstill."""
         self._stalls.inc()
@@ -130,6 +181,17 @@ class WorkerMetrics:
         self._held.set(held)
         self._overrun.inc(overrun_tokens - self._overrun_seen)
         self._overrun_seen = overrun_tokens
+
+    def _show_pools(self, credit: Credit) -> None:
+        """Show windows and states, of a model that has any."""
+        if credit.window is not None:
+            if self._window is None:
+                self._window = PoolGauges(self._metrics, _SWA, self._capacity.page_tokens)
+            self._window.show(credit.window)
+        if credit.states is not None:
+            if self._states is None:
+                self._states = PoolGauges(self._metrics, _MAMBA, 1)
+            self._states.show(credit.states)
 
     def _show(self, report: StepReport) -> None:
         capacity, credit = self._capacity, report.credit

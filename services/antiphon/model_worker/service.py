@@ -19,6 +19,7 @@ from antiphon.model_worker.control import Control
 from antiphon.model_worker.cpu_time import CpuTime
 from antiphon.model_worker.dumps import Dumps
 from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.metrics import GrammarMetrics
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.handing_back import others, room, tokens_max
 from antiphon.model_worker.metrics import Capacity
@@ -94,12 +95,16 @@ class ModelWorker:
         self._runtime = runtime
         event_loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batching")
+        began = runtime.clock.now()
         try:
             self._engine = await event_loop.run_in_executor(thread, self._opener, self._settings)
+            loaded = runtime.clock.now()
             self._set_up(self._engine)
             pools = self._engine.batching.limits.pool_width is not None
             warm = partial(warm_up, self._loop, pools=pools)
             self._on_report(await event_loop.run_in_executor(thread, warm))
+            warmed = runtime.clock.now()
+            self._accounts.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
             ended = event_loop.run_in_executor(thread, self._loop.run)
             for work, name in (
                 (_watch(ended), "batching"),
@@ -226,12 +231,18 @@ class ModelWorker:
             self._loop.recorder,
             self._runtime.clock,
         )
+        counts = GrammarMetrics(self._runtime.metrics)
         self._grammars = Grammars(
-            self._settings.grammar, limits.vocab_size, engine.open_compiler, self._runtime.group
+            self._settings.grammar,
+            limits.vocab_size,
+            engine.open_compiler,
+            self._runtime.group,
+            counts,
         )
         self._unguided = GrammarQueue(
             self._grammars,
             self._runtime.group,
+            counts,
             hand_over=self._hand_over_guided,
             refuse=self._refuse,
         )

@@ -102,6 +102,8 @@ _REQUEST_S = (
 )
 _QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_COMPILE_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LOADS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
 _IMAGE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TOKENS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
@@ -254,6 +256,13 @@ HTTP_RESPONSES = _counter(
 HTTP_REQUESTS_ACTIVE = _gauge(
     "http_requests_active", "HTTP requests under way.", "endpoint", "method", side=_PLAIN
 )
+GET_LOADS = Family(
+    name="get_loads_duration_seconds",
+    kind=Kind.HISTOGRAM,
+    help="Time to answer /v1/loads.",
+    buckets=_LOADS_S,
+    sglang=(Sglang(name="get_loads_duration_seconds", side=_REQUEST),),
+)
 
 # The queue, counted by the scheduler; a worker adds what it has not started.
 NUM_QUEUE_REQS = _gauge("num_queue_reqs", "Requests that wait for a worker, or to start there.")
@@ -334,6 +343,33 @@ KV_AVAILABLE_TOKENS = _gauge("kv_available_tokens", "Tokens of KV cache that are
 KV_EVICTABLE_TOKENS = _gauge(
     "kv_evictable_tokens", "Tokens of KV cache that only the prefix cache holds."
 )
+SWA_AVAILABLE_TOKENS = _gauge(
+    "swa_available_tokens", "Tokens of sliding-window KV cache that are free."
+)
+SWA_EVICTABLE_TOKENS = _gauge(
+    "swa_evictable_tokens", "Tokens of sliding-window KV cache that only the prefix cache holds."
+)
+SWA_USED_TOKENS = _gauge(
+    "swa_used_tokens", "Tokens of sliding-window KV cache that requests hold, in whole pages."
+)
+SWA_TOKEN_USAGE = _gauge(
+    "swa_token_usage",
+    "Share of the sliding-window KV cache that requests hold.",
+    merge=Merge.MEAN,
+)
+MAMBA_AVAILABLE = _gauge("mamba_available_tokens", "Recurrent states that are free.")
+MAMBA_EVICTABLE = _gauge(
+    "mamba_evictable_tokens", "Recurrent states that only the prefix cache holds."
+)
+MAMBA_USED = _gauge("mamba_used_tokens", "Recurrent states that requests hold.")
+MAMBA_USAGE = _gauge(
+    "mamba_usage", "Share of the recurrent states that requests hold.", merge=Merge.MEAN
+)
+EVICTED_TOKENS = _counter(
+    "evicted_tokens_total",
+    "Tokens that the prefix cache gave up for running requests.",
+    side=_SCHEDULER,
+)
 UTILIZATION = _gauge(
     "utilization", "Share of the running requests allowed that run.", merge=Merge.MEAN
 )
@@ -371,6 +407,31 @@ FORWARD_SECONDS = _counter(
     side=_SCHEDULER,
 )
 STEP_SECONDS = _histogram("step_seconds", "Time of one forward pass with its sampling.", _STEP_S)
+NUM_GRAMMAR = _counter(
+    "num_grammar_total", "Answers with a grammar that came to a worker.", side=_SCHEDULER
+)
+NUM_GRAMMAR_CACHE_HIT = _counter(
+    "num_grammar_cache_hit_total",
+    "Of these, those whose grammar was compiled before.",
+    side=_SCHEDULER,
+)
+NUM_GRAMMAR_ABORTED = _counter(
+    "num_grammar_aborted_total",
+    "Of these, those that were refused or ended before their grammar was ready.",
+    side=_SCHEDULER,
+)
+NUM_GRAMMAR_TIMEOUT = _counter(
+    "num_grammar_timeout_total", "Grammars that took too long.", side=_SCHEDULER
+)
+GRAMMAR_COMPILATION = _histogram(
+    "grammar_compilation_time_seconds", "Time to compile a grammar.", _COMPILE_S, _SCHEDULER
+)
+STARTUP_SECONDS = _gauge(
+    "startup_time_seconds",
+    "Time of a worker's start: to load the model, to warm it up, and together.",
+    "phase",
+    merge=Merge.MAX,
+)
 COMPUTED_TOKENS = _counter("computed_tokens_total", "Tokens computed, prompts included.")
 FAILED_STEPS = _counter("failed_steps_total", "Forward passes that raised, repetitions included.")
 REFUSED_COMMANDS = _counter(

@@ -65,6 +65,13 @@ async def get(at: House, path: str, method: str = "GET") -> tuple[int, str]:
         return reply.status, await reply.text()
 
 
+async def test_the_time_of_loads_is_measured(at: House) -> None:
+    for _ in range(2):
+        assert (await get(at, "/v1/loads"))[0] == 200
+    page = at.gateway.metrics.text().decode()
+    assert 'sglang:get_loads_duration_seconds_count{model_name="toy"} 2.0' in page
+
+
 async def test_a_prompt_gets_text_ids_and_what_is_known_of_them(at: House) -> None:
     reply = await generate(at, rid="mine", return_prompt_token_ids=True)
     assert (reply["text"], reply["output_ids"]) == (TEXT, [10, 11, 12, 13])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from antiphon.model_worker.accounts import REPORTS_MAX, Accounts
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.credit import Credit, PoolUse
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.metrics import Capacity
@@ -118,3 +119,36 @@ def test_reports_that_nobody_reads_do_not_pile_up(desk: Desk) -> None:
         desk.put_down(step, [5])
         assert len(desk.accounts._uncounted) < REPORTS_MAX
     assert desk.generated == 10 * REPORTS_MAX
+
+
+def test_tokens_that_the_cache_gave_up_are_counted_once(desk: Desk) -> None:
+    for step, tokens in enumerate((16, 16, 48)):
+        given = msgspec.structs.replace(report(step, [5]), evicted_tokens=tokens)
+        desk.accounts.put_down(given, 10.0, ended=False)
+        assert desk.read("evicted_tokens_total") == tokens
+
+
+def test_windows_and_states_are_shown_where_a_model_has_them(desk: Desk) -> None:
+    desk.put_down(1, [5])
+    assert desk.read("swa_used_tokens") is None
+    plain = report(2, [5])
+    credit = msgspec.structs.replace(
+        plain.credit,
+        window=PoolUse(total=8, free=3, evictable=1),
+        states=PoolUse(total=10, free=4, evictable=5),
+    )
+    desk.accounts.put_down(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    desk.accounts.count()
+    desk.accounts.metrics.settle()
+    names = ("available_tokens", "evictable_tokens", "used_tokens")
+    assert [desk.read(f"swa_{name}") for name in names] == [48, 16, 64]
+    assert desk.read("swa_token_usage") == 0.5
+    assert [desk.read(f"mamba_{name}") for name in names] == [4, 5, 1]
+    assert desk.read("mamba_usage") == 0.1
+
+
+def test_the_time_of_the_start_is_shown_by_phase(desk: Desk) -> None:
+    desk.accounts.metrics.started(load_s=2.0, warm_up_s=0.5)
+    phases = ("load", "warm_up", "total")
+    found = [desk.read("startup_time_seconds", phase=phase) for phase in phases]
+    assert found == [2.0, 0.5, 2.5]

@@ -85,6 +85,9 @@ def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
         gain - coming for gain, coming in zip(room.gains()(request), room.promised(), strict=True)
     ]
     assert held == steps.pools.used() == [8, 1]
+    window = steps.batching.credit().window
+    assert window is not None
+    assert (window.total - window.free, window.used + window.evictable) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -408,3 +408,24 @@ def test_evicting_much_leaves_no_trace_of_what_went() -> None:
     shelf = bench.index._evictor._sparse[0]
     assert len(shelf._heap) < 100
     assert not bench.index._tree._roots
+
+
+def test_tokens_that_are_given_up_are_counted_and_those_of_a_flush_are_not() -> None:
+    bench = Bench()
+    bench.serve("abcd", "xy")
+    assert bench.index.evicted_tokens == 0
+    bench.index.evict([2])
+    assert bench.index.evicted_tokens == 2 * PAGE_TOKENS
+    bench.index.clear()
+    bench.serve("abcd")
+    bench.index.evict([1])
+    assert bench.index.evicted_tokens == 3 * PAGE_TOKENS
+
+
+def test_tokens_that_a_window_loses_are_not_counted_where_others_keep_them() -> None:
+    bench = Bench(group(GroupKind.WINDOW, window=PAGE_TOKENS), group(GroupKind.FULL))
+    bench.serve("abcd")
+    bench.index.evict([1, 0])
+    assert bench.index.evicted_tokens == 0
+    bench.index.evict([0, 1])
+    assert bench.index.evicted_tokens == PAGE_TOKENS

@@ -109,7 +109,7 @@ def operations(
         *OllamaEmbedding(answering, vectors, served_names(runtime.settings)).operations(),
         *OllamaGeneration(answering, tokenizers, runtime, model).operations(),
         *Library(answering, tokenizers, runtime, model, access).operations(),
-        *Info(runtime, model, tokenizers, workers, metrics_ports).operations(),
+        *Info(runtime, model, tokenizers, workers, metrics_ports, metrics).operations(),
         *Health(runtime, model, answering, tokenizers).operations(),
         *control.operations(),
         *LoggingControl(answering, request_log, access).operations(),

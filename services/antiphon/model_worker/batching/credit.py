@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from antiphon.model_worker.batching.room import Room
     from antiphon.model_worker.batching.slots import Slots
     from antiphon.model_worker.cache.index import PrefixIndex
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
 HORIZON_STEPS = 32
 """How far ahead the release of pages is predicted: about as long as a bound request is on its way
 and queues, and so near that few answers end in between without it being known."""
+
+
+class PoolUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Pages of one group: all, those that nobody holds, and those that only the cache holds."""
+
+    total: int
+    free: int
+    evictable: int
+
+    @property
+    def used(self) -> int:
+        """Pages that requests hold."""
+        return self.total - self.free - self.evictable
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -29,6 +44,8 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             requests reach the end that they asked for. Others come back, too, at ends that nobody
             knows.
         slots_free: Requests that could be started.
+        window: Pages of the group of sliding windows that has the fewest to offer, if there is one.
+        states: Recurrent states, likewise.
     """
 
     pages_free: int
@@ -36,6 +53,8 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pages_promised: int
     pages_returning: int
     slots_free: int
+    window: PoolUse | None = None
+    states: PoolUse | None = None
 
     @property
     def pages_available(self) -> int:
@@ -47,6 +66,7 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
     """How things stand now. Some additions over arrays of slots, whatever the load."""
     left = slots.tokens_max - slots.length
     ending = (slots.length > 0) & (left <= HORIZON_STEPS)
+    window, states = _least(pools, index, pools.windows), _least(pools, index, pools.states)
     groups = list(
         zip(pools.free(), index.evictable(), room.promised(), slots.pages_held, strict=True)
     )
@@ -58,8 +78,20 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
                 pages_promised=promised,
                 pages_returning=int(np.sum(held, where=ending)),
                 slots_free=slots.free_count,
+                window=window,
+                states=states,
             )
             for free, evictable, promised, held in (groups[i] for i in pools.measured)
         ),
         key=lambda one: one.pages_available,
     )
+
+
+def _least(pools: CachePools, index: PrefixIndex, groups: Sequence[int]) -> PoolUse | None:
+    """Of these groups the one that has the fewest pages to offer."""
+    if not groups:
+        return None
+    free, evictable = pools.free(), index.evictable()
+    group = min(groups, key=lambda each: free[each] + evictable[each])
+    total = pools.groups[group].pages_total
+    return PoolUse(total=total, free=free[group], evictable=evictable[group])

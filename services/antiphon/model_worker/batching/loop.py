@@ -73,6 +73,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         cached_tokens: Of those, how many the cache had.
         backlog: What waits, lately.
         returned: Choices that were given up, as was asked, because they were never started.
+        evicted_tokens: Tokens that the prefix cache has given up since start.
     """
 
     step: int
@@ -98,6 +99,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int = 0
     backlog: Backlog = Backlog()
     returned: tuple[ChoiceKey, ...] = ()
+    evicted_tokens: int = 0
 
     @property
     def steady(self) -> bool:
@@ -221,6 +223,7 @@ class BatchingLoop:
             cached_tokens=sum([request.cached_tokens for request in started]) if started else 0,
             backlog=self._backlog,
             returned=returned,
+            evicted_tokens=batching.index.evicted_tokens,
         )
 
     def _hand_over(self) -> None:

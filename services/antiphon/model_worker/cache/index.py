@@ -105,6 +105,11 @@ class PrefixIndex(Protocol):
         """Blocks that came and went since the last call, if anybody is told of them."""
         ...
 
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens whose pages `evict` gave up since the start."""
+        ...
+
     def evictable(self) -> list[int]:
         """Pages a group that `evict` could give up now. Costs nothing."""
         ...
@@ -152,6 +157,11 @@ class NoIndex:
     def take_events(self) -> tuple[Event, ...]:
         """Nothing comes and nothing goes."""
         return ()
+
+    @property
+    def evicted_tokens(self) -> int:
+        """None, for it holds nothing."""
+        return 0
 
     def evictable(self) -> list[int]:
         """Nothing, for it holds nothing."""

@@ -50,6 +50,14 @@ class RadixIndex:
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
         self._generation = 0
+        whole = set(range(len(pools.groups))) - set(pools.sparse)
+        self._counted = min(whole or pools.windows or (0,))
+        self._evicted_tokens = 0
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens whose pages `evict` gave up since the start; of a model of states their pages."""
+        return self._evicted_tokens
 
     @property
     def generation(self) -> int:
@@ -127,8 +135,11 @@ class RadixIndex:
         Fewer only if fewer are evictable. More, in other groups: what goes from a full group takes
         along what the window groups have of the same tokens.
         """
+        pool = self._pools.pools[self._counted]
+        before = pool.loose_count
         given_up = self._evictor.evict(pages)
         self._generation += given_up > 0
+        self._evicted_tokens += (before - pool.loose_count) * self._page_tokens
         return given_up
 
     def clear(self) -> int:

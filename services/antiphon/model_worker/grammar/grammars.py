@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.request import RequestState
+    from antiphon.model_worker.grammar.metrics import GrammarMetrics
     from antiphon.wire.ids import TenantId
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Grammars:
         vocab_size: int,
         opener: Callable[[], Compiler],
         group: asyncio.TaskGroup,
+        metrics: GrammarMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is opened before the first grammar comes.
@@ -94,12 +96,14 @@ class Grammars:
             vocab_size: Tokens that the model has logits for.
             opener: Makes the compiler; may take seconds.
             group: Where compiles are waited for: whoever asked first may leave.
+            metrics: What is counted.
             clock: Seconds, from anywhere on.
         """
         self._config = config
         self._whitespace_max = 1 if config.compact_json else config.whitespace_max
         self._vocab_size = vocab_size
         self._group = group
+        self._metrics = metrics
         # Python, which at low priority would keep the interpreter from a step.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._threads = CompileThreads(config.workers)
@@ -126,8 +130,11 @@ class Grammars:
         grammar = state.sampling.grammar
         assert grammar is not None, "a choice without a grammar needs no guide"
         asked = Source(grammar.kind, grammar.text)
+        self._metrics.requested.inc()
         compiled = self._kept.get(asked)
-        if compiled is None:
+        if compiled is not None:
+            self._metrics.hits.inc()
+        else:
             compiled = await asyncio.shield(self._compile(asked, state.tenant))
         if isinstance(compiled, ErrorReply):
             raise decode_error(compiled)
@@ -136,6 +143,7 @@ class Grammars:
         try:
             return await self._beginnings.run(begin, timeout_s, state.tenant)
         except TimeoutError:
+            self._metrics.timeouts.inc()
             message = f"grammar: the answer takes longer than {timeout_s:g} s to follow"
             raise Overloaded(message, retry_after_s=PAUSE_S) from None
 
@@ -164,8 +172,10 @@ class Grammars:
                 self._whitespace_max,
                 self._config.properties_max,
             )
-            made = await self._threads.run(job, timeout_s, tenant)
+            made, seconds = await self._threads.run(job, timeout_s, tenant)
+            self._metrics.seconds.observe(seconds)
         except TimeoutError:
+            self._metrics.timeouts.inc()
             return encode_error(self._late.note(asked, timeout_s))
         except InvalidRequest as error:
             made = encode_error(error)
@@ -192,9 +202,15 @@ class Grammars:
 
 def _check_and_compile(
     compiler: Compiler, asked: Source, whitespace_max: int, properties_max: int
-) -> Compiled:
-    """In a compile thread, and under its deadline: looking a schema over takes its time, too."""
-    return compiler.compile(source_of(asked, whitespace_max, properties_max))
+) -> tuple[Compiled, float]:
+    """In a compile thread, and under its deadline: looking a schema over takes its time, too.
+
+    Returns:
+        The grammar, and how many seconds it took.
+    """
+    began = time.perf_counter()
+    made = compiler.compile(source_of(asked, whitespace_max, properties_max))
+    return made, time.perf_counter() - began
 
 
 def _begin(compiled: Compiled, state: RequestState, vocab_size: int) -> Guide:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.grammar.grammars import Grammars
+    from antiphon.model_worker.grammar.metrics import GrammarMetrics
     from antiphon.model_worker.output import Run
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class GrammarQueue:
         self,
         grammars: Grammars,
         group: asyncio.TaskGroup,
+        metrics: GrammarMetrics,
         *,
         hand_over: Callable[[Run, Guide], None],
         refuse: Callable[[ChoiceKey, EngineError], None],
@@ -38,11 +40,13 @@ class GrammarQueue:
         Args:
             grammars: Where the guides come from.
             group: Where choices wait.
+            metrics: Count choices that get no guide.
             hand_over: Gets a choice with its guide, while it still counts as waiting.
             refuse: Gets one that has no guide, with the reason.
         """
         self._grammars = grammars
         self._group = group
+        self._metrics = metrics
         self._hand_over = hand_over
         self._refuse = refuse
         self._waiting: dict[ChoiceKey, asyncio.Task[None]] = {}
@@ -57,17 +61,22 @@ class GrammarQueue:
     def drop(self, key: ChoiceKey) -> bool:
         """Forget a choice; whether it was here."""
         task = self._waiting.pop(key, None)
-        return task is not None and task.cancel()
+        if task is None or not task.cancel():
+            return False
+        self._metrics.aborted.inc()
+        return True
 
     async def _wait(self, run: Run) -> None:
         try:
             guide = await self._grammars.guide(run.state)
         except EngineError as error:
+            self._metrics.aborted.inc()
             self._refuse(run.key, error)
         except Exception:
             # One of the process's outermost borders: whatever a foreign text does to those who
             # read it ends its own request, and not the service.
             log.exception("grammar not read", extra={"request_id": run.state.request_id})
+            self._metrics.aborted.inc()
             self._refuse(run.key, Internal("the grammar of this request could not be read"))
         else:
             self._hand_over(run, guide)

@@ -15,9 +15,11 @@ from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.batching.guide import Guide
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.metrics import GrammarMetrics
 from antiphon.model_worker.grammar.places import WAITING_MAX, Places
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.output import Run
+from antiphon.telemetry.metrics import Metrics
 from antiphon.testing.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
@@ -40,7 +42,15 @@ class Bench:
         self.opened = 0
         self.now = 0.0
         config = msgspec.convert(settings, GrammarConfig)
-        self.grammars = Grammars(config, VOCAB_SIZE, self.open, group, clock=lambda: self.now)
+        self.registry = Metrics()
+        self.metrics = GrammarMetrics(self.registry)
+        self.grammars = Grammars(
+            config, VOCAB_SIZE, self.open, group, self.metrics, clock=lambda: self.now
+        )
+
+    def counted(self, name: str) -> float:
+        """What a metric of grammars has come to."""
+        return self.registry.registry.get_sample_value(f"antiphon_{name}") or 0.0
 
     def open(self) -> Compiler:
         self.opened += 1
@@ -95,6 +105,47 @@ async def test_a_grammar_is_compiled_once_however_many_choices_ask_at_once() -> 
         await bench.guide("cab")
         assert bench.compiler.compiled == {"cab": 1}
         assert bench.opened == 1
+
+
+async def test_grammars_are_counted_with_hits_and_the_time_of_each_compile() -> None:
+    async with benched() as bench:
+        for text in ("cab", "cab", "a"):
+            await bench.guide(text)
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                await bench.guide("bad")
+        assert bench.counted("num_grammar_total") == 5
+        assert bench.counted("num_grammar_cache_hit_total") == 2
+        assert bench.counted("grammar_compilation_time_seconds_count") == 2
+        assert bench.counted("num_grammar_timeout_total") == 0
+
+
+async def test_a_compile_that_takes_too_long_is_counted_as_a_timeout() -> None:
+    async with benched(compile_timeout_s=0.05) as bench:
+        with pytest.raises(EngineError):
+            await bench.guide("slow")
+        assert bench.counted("num_grammar_timeout_total") == 1
+        assert bench.counted("grammar_compilation_time_seconds_count") == 0
+
+
+async def test_choices_that_get_no_guide_are_counted_as_aborted() -> None:
+    refused: dict[ChoiceKey, EngineError] = {}
+    async with benched() as bench, asyncio.TaskGroup() as group:
+        queue = GrammarQueue(
+            bench.grammars,
+            group,
+            bench.metrics,
+            hand_over=lambda *_: None,
+            refuse=refused.__setitem__,
+        )
+        for number, text in enumerate(("slow", "bad", "a")):
+            queue.put(Run(ChoiceKey(number), state_of(text), None))
+        await bench.until_begun()
+        assert queue.drop(ChoiceKey(0))
+        assert not queue.drop(ChoiceKey(0))
+        bench.compiler.released.set()
+        await until(lambda: len(queue) == 0)
+        assert bench.counted("num_grammar_aborted_total") == 2
 
 
 async def test_nothing_is_opened_before_it_is_needed() -> None:
@@ -331,6 +382,7 @@ async def test_choices_wait_in_a_queue_until_their_grammars_are_there() -> None:
         queue = GrammarQueue(
             bench.grammars,
             group,
+            bench.metrics,
             hand_over=lambda run, _: handed.append(run.key),
             refuse=refused.__setitem__,
         )

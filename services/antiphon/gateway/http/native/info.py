@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.workers import Workers
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
@@ -111,12 +112,14 @@ class Info:
         tokenizers: TokenizerCalls,
         workers: Workers,
         metrics_ports: Callable[[], Mapping[str, int]],
+        metrics: GatewayMetrics,
     ) -> None:
         self._runtime = runtime
         self._model = model
         self._tokenizers = tokenizers
         self._workers = workers
         self._metrics_ports = metrics_ports
+        self._metrics = metrics
         self._version = metadata.version("antiphon")
 
     def operations(self) -> list[Operation]:
@@ -212,6 +215,10 @@ class Info:
         )
 
     async def _loads(self, request: web.Request) -> web.Response:
+        with self._metrics.get_loads.time():
+            return self._loads_of(request)
+
+    def _loads_of(self, request: web.Request) -> web.Response:
         query = request.query
         sections = {part for part in query.get("include", "").split(",") if part}
         if unknown := sorted(sections - _SECTIONS.keys() - {_ALL, _CORE}):
