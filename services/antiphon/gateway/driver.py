@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bus.errors import BusDown
 from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Ended, Said, Submit
@@ -16,7 +16,7 @@ from antiphon.wire.errors import EngineError, Internal
 from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.actions import Action
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from antiphon.wire.notice import NoticeBatch
     from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
     from antiphon.wire.text import ResumeText, TextBatch
+
+M = TypeVar("M")
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +101,13 @@ class Driver:
         """Return when nothing is open. The caller bounds it."""
         await self._idle.wait()
 
-    async def close(self, error: EngineError) -> None:
+    def close(self, error: EngineError) -> None:
         """End what is open and tell everybody; called when the group has ended."""
         self.stop()
         for action in self._owner.close(error):
             if isinstance(action, Deliver):
                 self._deliver(action)
-        await self._announce(self._owner.farewell())
+        self._announce(self._owner.farewell())
 
     def take_text(self, batch: TextBatch) -> None:
         """Apply one batch of a detokenizer.
@@ -150,16 +152,16 @@ class Driver:
             case Deliver():
                 self._deliver(action)
             case Announce():
-                self._start(self._announce(action.message))
+                self._announce(action.message)
             case Submit():
-                self._start(self._submit(action.message))
+                self._start(self._submit, action.message)
             case Cancel():
-                self._start(self._cancel(action.message))
+                self._start(self._cancel, action.message)
             case AskText():
-                self._start(self._ask(action.message))
+                self._start(self._ask, action.message)
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        self._runtime.group.create_task(isolated(work))
+    def _start(self, work: Callable[[M], Coroutine[None, None, None]], message: M) -> None:
+        self._runtime.group.create_task(isolated(work, message))
 
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams[action.request_id]
@@ -176,7 +178,7 @@ class Driver:
                 self._idle.set()
             self._metrics.ended(stream, action.event)
 
-    async def _announce(self, message: OpenList) -> None:
+    def _announce(self, message: OpenList) -> None:
         try:
             self._runtime.bus.publish(OPEN, message, model=self._model)
         except BusDown:

@@ -125,7 +125,7 @@ class GatewayService:
                 with self._dumps_requests():
                     yield
             finally:
-                await driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
+                driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
                 await self._generations.close()
                 await requests.close()
 

@@ -140,7 +140,7 @@ class SchedulerService:
     def _ask_for_replays(self) -> None:
         if self._runtime.bus.link.up:
             for worker, ask in self._leader.caches.asks(self._runtime.clock.now()):
-                replay = isolated(self._replay(worker, ask), worker=worker.instance)
+                replay = isolated(self._replay, worker, ask)
                 self._runtime.group.create_task(replay, name="replay")
 
     async def _replay(self, worker: Process, ask: ReplayKv) -> None:

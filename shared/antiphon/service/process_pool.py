@@ -117,7 +117,7 @@ class ProcessPool:
                 async with asyncio.timeout(timeout_s):
                     await self._turns.take(owner)
                     result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-                    self._tasks.create_task(isolated(self._do(job, result)))
+                    self._tasks.create_task(isolated(self._do, job, result))
                     return await result
             except TimeoutError:
                 raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from antiphon.service.refusals import SharedStateBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator
+    from collections.abc import Callable, Coroutine, Generator
     from contextvars import Context
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-async def isolated(work: Coroutine[Any, Any, None], **fields: object) -> None:
+async def isolated(
+    work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
+) -> None:
     """Do some work of which no failure may end the group that it runs in.
 
     Args:
-        work: On behalf of one request or one message.
-        fields: Of the log line, should it fail.
+        work: On behalf of one request or one message. It is called when the task begins, so that a
+            task that is cancelled before leaves no coroutine that nothing awaited.
+        args: Of `work`.
+        kwargs: Of `work`.
     """
     try:
-        await work
+        await work(*args, **kwargs)
     except SharedStateBroken:
         raise
     except Exception:
-        log.exception("task failed", extra=fields)
+        log.exception("task failed", extra={"work": work.__qualname__})
 
 
 class Tasks(asyncio.TaskGroup):

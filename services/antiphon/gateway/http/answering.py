@@ -183,7 +183,7 @@ class Answering:
             EngineError: One of them cannot enter, or the voice cannot begin.
         """
         begun: asyncio.Future[Voice] = asyncio.get_running_loop().create_future()
-        self._detached.start(self._alone(request, asks, voice_of, write, begun))
+        self._detached.start(self._alone, request, asks, voice_of, write, begun)
         return await begun
 
     async def relay(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from antiphon.service.tasks import isolated
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
+
+P = ParamSpec("P")
 
 
 class Detached:
@@ -20,11 +22,13 @@ class Detached:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def start(self, work: Coroutine[None, None, None]) -> None:
+    def start(
+        self, work: Callable[P, Coroutine[None, None, None]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Let it run by itself."""
         self._running += 1
         self._idle.clear()
-        self._group.create_task(isolated(work)).add_done_callback(self._ended)
+        self._group.create_task(isolated(work, *args, **kwargs)).add_done_callback(self._ended)
 
     async def idle(self) -> None:
         """Return when nothing runs. The caller bounds it."""

@@ -138,7 +138,7 @@ class Generations:
             raise
         finally:
             generation.entered.set()
-        self._runtime.group.create_task(isolated(self._pump(generation, events)))
+        self._runtime.group.create_task(isolated(self._pump, generation, events))
         return generation.accepted(self._runtime.process.instance)
 
     async def _retry(self, known: Generation, delivery: Delivery) -> GenerateAccepted:
@@ -147,7 +147,7 @@ class Generations:
         if known.refusal is not None:
             raise known.refusal
         known.delivery = delivery
-        self._runtime.group.create_task(isolated(self._send(known, known.again(()))))
+        self._runtime.group.create_task(isolated(self._send, known, known.again(())))
         return known.accepted(self._runtime.process.instance)
 
     async def _enter(self, generation: Generation, ask: Ask) -> list[StreamEvent]:
@@ -172,7 +172,7 @@ class Generations:
             generation.unheard = True
             if not generation.looked_for and not generation.told:
                 generation.looked_for = True
-                self._runtime.group.create_task(isolated(self._look_for(generation, probe)))
+                self._runtime.group.create_task(isolated(self._look_for, generation, probe))
 
         try:
             with self._runtime.bus.probe(unheard) as probe:
