@@ -206,6 +206,7 @@ SMALL = {
     "/api/pull",
     "/api/show",
     "/close_session",
+    "/configure_logging",
     "/continue_generation",
     "/open_session",
     "/pause_generation",
