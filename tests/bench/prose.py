@@ -169,7 +169,7 @@ def measure(files: ModelFiles, texts: Sequence[Sequence[int]], peer: LlamaCpp | 
     for name, reader in readers.items():
         found = reader()
         first = results[0].perplexity if results else found
-        results.append(Result(name, round(found, 5), round(found / first - 1, 6)))
+        results.append(Result(name, round(found, 5), round(found / first - 1, 6) + 0.0))
         gc.collect()
     wheel = packaged(MODEL)
     assert wheel is not None
