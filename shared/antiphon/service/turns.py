@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from antiphon.wire.errors import Overloaded, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 _RETRY_S = 1.0
 
@@ -29,36 +29,48 @@ class Admission:
         self._held: dict[str, tuple[int, int]] = {}
 
     @contextmanager
-    def admit(self, owner: str, size_bytes: int) -> Generator[None]:
-        """Count a job of an owner until the block ends.
+    def admit(self, owner: str, size_bytes: int) -> Generator[Callable[[int], None]]:
+        """Count a job of an owner until the block ends; gives a function that adds bytes to it.
 
         Raises:
-            Overloaded: The owner has too many jobs, or there are too many owners.
+            Overloaded: The owner has too many jobs or bytes, or there are too many owners.
         """
         jobs, held_bytes = self._held.get(owner, (0, 0))
-        refusal = self._refusal(jobs, held_bytes + size_bytes)
-        if refusal:
-            raise Overloaded(refusal, retry_after_s=_RETRY_S)
+        self._check_jobs(jobs)
+        if jobs:
+            self._check_bytes(held_bytes + size_bytes)
         self._held[owner] = (jobs + 1, held_bytes + size_bytes)
+
+        def add(more_bytes: int) -> None:
+            nonlocal size_bytes
+            jobs, held_bytes = self._held[owner]
+            if jobs > 1:
+                self._check_bytes(held_bytes + more_bytes)
+            self._held[owner] = (jobs, held_bytes + more_bytes)
+            size_bytes += more_bytes
+
         try:
-            yield
+            yield add
         finally:
             jobs, held_bytes = self._held.pop(owner)
             if jobs > 1:
                 self._held[owner] = (jobs - 1, held_bytes - size_bytes)
 
-    def _refusal(self, jobs: int, size_bytes: int) -> str:
-        if not jobs:
-            full = len(self._held) >= self._owners_max
-            return f"{self._owners_max} tenants have large requests, the limit" if full else ""
+    def _check_jobs(self, jobs: int) -> None:
+        if not jobs and len(self._held) >= self._owners_max:
+            text = f"{self._owners_max} tenants have large requests, the limit"
+            raise Overloaded(text, retry_after_s=_RETRY_S)
         if jobs >= self._jobs_max:
-            return f"{jobs} large requests are waiting, the limit"
+            text = f"{jobs} large requests are waiting, the limit"
+            raise Overloaded(text, retry_after_s=_RETRY_S)
+
+    def _check_bytes(self, size_bytes: int) -> None:
         if size_bytes > self._bytes_max:
-            return (
+            text = (
                 f"the large requests that are waiting would take {size_bytes} bytes; "
                 f"the limit is {self._bytes_max}"
             )
-        return ""
+            raise Overloaded(text, retry_after_s=_RETRY_S)
 
 
 class Turns:

@@ -37,7 +37,7 @@ from antiphon.wire.ids import ClientKey
 from antiphon.wire.tokenize import MESSAGES_MAX, ChatMessage, PoolingCard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 Json = dict[str, Any]
@@ -412,3 +412,42 @@ async def test_items_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) ->
         status, reply = await post(at, "/v1/responses/input_tokens", body)
         assert status == 200, reply
     assert [name.startswith("read-body") for name in threads] == [True]
+
+
+async def test_bodies_that_arrive_slowly_hold_bounded_memory_of_each_tenant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(body_reader, "_ARRIVING_BYTES_MAX", 1_000_000)
+    go = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"text": "' + b"a " * 300_000
+        await go.wait()
+        yield b'"}'
+
+    async def send(at: House, tenant: str, body: bytes | AsyncIterator[bytes]) -> tuple[int, str]:
+        headers = {
+            "Authorization": f"Bearer {key_of(tenant)}",
+            "Content-Type": "application/json",
+        }
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(at.url + "/tokenize", data=body) as got,
+        ):
+            return got.status, await got.text()
+
+    async with (
+        house(access=keyed(tmp_path, {"a": {}, "b": {}})) as at,
+        asyncio.TaskGroup() as group,
+    ):
+        both = [group.create_task(send(at, "a", slow())) for _ in range(2)]
+        ended, going = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        (refused,), (kept,) = ended, going
+        status, said = await refused
+        assert (status, "the limit is 1000000" in said) == (503, True), said
+        assert (await send(at, "b", b'{"prompt": "hi"}'))[0] == 200
+        assert (await send(at, "a", b'{"prompt": "hi"}'))[0] == 200
+        go.set()
+        # /tokenize has no field `text`: both were read to their ends.
+        assert (await kept)[0] == 400
+        assert (await send(at, "a", b'{"text": "' + b"a " * 400_000 + b'"}'))[0] == 400

@@ -110,7 +110,7 @@ class Answering:
             InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
         """
         with self._metrics.refusals():
-            body = await read_json(request, self._limit(bytes_max))
+            body = await self._received(request, self._limit(bytes_max))
             made, unknown = await self._bodies.read(body, kind, make, refused, tenant_of(request))
             self._metrics.unknown_fields.inc(len(unknown))
             if warns_beyond is not None:
@@ -133,7 +133,7 @@ class Answering:
             InvalidRequest: The body cannot be read, or `work` refuses it.
         """
         with self._metrics.refusals():
-            body = await read_json(request, self._body_bytes_max)
+            body = await self._received(request, self._body_bytes_max)
             json, unknown = await self._bodies.compute(
                 body,
                 kind,
@@ -144,6 +144,10 @@ class Answering:
             )
             self._metrics.unknown_fields.inc(len(unknown))
             return web.Response(body=json, content_type="application/json")
+
+    async def _received(self, request: web.Request, bytes_max: int) -> bytes:
+        with self._bodies.arriving(tenant_of(request)) as count:
+            return await read_json(request, bytes_max, count)
 
     def _limit(self, bytes_max: int | None) -> int:
         return self._body_bytes_max if bytes_max is None else min(bytes_max, self._body_bytes_max)

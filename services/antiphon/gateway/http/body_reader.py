@@ -38,6 +38,7 @@ from antiphon.wire.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from typing import Self
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ _TENANTS_MAX = 64
 _CALLS_MAX = 256
 """Most conversations of one tenant that wait for the thread."""
 _CALLERS_MAX = 4096
+_ARRIVING_MAX = 2**16
+"""Most bodies of one tenant that arrive at the same time."""
+_ARRIVING_BYTES_MAX = 256 * 1024**2
 _MODULE = "antiphon.gateway.http.body_reader"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
@@ -99,6 +103,9 @@ class BodyReader:
             jobs_max=_LARGE_MAX, bytes_max=_LARGE_BYTES_MAX, owners_max=_TENANTS_MAX
         )
         self._calls = Admission(jobs_max=_CALLS_MAX, bytes_max=0, owners_max=_CALLERS_MAX)
+        self._arriving = Admission(
+            jobs_max=_ARRIVING_MAX, bytes_max=_ARRIVING_BYTES_MAX, owners_max=_CALLERS_MAX
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-body")
         self._turns = Turns(1)
 
@@ -110,6 +117,17 @@ class BodyReader:
         self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self.pool.__aexit__()
+
+    def arriving(self, tenant: str) -> AbstractContextManager[Callable[[int], None]]:
+        """Count a body of a tenant while it arrives; the function that it gives takes its bytes.
+
+        A client that sends slowly holds what it has sent for up to a minute, so what all of a
+        tenant's hold is bounded. The first is let in whatever its size.
+
+        Raises:
+            Overloaded: Too much of the tenant's is arriving.
+        """
+        return self._arriving.admit(tenant, 0)
 
     async def read(
         self,

@@ -98,8 +98,13 @@ async def http_server(
         yield bound
 
 
-async def read_json(request: web.Request, bytes_max: int) -> bytes:
+async def read_json(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
     """Read the body of a JSON request, and no more of it than is allowed.
+
+    Args:
+        request: The client's.
+        bytes_max: Largest body.
+        count: Called with the bytes of each piece before it is kept; it may refuse the body.
 
     Raises:
         InvalidRequest: Another content type, or a body that broke off.
@@ -113,7 +118,7 @@ async def read_json(request: web.Request, bytes_max: int) -> bytes:
         raise RequestTooLarge.of(size_bytes=request.content_length or 0, bytes_max=bytes_max)
     try:
         async with asyncio.timeout(_BODY_S):
-            return await _read(request, bytes_max)
+            return await _read(request, bytes_max, count)
     except TimeoutError:
         raise InvalidRequest(f"the body did not come within {_BODY_S:g} s") from None
     except web.RequestPayloadError as error:
@@ -128,9 +133,10 @@ def _unsaid(request: web.Request) -> bool:
     return request.path.startswith("/api/") and "Origin" not in request.headers
 
 
-async def _read(request: web.Request, bytes_max: int) -> bytes:
+async def _read(request: web.Request, bytes_max: int, count: Callable[[int], None]) -> bytes:
     body = bytearray()
     async for chunk in request.content.iter_any():
+        count(len(chunk))
         body += chunk
         if len(body) > bytes_max:
             raise RequestTooLarge.of(size_bytes=len(body), bytes_max=bytes_max)

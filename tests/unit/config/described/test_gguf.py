@@ -242,7 +242,10 @@ def test_scaling_is_what_the_file_says(
     ("fields", "message"),
     [
         ({"architecture": "mamba"}, r"architecture 'mamba' is described by no GGUF file alone"),
-        ({"shape": SHAPE | {"expert_count": 8}}, r"has no blk\.0\.ffn_gate_exps\.weight: experts one by one are not read"),
+        (
+            {"shape": SHAPE | {"expert_count": 8}},
+            r"has no blk\.0\.ffn_gate_exps\.weight: experts one by one are not read",
+        ),
         ({"shape": SHAPE | {"rope.dimension_count": 8}}, "rope.dimension_count = 8 of 16"),
         ({"shape": {"embedding_length": 64}}, "it says no llama.attention.head_count"),
         ({"shape": SHAPE | {"attention.head_count_kv": [1, 2]}}, "differs from layer to layer"),
