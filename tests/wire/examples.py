@@ -281,6 +281,7 @@ EVERY: tuple[Message, ...] = (
             generation_prompt=False, tools='[{"type": "function"}]', options='{"thinking": false}'
         ),
         special_tokens=False,
+        truncate=True,
         cache_salt=DIGESTS[0],
         left_ms=1500,
         deadline_unix_ms=DEADLINE,
@@ -335,6 +336,7 @@ EVERY: tuple[Message, ...] = (
         ),
         architecture="LlamaForCausalLM",
         token_characters=24,
+        untruncated_tokens=4000,
         model_type="llama",
         tool_parser="hermes",
         reasoning_parser="qwen3",

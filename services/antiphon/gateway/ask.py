@@ -90,6 +90,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: Who may share its cached prefixes, by `wire.digests.cache_salt`.
         timeout_s: None takes the configured one.
         private: Whether request logs and crash dumps leave it out.
+        auto_truncate: Whether `gateway.allow_auto_truncate` concerns it: not where the end of the
+            prompt is what is asked about, nor where the request itself says what happens.
     """
 
     door: str
@@ -122,6 +124,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     traceparent: str | None = None
     private: bool = False
+    auto_truncate: bool = True
 
 
 def check(ask: Ask) -> None:

@@ -12,8 +12,15 @@ from antiphon.gateway.losses import Losses
 from antiphon.gateway.template_defaults import TemplateDefaults
 from antiphon.service.deadline import deadline_in, remaining_s
 from antiphon.wire.base import Role
-from antiphon.wire.codec import pack_ids, unpack_ids
-from antiphon.wire.digests import block_digests, namespace, salted
+from antiphon.wire.codec import id_count, pack_ids, unpack_ids
+from antiphon.wire.digests import (
+    BLOCK_TOKENS,
+    DIGEST_BYTES,
+    TOKEN_BYTES,
+    block_digests,
+    namespace,
+    salted,
+)
 from antiphon.wire.errors import (
     DeadlineExceeded,
     EngineError,
@@ -24,7 +31,13 @@ from antiphon.wire.errors import (
 )
 from antiphon.wire.ids import new_request_id
 from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
-from antiphon.wire.tokenize import CancelEncode, DecodeRequest, EncodeReply, EncodeRequest
+from antiphon.wire.tokenize import (
+    CancelEncode,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    characters_max,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,18 +72,33 @@ class TokenizerCalls:
         self._written: dict[str, bool] = {}
 
     async def encode(
-        self, ask: Ask, request_id: RequestId, deadline_unix_ms: int, traceparent: str | None
+        self,
+        ask: Ask,
+        request_id: RequestId,
+        deadline_unix_ms: int,
+        traceparent: str | None,
+        *,
+        truncate: bool = False,
     ) -> EncodeReply:
         """Return the prompt's ids and what goes with them.
+
+        Args:
+            ask: The request.
+            request_id: Its id.
+            deadline_unix_ms: When it ends.
+            traceparent: The span that this is a part of.
+            truncate: Whether a prompt longer than the context loses its end; else it is refused,
+                as is in any case a text that is too long to be encoded.
 
         Raises:
             InvalidRequest: The prompt cannot be encoded, or an id is not in the vocabulary.
             EngineError: No tokenizer answered in time.
         """
         if self._card is not None:
-            _check_length(ask, self._card)
+            _check_length(ask, self._card, truncate=truncate)
         if ask.prompt_ids is not None:
-            return self._given(ask, ask.prompt_ids, request_id, await self.card(PATIENCE_S))
+            card = await self.card(PATIENCE_S)
+            return self._given(ask, ask.prompt_ids, request_id, card, truncate=truncate)
         ask = self.template_defaults.filled(ask)
         request = EncodeRequest(
             request_id=request_id,
@@ -83,6 +111,7 @@ class TokenizerCalls:
             continue_final_message=ask.continue_final_message,
             template=ask.template,
             special_tokens=ask.special_tokens,
+            truncate=truncate,
             cache_salt=ask.cache_salt,
             deadline_unix_ms=deadline_unix_ms,
             traceparent=traceparent,
@@ -164,12 +193,22 @@ class TokenizerCalls:
         return self._card
 
     def _given(
-        self, ask: Ask, prompt_ids: tuple[int, ...], request_id: RequestId, card: EncodeReply
+        self,
+        ask: Ask,
+        prompt_ids: tuple[int, ...],
+        request_id: RequestId,
+        card: EncodeReply,
+        *,
+        truncate: bool,
     ) -> EncodeReply:
+        untruncated_tokens = None
         if len(prompt_ids) > card.context_tokens:
-            raise PromptTooLong.of(
-                prompt_tokens=len(prompt_ids), tokens_max=card.context_tokens, param="prompt"
-            )
+            if not truncate:
+                raise PromptTooLong.of(
+                    prompt_tokens=len(prompt_ids), tokens_max=card.context_tokens, param="prompt"
+                )
+            untruncated_tokens = len(prompt_ids)
+            prompt_ids = prompt_ids[: card.context_tokens]
         if max(prompt_ids, default=0) >= card.vocabulary_size:
             raise InvalidRequest(
                 f"prompt has the id {max(prompt_ids)}; the vocabulary ends at "
@@ -188,6 +227,7 @@ class TokenizerCalls:
             reranks=card.reranks,
             pooling=card.pooling,
             token_characters=card.token_characters,
+            untruncated_tokens=untruncated_tokens,
         )
 
     async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
@@ -253,16 +293,29 @@ class TokenizerCalls:
             return error
 
 
-def _check_length(ask: Ask, card: EncodeReply) -> None:
+def truncated(encoded: EncodeReply, tokens: int) -> EncodeReply:
+    """Keep the first tokens of a prompt, and of the rest of the reply what is true of these."""
+    return msgspec.structs.replace(
+        encoded,
+        token_ids=encoded.token_ids[: tokens * TOKEN_BYTES],
+        block_digests=encoded.block_digests[: tokens // BLOCK_TOKENS * DIGEST_BYTES],
+        text_end="",
+        untruncated_tokens=encoded.untruncated_tokens or id_count(encoded.token_ids),
+    )
+
+
+def _check_length(ask: Ask, card: EncodeReply, *, truncate: bool) -> None:
     """Refuse a text that no tokens of the vocabulary make short enough: no tokenizer is called."""
     texts = (ask.prompt, ask.pair, ask.suffix)
     length = sum(len(text) for text in texts if text is not None)
     length += sum(len(message.content) for message in ask.messages or ())
-    if card.token_characters and length > card.context_tokens * card.token_characters:
+    most = characters_max(card.context_tokens, card.token_characters, truncate=truncate)
+    if card.token_characters and length > most:
         raise PromptTooLong.of_characters(
             characters=length,
             context_tokens=card.context_tokens,
             token_characters=card.token_characters,
+            truncated_max=most if truncate else None,
             param="prompt" if ask.messages is None else "messages",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import msgspec
 from antiphon.config.gateway import PreferredSampling
 from antiphon.gateway.ask import PROBE_DOOR, check
 from antiphon.gateway.details import DetailRoom, check_start
+from antiphon.gateway.encode import truncated
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.sampling import NOTHING, Seeds, answer_tokens, sampling_params
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
     from antiphon.wire.tokenize import EncodeReply
+
+
+log = logging.getLogger(__name__)
+
+ANSWER_ROOM = 6
+"""Tokens of the context that a truncated prompt leaves to its answer, as in SGLang."""
 
 
 class Entrance:
@@ -205,9 +213,15 @@ class Entrance:
         try:
             with working_on(request_id), span("gateway.encode", whole.traceparent) as here:
                 encoded = await self._tokenizers.encode(
-                    ask, request_id, deadline_unix_ms, here.traceparent
+                    ask,
+                    request_id,
+                    deadline_unix_ms,
+                    here.traceparent,
+                    truncate=self._truncates(ask),
                 )
             _check_kind(ask, encoded)
+            with working_on(request_id):
+                encoded = self._fitted(ask, encoded)
             check_start(ask, id_count(encoded.token_ids))
             ask = self._tokenizers.template_defaults.switched(ask)
             ask, inside = _thinking(ask, encoded.text_end)
@@ -224,10 +238,36 @@ class Entrance:
         kind = Stream if record is None else partial(RecordedStream, record, self._request_log)
         stream = kind(submit, whole, hold, door=ask.door, came_at=came_at, opened_at=clock.now())
         stream.inside = inside
+        stream.truncated = encoded.untruncated_tokens is not None
         stream.labels = self._metrics.custom.current()
         stream.name = _name(ask)
         self._driver.open(stream)
         return stream
+
+    def _truncates(self, ask: Ask) -> bool:
+        """Whether a request may get less than it asks for: of its prompt, and of its answer."""
+        allowed = self._runtime.settings.gateway.allow_auto_truncate
+        # Without its end, a prompt with a gap would have neither the suffix nor the mark of it.
+        return allowed and ask.auto_truncate and ask.suffix is None
+
+    def _fitted(self, ask: Ask, encoded: EncodeReply) -> EncodeReply:
+        """Truncate a prompt that leaves no room for its answer in any worker, if it may be."""
+        context_tokens = max(self._contexts(encoded))
+        answers = ask.tokens_max != 0
+        if self._truncates(ask) and id_count(encoded.token_ids) + answers > context_tokens:
+            kept = max(1, context_tokens - ANSWER_ROOM) if answers else context_tokens
+            if ask.pair is None or kept > (encoded.second_from or kept):
+                encoded = truncated(encoded, kept)
+        if encoded.untruncated_tokens is not None:
+            log.warning(
+                "prompt truncated",
+                extra={
+                    "prompt_tokens": encoded.untruncated_tokens,
+                    "kept_tokens": id_count(encoded.token_ids),
+                    "context_tokens": context_tokens,
+                },
+            )
+        return encoded
 
     def _reserve(self, ask: Ask, encoded: EncodeReply, hold: Hold) -> int:
         """Charge all that a request may need; return how many tokens each answer may have."""
@@ -237,6 +277,7 @@ class Entrance:
             prompt_tokens=prompt_tokens,
             contexts=self._contexts(encoded),
             preferred=self._preferred_tokens,
+            truncate=self._truncates(ask),
         )
         return self._access.reserve(hold, ask, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
 

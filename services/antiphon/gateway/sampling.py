@@ -66,7 +66,12 @@ class Seeds:
 
 
 def answer_tokens(
-    ask: Ask, *, prompt_tokens: int, contexts: Collection[int], preferred: int | None = None
+    ask: Ask,
+    *,
+    prompt_tokens: int,
+    contexts: Collection[int],
+    preferred: int | None = None,
+    truncate: bool = False,
 ) -> int:
     """Return how many tokens the answer may have.
 
@@ -78,6 +83,7 @@ def answer_tokens(
         prompt_tokens: Of its prompt.
         contexts: The longest context of each worker.
         preferred: The operator's limit for requests without one.
+        truncate: Whether the client gets what the context leaves if it wants more.
 
     Raises:
         PromptTooLong: The prompt fills the context.
@@ -95,6 +101,8 @@ def answer_tokens(
         limit = ask.tokens_default if preferred is None else preferred
         return room if limit is None else min(limit, room)
     if ask.tokens_max > context_tokens - prompt_tokens:
+        if truncate:
+            return context_tokens - prompt_tokens
         raise _too_many(ask, ask.tokens_max, prompt_tokens, context_tokens)
     return ask.tokens_max
 

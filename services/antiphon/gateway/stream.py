@@ -49,6 +49,7 @@ class Stream:
             `accepted_at`, `said_at` (first text), `spoke_at` (last text) and `ended_at`.
         bell: Rung by each event; a reader of several streams gives them one.
         inside: Whether the answer begins as thinking.
+        truncated: Whether its prompt is the beginning only of what the client sent.
         labels: Values of the custom labels of its metrics.
         hold: What it has of its tenant's limits, until its end.
         ended: The terminal, once it was put.
@@ -81,6 +82,7 @@ class Stream:
         self.reason: FinishReason | None = None
         self.on_end: Callable[[], None] | None = None
         self.inside = False
+        self.truncated = False
         self.labels: tuple[str, ...] = ()
         self.bell = Bell()
         self._events: list[StreamEvent] = []

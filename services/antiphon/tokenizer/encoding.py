@@ -16,10 +16,12 @@ from antiphon.wire.errors import (
     RequestTooLarge,
     Unsupported,
 )
-from antiphon.wire.tokenize import ChatMessage, TemplateParams
+from antiphon.wire.tokenize import ChatMessage, TemplateParams, characters_max
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tokenizers import Encoding
 
     from antiphon.tokenizer.vocabulary import Vocabulary
     from antiphon.wire.tokenize import DecodeRequest
@@ -37,7 +39,8 @@ TEXT_END = 64
 class Text:
     """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it.
 
-    With a `suffix` there is a gap to fill between the prompt and that.
+    With a `suffix` there is a gap to fill between the prompt and that. With `truncate` only the
+    ids that the context holds are kept.
     """
 
     messages: tuple[ChatMessage, ...] | None
@@ -48,6 +51,7 @@ class Text:
     pair: str | None = None
     cache_salt: bytes = b""
     suffix: str | None = None
+    truncate: bool = False
 
     @property
     def characters(self) -> int:
@@ -79,12 +83,14 @@ class Encoded:
     """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it.
 
     `second_from` is where the second text of a pair begins, if the tokenizer tells the two apart.
+    `untruncated_tokens` is the length of the whole prompt, if these ids are its beginning only.
     """
 
     token_ids: bytes
     block_digests: bytes
     text_end: str = ""
     second_from: int | None = None
+    untruncated_tokens: int | None = None
 
 
 class TextEncoder:
@@ -126,26 +132,42 @@ class TextEncoder:
         # A template writes the special tokens itself; plain text gets them from the tokenizer.
         plain = text.messages is None and text.special_tokens
         encoding = self._vocabulary.tokenizer.encode(written, text.pair, add_special_tokens=plain)
-        token_ids = pack_ids(encoding.ids)
-        text_end = "" if text.messages is None else written[-TEXT_END:]
+        kept = self._tokens_kept(text, encoding)
+        token_ids = pack_ids(encoding.ids[:kept])
+        text_end = "" if text.messages is None or kept is not None else written[-TEXT_END:]
         second_from = None
         if text.pair is not None and 1 in encoding.type_ids:
             second_from = encoding.type_ids.index(1)
         digests = block_digests(salted(self._root, text.cache_salt), token_ids)
-        return Encoded(token_ids, digests, text_end, second_from)
+        whole = None if kept is None else len(encoding.ids)
+        return Encoded(token_ids, digests, text_end, second_from, whole)
+
+    def _tokens_kept(self, text: Text, encoding: Encoding) -> int | None:
+        """Return how many ids a text is truncated to; None: it stays whole."""
+        most = self._context_tokens
+        if not text.truncate or most is None or len(encoding.ids) <= most:
+            return None
+        if text.pair is not None and 1 not in encoding.sequence_ids[:most]:
+            return None  # nothing would be left of the second text: too long, then
+        return most
 
     def check_length(self, text: Text, characters: int) -> None:
         """Refuse a text that cannot fit before it is encoded, which may take seconds.
 
         Raises:
-            PromptTooLong: The context holds fewer characters, even in the longest tokens.
+            PromptTooLong: The context holds fewer characters, even in the longest tokens; and if
+                the text may be truncated, it is longer than what is encoded for that.
         """
         tokens, each = self._context_tokens, self._vocabulary.token_characters
-        if tokens is not None and characters > tokens * each:
+        if tokens is None:
+            return
+        most = characters_max(tokens, each, truncate=text.truncate)
+        if characters > most:
             raise PromptTooLong.of_characters(
                 characters=characters,
                 context_tokens=tokens,
                 token_characters=each,
+                truncated_max=most if text.truncate else None,
                 param="prompt" if text.messages is None else "messages",
             )
 

@@ -141,6 +141,7 @@ class TokenizerService:
             request.pair,
             request.cache_salt,
             request.suffix,
+            request.truncate,
         )
         self._in_flight += 1
         try:
@@ -175,6 +176,7 @@ class TokenizerService:
             second_from=encoded.second_from,
             pooling=self._pooling,
             token_characters=self._vocabulary.token_characters,
+            untruncated_tokens=encoded.untruncated_tokens,
         )
 
     async def _encoded_once(self, request: EncodeRequest, text: Text) -> Encoded:

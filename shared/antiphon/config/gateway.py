@@ -78,6 +78,13 @@ class GatewayConfig(Config):
         ),
     ] = 256 * 1024 * 1024
     request_timeout_s: Annotated[Seconds, Help("Deadline of a request that names none.")] = 600.0
+    allow_auto_truncate: Annotated[
+        bool,
+        Help(
+            "Whether a prompt that is longer than the context loses its end, and max_new_tokens "
+            "is lowered to what the context leaves; else such a request is a 400."
+        ),
+    ] = False
     cache_report: Annotated[
         bool, Help("Whether the usage of an answer names the prompt tokens found in the cache.")
     ] = False

@@ -136,8 +136,9 @@ REFUSED: Mapping[str, str] = {
     "tools": "Tools run where the client is; the server returns their calls and runs none.",
     "trace_modules": "Requests are traced through all services; --telemetry-trace-ratio sets how "
     "many.",
-    "truncate": "A prompt that is too long is refused with both numbers; cut it in the client.",
-    "warmup": "No request is sent for warming up; send one after the ready line.",
+    "warmup": "SGLang's own compile Triton kernels for the GPU (voice_chat, prefill_shapes) or a "
+    "grammar of Whisper (whisper_autodetect), which do not exist here; a worker runs its first "
+    "steps before the ready line.",
     "watermark": "Watermarks are not built; remove the flag.",
     "weight_updates": "Weights cannot be changed while serving; restart the worker with the new "
     "checkpoint.",

@@ -101,13 +101,21 @@ class PromptTooLong(InvalidRequest):
         characters: int,
         context_tokens: int,
         token_characters: int,
+        truncated_max: int | None = None,
         param: str | None = None,
     ) -> PromptTooLong:
-        """Refuse a text by its length alone: no tokens of this vocabulary would be few enough."""
+        """Refuse a text by its length alone: no tokens of this vocabulary would be few enough.
+
+        With `truncated_max`, the text is longer than what is encoded to be truncated.
+        """
         most = context_tokens * token_characters
+        limit = f"({context_tokens} tokens of at most {token_characters} characters: {most})."
+        if truncated_max is not None:
+            most = truncated_max
+            limit = f"({context_tokens} tokens), and than what is truncated ({most} characters)."
         return cls(
             f"The input ({characters} characters) is longer than the model's context length "
-            f"({context_tokens} tokens of at most {token_characters} characters: {most}).",
+            f"{limit}",
             param=param,
             details={"characters": str(characters), "characters_max": str(most)},
         )

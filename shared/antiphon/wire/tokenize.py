@@ -18,6 +18,23 @@ CALLS_MAX = 1024
 """Most calls in one turn."""
 
 
+TRUNCATED_CHARACTERS_MAX = 512 * 1024
+"""Longest text that is encoded to be truncated, where the context holds no longer one: the work of
+about half a second, in a child process."""
+
+
+def characters_max(context_tokens: int, token_characters: int, *, truncate: bool) -> int:
+    """Return the length of the longest text that is encoded; longer ones are refused unread.
+
+    Args:
+        context_tokens: Length of the context.
+        token_characters: Of the longest token: the context holds no more than so many of these.
+        truncate: Whether the prompt may lose its end.
+    """
+    most = context_tokens * token_characters
+    return max(most, TRUNCATED_CHARACTERS_MAX) if truncate else most
+
+
 class MessageToolCall(Value):
     """A call that the assistant made in a turn. `arguments` is the JSON text of an object."""
 
@@ -69,7 +86,8 @@ class EncodeRequest(Message):
     `special_tokens` is unset; a rendered template writes its own. With a `pair`, `prompt` is the
     first of two texts, which are encoded together as the tokenizer joins them. With a `suffix`,
     `prompt` is the text before a gap to fill, and `suffix` the text behind it. `cache_salt` goes
-    into the names of the prompt's blocks. Heavy texts of tenants take turns.
+    into the names of the prompt's blocks. Heavy texts of tenants take turns. With `truncate` a
+    prompt that is longer than the context loses its end.
     """
 
     request_id: RequestId
@@ -82,6 +100,7 @@ class EncodeRequest(Message):
     continue_final_message: bool = False
     template: TemplateParams = TemplateParams()
     special_tokens: bool = True
+    truncate: bool = False
     cache_salt: CacheSalt = b""
     deadline_unix_ms: UnixMs
     left_ms: Signed | None = None
@@ -138,6 +157,7 @@ class EncodeReply(Message):
         pooling: What the model makes of a text, if it does not generate.
         token_characters: Of the longest token: longer texts than a context of these are refused
             unread. 0: not known.
+        untruncated_tokens: Length of the whole prompt, if `token_ids` is its beginning only.
     """
 
     request_id: RequestId
@@ -156,6 +176,7 @@ class EncodeReply(Message):
     second_from: TokenCount | None = None
     pooling: PoolingCard | None = None
     token_characters: Count = 0
+    untruncated_tokens: TokenCount | None = None
 
 
 class CancelEncode(Message):

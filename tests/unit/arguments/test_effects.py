@@ -36,6 +36,7 @@ from antiphon.service.model import model_files, served_name, tokenizer_place
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.telemetry import log as logs
 from antiphon.tokenizer import vocabulary
+from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Forbidden, Unauthorized
 from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.ids import InstanceId, RequestId
@@ -432,6 +433,26 @@ async def test_enable_cache_report_counts_cached_tokens() -> None:
 
     given, without = await compare_async("--enable-cache-report", observe=details)
     assert (given, without) == ({"cached_tokens": 1}, None)
+
+
+@pytest.mark.argument("--allow-auto-truncate")
+async def test_allow_auto_truncate_shortens_a_prompt_and_lowers_a_limit() -> None:
+    async def sent(settings: Settings) -> list[tuple[int, ...]]:
+        """Status, prompt tokens and limit: of a long prompt, and of one with a high limit."""
+        found: list[tuple[int, ...]] = []
+        async with house(allow_auto_truncate=settings.gateway.allow_auto_truncate) as at:
+            for body in ({"prompt": "x" * 200}, {"prompt": "x" * 60, "max_tokens": 50}):
+                at.cluster.submits.clear()
+                status, _, _ = await post(at, "/v1/completions", body)
+                submits = at.cluster.submits
+                tokens = [id_count(submit.prompt_ids) for submit in submits] or [0]
+                limits = [submit.sampling.max_new_tokens for submit in submits] or [0]
+                found.append((status, *tokens, *limits))
+        return found
+
+    given, without = await compare_async("--allow-auto-truncate", observe=sent)
+    assert given == [(200, 58, 6), (200, 60, 4)]
+    assert without == [(400, 0, 0), (400, 0, 0)]
 
 
 @pytest.mark.argument("--sampling-defaults")

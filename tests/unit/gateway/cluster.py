@@ -23,6 +23,7 @@ from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
+from antiphon.wire.digests import block_digests
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.heartbeat import Heartbeat, StreamSeq, WorkerFigures, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName, RequestId
@@ -80,6 +81,7 @@ class Cluster:
         vector: Of a prompt's bytes.
         reranks: Whether its template asks for yes or no.
         words: Texts that are one token.
+        worker_context: The longest context of the worker.
         origins: Of what choices say.
         weights: What heartbeats say that the weights are called.
     """
@@ -109,6 +111,7 @@ class Cluster:
         self.encodes: list[EncodeRequest] = []
         self.encodes_cancelled: list[RequestId] = []
         self.token_characters = 0
+        self.worker_context = CONTEXT_TOKENS
         self.submits: list[SubmitRequest] = []
         self.cancelled: list[str] = []
         self.orders: list[Message] = []
@@ -155,10 +158,17 @@ class Cluster:
             text = "\n".join(message.content for message in request.messages or ())
         first = len(text.encode())
         text += request.pair or request.suffix or ""
+        ids = [self.words[text]] if text in self.words else list(text.encode())
+        truncates = request.truncate and len(ids) > CONTEXT_TOKENS
+        if truncates and request.pair:
+            truncates = first < CONTEXT_TOKENS
+        kept = pack_ids(ids[:CONTEXT_TOKENS] if truncates else ids)
         delivery.respond(
             EncodeReply(
                 request_id=request.request_id,
-                token_ids=pack_ids([self.words[text]] if text in self.words else text.encode()),
+                token_ids=kept,
+                block_digests=block_digests(b"", kept),
+                untruncated_tokens=len(ids) if truncates else None,
                 vocabulary_size=256,
                 architecture="LlamaForCausalLM",
                 model_type="llama",
@@ -321,7 +331,7 @@ class Cluster:
             weight_version=self.weights,
             step=0,
             step_age_s=0.0,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self.worker_context,
             figures=self.figures,
         )
         return Heartbeat(

@@ -202,6 +202,40 @@ def test_two_texts_are_joined_as_the_tokenizer_joins_them(folder: Path):
     assert (ids(alone), alone.second_from) == ([0, 2, 3], None)
 
 
+def truncate(folder: Path, text: Text, context_tokens: int) -> Encoded:
+    """Encode a text under a context; it must not be refused."""
+    encoder = TextEncoder(vocabulary.read(folder), ROOT, 100_000, context_tokens)
+    (result,) = encoder.encode([text])
+    assert isinstance(result, Encoded)
+    return result
+
+
+@pytest.mark.parametrize("words", [1, BLOCK_TOKENS, 3 * BLOCK_TOKENS])
+@pytest.mark.parametrize("context_tokens", [BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS])
+def test_truncated_prompt_is_the_beginning_of_the_whole_one(
+    folder: Path, words: int, context_tokens: int
+):
+    whole = encode(folder, Text(None, "a b " * words))
+    made = truncate(folder, Text(None, "a b " * words, truncate=True), context_tokens)
+    assert ids(made) == ids(whole)[:context_tokens]
+    assert made.block_digests == block_digests(ROOT, made.token_ids)
+    fits = len(ids(whole)) <= context_tokens
+    assert made.untruncated_tokens == (None if fits else 2 * words + 1)
+
+
+def test_truncated_conversation_has_no_end_to_be_read(folder: Path):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} <think>")
+    turns = (ChatMessage(role="user", content="a b a b"),)
+    assert truncate(folder, Text(turns, None, truncate=True), 9).text_end == "a b a b <think>"
+    assert truncate(folder, Text(turns, None, truncate=True), 3).text_end == ""
+
+
+def test_pair_is_truncated_as_long_as_some_of_the_second_text_is_left(folder: Path):
+    pair = Text(None, "a b", pair="b a a", truncate=True)  # type ids do not tell the two apart
+    assert ids(truncate(folder, pair, 3)) == [2, 3, 3]
+    assert len(ids(truncate(folder, pair, 2))) == 5  # refused by its length
+
+
 def test_both_texts_of_a_pair_count_for_its_size(folder: Path):
     assert isinstance(encode(folder, Text(None, "a" * 6, pair="b" * 6), 10), RequestTooLarge)
 

@@ -18,7 +18,8 @@ from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
-from antiphon.wire.codec import id_count
+from antiphon.wire.codec import id_count, unpack_ids
+from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES
 from antiphon.wire.errors import PromptTooLong, Unavailable
 from antiphon.wire.ids import ModelName, RequestId, TenantId
 from antiphon.wire.routes import CANCEL_ENCODE, TOKENIZE
@@ -42,12 +43,13 @@ class World:
         self.bus = bus
         self.service = service
 
-    async def encode(self, text: str, number: int = 1) -> EncodeReply:
+    async def encode(self, text: str, number: int = 1, *, truncate: bool = False) -> EncodeReply:
         request = EncodeRequest(
             request_id=RequestId(f"r-{number}"),
             model=MODEL,
             tenant=ACME,
             prompt=text,
+            truncate=truncate,
             deadline_unix_ms=FAR_UNIX_MS,
         )
         return await self.bus.call(TOKENIZE, request, timeout_s=25, model=MODEL)
@@ -109,8 +111,9 @@ def hold(at: World) -> HeldProcesses:
     return held
 
 
+@pytest.mark.parametrize("truncate", [False, True])
 async def test_text_of_too_many_characters_is_refused_unread(
-    at: World, monkeypatch: pytest.MonkeyPatch
+    at: World, monkeypatch: pytest.MonkeyPatch, truncate: bool
 ) -> None:
     held = hold(at)
 
@@ -118,8 +121,9 @@ async def test_text_of_too_many_characters_is_refused_unread(
         raise AssertionError("the text is encoded")
 
     monkeypatch.setattr(TextEncoder, "_encoded", encoded)
-    with pytest.raises(PromptTooLong, match=r"1000000 characters.*2048 tokens.*26624"):
-        await at.encode("a b " * 250_000)
+    limit = 524288 if truncate else 26624
+    with pytest.raises(PromptTooLong, match=rf"1000000 characters.*2048 tokens.*{limit}"):
+        await at.encode("a b " * 250_000, truncate=truncate)
     assert held.texts == []
 
 
@@ -142,6 +146,19 @@ async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
     many = await at.encode(longest * (17_000 // len(longest)), 3)
     assert id_count(few.token_ids) < id_count(many.token_ids) <= 2048
     assert here == [200]
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 2000, HEAVY, "word " * 20_000], ids=("light", "heavy", "long")
+)
+async def test_prompt_that_is_too_long_is_sent_truncated(at: World, text: str) -> None:
+    encoding = vocabulary.read(embedded.path()).tokenizer.encode(text)
+    assert len(encoding.ids) > 2048
+    reply = await at.encode(text, truncate=True)
+    assert list(unpack_ids(reply.token_ids)) == encoding.ids[:2048]
+    assert len(reply.block_digests) == 2048 // BLOCK_TOKENS * DIGEST_BYTES
+    assert reply.untruncated_tokens == len(encoding.ids)
+    assert (await at.encode("word", 2, truncate=True)).untruncated_tokens is None
 
 
 async def test_small_text_passes_a_heavy_one(at: World) -> None:

@@ -90,7 +90,8 @@ class InSession:
         async def keep(stream: Stream, told: Told) -> None:
             nonlocal kept
             if _whole(stream):
-                answer = (prompt_ids, tuple(told.ids), "".join(told.texts))
+                read = tuple(unpack_ids(stream.submit.prompt_ids))
+                answer = (read, tuple(told.ids), "".join(told.texts))
                 await sessions.end(tenant, place, rid, answer)
                 kept = True
 
@@ -129,6 +130,7 @@ class InSession:
             new_request_id(),
             deadline_in(timeout_s, self._runtime.clock),
             None,
+            truncate=self._runtime.settings.gateway.allow_auto_truncate,
         )
         return tuple(unpack_ids(encoded.token_ids))
 

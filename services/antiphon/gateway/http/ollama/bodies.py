@@ -114,6 +114,9 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         TopLogprobs | None, _is("Number of most likely tokens to return at each position.")
     ] = None
+    truncate: Annotated[
+        bool | None, _is("false: a prompt that is too long is refused, never truncated.")
+    ] = None
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):

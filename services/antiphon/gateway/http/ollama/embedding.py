@@ -49,6 +49,10 @@ class OllamaEmbedBody(_Body, frozen=True, kw_only=True):
         Dimensions | None,
         Meta(description="So many of the vector's first numbers, of a model made for that."),
     ] = None
+    truncate: Annotated[
+        bool | None,
+        Meta(description="false: a text that is too long is refused, never truncated."),
+    ] = None
 
 
 class OllamaEmbeddingBody(_Body, frozen=True, kw_only=True):
@@ -132,15 +136,19 @@ class OllamaEmbedding:
 
     def _asks(self, body: OllamaEmbedBody | OllamaEmbeddingBody, card: PoolingCard) -> list[Ask]:
         if isinstance(body, OllamaEmbeddingBody):
-            field, given, dimensions = "prompt", body.prompt, None
+            field, given, dimensions, truncate = "prompt", body.prompt, None, None
         else:
             field, given, dimensions = "input", body.input, body.dimensions
+            truncate = body.truncate
         prompts: list[Prompt] = [given] if isinstance(given, str) else [*given]
         refuse_blank(prompts, field)
-        return asks_for(
+        asks = asks_for(
             prompts,
             door="ollama",
             field=field,
             model=model_of(body.model, self._served),
             pool=cut(card, dimensions),
         )
+        if truncate is not False:
+            return asks
+        return [msgspec.structs.replace(ask, auto_truncate=False) for ask in asks]

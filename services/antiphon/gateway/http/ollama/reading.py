@@ -193,6 +193,7 @@ def _posted(door: str, body: OllamaBody, posted: Posted, served: Sequence[ModelN
         tokens_default=None if limit is None or limit < 0 else limit,
         grammar_field="tools" if ask.grammar_field == "tools" else "format",
         model_defaults=True,
+        auto_truncate=body.truncate is not False,
     )
     return msgspec.structs.replace(posted, asks=(ask,))
 

@@ -9,7 +9,7 @@ from antiphon.gateway.http.fields import Refused
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CUT = Refused("a prompt is never cut: one that is too long is refused", (False,))
+_CUT = Refused("whether prompts are truncated is the operator's to say", (False,))
 
 COMMON: Mapping[str, Refused] = {
     "truncate": _CUT,

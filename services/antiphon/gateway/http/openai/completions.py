@@ -218,13 +218,25 @@ class Completions:
         )
 
     async def _echoes(self, posted: Posted, streams: Sequence[Stream]) -> list[Echo]:
-        """The prompts as text, where they are told: ids are written by a tokenizer."""
+        """The prompts as text, where they are told: ids are written by a tokenizer.
+
+        Of a truncated prompt the text is that of the ids which are left.
+        """
         if not posted.telling.echo:
             return [Echo() for _ in streams]
-        texts = [ask.prompt for ask in posted.asks]
-        given = [ask.prompt_ids for ask in posted.asks if ask.prompt_ids is not None]
+        texts = [
+            None if stream.truncated else ask.prompt
+            for ask, stream in zip(posted.asks, streams, strict=True)
+        ]
+        given = [
+            unpack_ids(stream.submit.prompt_ids)
+            for stream, text in zip(streams, texts, strict=True)
+            if text is None
+        ]
         if given:
-            skips = posted.asks[0].stop.skip_special_tokens
+            ask = posted.asks[0]
+            # Text did not have the special tokens that the tokenizer added.
+            skips = ask.stop.skip_special_tokens or ask.prompt is not None
             written = iter(await self._tokenizers.decode(given, skip_special_tokens=skips))
             texts = [text if text is not None else next(written) for text in texts]
         firsts = [""] * len(texts)

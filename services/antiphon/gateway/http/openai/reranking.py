@@ -229,6 +229,7 @@ class YesOrNo:
                 prompt=None,
                 messages=(query, ChatMessage(role="user", content=document)),
                 template=template,
+                auto_truncate=False,
                 sampling=Sampling(details=self._details),
             )
             for ask, document in zip(asks, body.documents, strict=True)

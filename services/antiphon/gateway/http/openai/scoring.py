@@ -136,6 +136,7 @@ def _asks(body: ScoreBody) -> list[Ask]:
                 prompt_field="items",
                 detail_fields=DetailFields(named_ids="label_token_ids"),
                 tokens_max=0,
+                auto_truncate=False,
                 sampling=Sampling(details=details),
             )
         )

@@ -156,6 +156,7 @@ def asked(said: Said, items: Sequence[Item], formats: Formats) -> Asked:
         tokens_field="max_output_tokens",
         grammar_field=forms.get(ask.grammar_field, ask.grammar_field),
         key=ClientKey(said.id),
+        auto_truncate=body.truncation is None,
     )
     if body.max_output_tokens == 0:
         raise InvalidRequest("max_output_tokens is 1 or more", param="max_output_tokens")
