@@ -23,7 +23,7 @@ HOLDS: Mapping[str, str] = {
     "no_overlap": "Holds with the flag and without it: on a CPU the next step is planned after the "
     "last one has ended.",
     "no_warmup": "Holds with the flag and without it: no warm-up request is sent; a worker runs "
-    "two steps of its own before it is ready.",
+    "its first steps before it is ready.",
     "remote_code": "Python code in a model folder is never run; a model that needs it is refused "
     "by name at start.",
     "response_store": "Holds with the flag and without it: responses are stored unless the request "
@@ -46,12 +46,16 @@ REFUSED: Mapping[str, str] = {
     "--max-total-tokens and its eviction --radix-eviction-policy.",
     "collectives": "A worker is one process on one CPU, so no ranks exchange tensors; remove the "
     "flag.",
+    "config_parser": "The format is seen in the files: config.json, or the metadata of a GGUF "
+    "file.",
     "context_parallel": "A prompt is computed by one worker; long prompts are cut into chunks by "
     "--chunked-prefill-size instead.",
     "cuda_graphs": "CUDA graphs exist on GPUs only and the worker runs on the CPU; remove the "
     "flag.",
     "decode_steps": "The worker schedules after each step, which takes well under a millisecond; "
     "remove the flag.",
+    "default_priority": "A request without a priority gets that of its tenant in "
+    "--access-keys-file, else 0.",
     "delete": "A model folder is never changed; delete it yourself after the server is ready.",
     "device_ports": "Services talk over NATS, whose address is --nats-url, so no other port is "
     "opened for ranks.",
@@ -62,12 +66,14 @@ REFUSED: Mapping[str, str] = {
     "worker again, see --batching-dump-folder.",
     "dynamic_chunks": "Chunks have one length, set by --chunked-prefill-size.",
     "echo_ids": "The option is one of each request: return_prompt_token_ids and return_token_ids.",
-    "encode_disaggregation": "Start an encoder as a service of its own: python -m "
-    "antiphon.encoder.",
+    "encode_disaggregation": "Requests with images, audio or video are not built, so no server "
+    "has media encoded elsewhere; python -m antiphon.encoder embeds images for callers on NATS.",
     "encryption": "Encrypted checkpoints are not supported; decrypt the folder before the start.",
     "files": "The files API is not built; send the content in the request.",
     "fp32_head": "The head is multiplied in the model's dtype and its logits are float32; "
     "--dtype float32 computes all of the model in float32.",
+    "gc": "Each service sets its garbage collector once, after its start, and logs no "
+    "collections; the time of each step is at /metrics.",
     "gpu": "The worker runs on the CPU and has no GPU kernels; remove the flag.",
     "grpc": "The interfaces are HTTP (--port) and NATS (--nats-url), see docs/nats-client.md.",
     "hicache": "KV pages live in the worker's memory alone, sized by --mem-fraction-static or "
@@ -77,8 +83,8 @@ REFUSED: Mapping[str, str] = {
     "hooks": "Settings never load code; change the source, or read the metrics and traces.",
     "http_log": "There is one log level for all, --log-level, and no access log.",
     "http_server": "The gateway speaks HTTP/1.1 in one process; put a proxy before it for HTTP/2.",
-    "kv_canary": "Pages that come from another process are checked by checksum; pages of the own "
-    "process are covered by the test suite, not at run time.",
+    "kv_canary": "KV pages are not checked while serving; a request whose numbers are not finite "
+    "ends with an error, and its pages are zeroed.",
     "kv_events": "Events of the KV cache are published on NATS, events.kv.<model>.<worker>, see "
     "docs/reference/bus.md.",
     "load_snapshots": "Load is published in heartbeats (--service-heartbeat-s) and served at "
@@ -88,6 +94,8 @@ REFUSED: Mapping[str, str] = {
     "loaders": "Weights are read from files; copy the checkpoint to a folder and name it by "
     "--model-path.",
     "lora": "LoRA adapters are not built; merge the adapter into the model and serve the result.",
+    "memory_release": "A worker keeps its memory until it ends, also while it is paused; stop it "
+    "to free memory.",
     "mfu": "Device utilization is not estimated; throughput and step times are at /metrics.",
     "moe": "One worker computes all experts of a model with the CPU's kernels; --dp-size starts "
     "more workers, which share the requests.",
@@ -104,8 +112,8 @@ REFUSED: Mapping[str, str] = {
     "on_policy": "No trainer's arithmetic is imitated; --enable-deterministic-inference gives "
     "results that do not depend on the batch.",
     "pipeline": "Pipeline parallelism is not built; a model must fit on one machine.",
-    "preemption": "Preemption retracts the request of the lowest priority, then the newest; "
-    "priorities come with the requests.",
+    "prefill_cache": "A prompt is computed in chunks that read the KV pages of those before; "
+    "--disable-radix-cache keeps none of them for other requests.",
     "prefill_policy": "A prompt is never held back; mixed batches keep decodes running beside it.",
     "quantization": "Weights are quantized by other tools, or at loading by --quantization fp8, "
     "--torchao-config or --model-linear int8.",
@@ -114,32 +122,46 @@ REFUSED: Mapping[str, str] = {
     "and logit_bias are there instead.",
     "request_template": "A template in a request would run code of the client; give it by "
     "--chat-template.",
+    "request_times": "The record of a request has its times: --log-requests writes it to the log, "
+    "--export-metrics-to-file to a file; its phases are trace spans (--enable-trace).",
+    "retraction": "When pages run out, the request of the lowest priority gives way, among equals "
+    "that with the fewest output tokens, then the newest.",
+    "routed_experts": "Which experts a token goes through is not recorded; remove the flag.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",
-    "slow_tokenizer": "Tokenizers are read from tokenizer.json by the tokenizers library; convert "
-    "others to that file.",
+    "service_name": "Spans have the service that made them as service.name (gateway, "
+    "model_worker, ...), in the service.namespace antiphon.",
+    "sidecar": "The server starts its own services alone; start the other process beside it.",
+    "slow_tokenizer": "The tokenizers library encodes in any case: tokenizer.json, and in its "
+    "place tokenizer.model (SentencePiece) and tekken.json.",
     "sparse": "Sparse attention is not built; attention reads every cached token.",
     "speculative": "Speculative decoding is not built; decoding computes one token a step.",
     "ssl_refresh": "The certificate is read at start; restart the gateway after a change.",
     "state_dtype": "Recurrent states are kept in float32; --max-mamba-cache-size sets how many.",
     "states": "Recurrent states have one buffer and one kernel; see --mamba-track-interval and "
     "--max-mamba-cache-size.",
+    "step_statistics": "Statistics of forward passes are at /metrics and, with "
+    "--decode-log-interval, in the log of the worker; no socket publishes them.",
     "streaming_session": "A prompt must come whole; sessions by /open_session are there.",
     "strip_thinking": "Thinking is cached as it was generated; a prompt without it matches up to "
     "where it began.",
     "tensor": "Tensor parallelism is not built; a model must fit on one machine, and --dp-size "
     "starts more workers that share its requests.",
-    "time_log": "Times are metrics and trace spans, not log lines; see /metrics and "
+    "time_log": "Times of operations are metrics and trace spans, not log lines; see /metrics and "
     "--enable-trace.",
     "token_ids": "Serving without a tokenizer is not built; /generate takes input_ids and returns "
     "output_ids beside the text.",
     "tokenizer_wait": "The tokenizer never waits for a batch to fill; remove the flag.",
     "tools": "Tools run where the client is; the server returns their calls and runs none.",
+    "torch_compile": "Layers run in the worker's own C++ kernels, or in torch where these do not "
+    "fit, and are not compiled by torch; remove the flag.",
     "trace_modules": "Requests are traced through all services; --telemetry-trace-ratio sets how "
     "many.",
     "warmup": "SGLang's own compile Triton kernels for the GPU (voice_chat, prefill_shapes) or a "
     "grammar of Whisper (whisper_autodetect), which do not exist here; a worker runs its first "
     "steps before the ready line.",
     "watermark": "Watermarks are not built; remove the flag.",
+    "weight_cache": "Each worker reads the checkpoint itself and lays the weights out for its "
+    "processor; files that were read stay in the page cache of the machine.",
     "weight_updates": "Weights cannot be changed while serving; restart the worker with the new "
     "checkpoint.",
     "window": "Sliding-window layers free the pages behind their window, so one pool serves all "
