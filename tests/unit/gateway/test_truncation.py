@@ -6,8 +6,10 @@ import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
+from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, post
 from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vectors
 
@@ -17,7 +19,9 @@ from antiphon.testing.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests
-from antiphon.wire.ids import RequestId
+from antiphon.wire.errors import ErrorReply, PromptTooLong
+from antiphon.wire.generate import GenerateEnd, GenerateRequest
+from antiphon.wire.ids import ClientKey, RequestId
 from antiphon.wire.tokenize import TRUNCATED_CHARACTERS_MAX, EncodeReply
 
 if TYPE_CHECKING:
@@ -68,6 +72,26 @@ async def test_long_prompt_loses_its_end_if_that_is_allowed(path: str, body: Bod
         status, reply, _ = await post(at, path, body)
         assert status == 400
         assert not at.cluster.submits
+
+
+@pytest.mark.parametrize(
+    "given", [{"prompt": LONG}, {"prompt_ids": tuple(IDS)}], ids=("text", "ids")
+)
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_long_prompt_over_nats_loses_its_end_if_that_is_allowed(
+    given: Body, allowed: bool
+) -> None:
+    async with truncating(allowed=allowed) as at, visiting(at) as client:
+        plain = GenerateRequest(key=ClientKey("k"), model=MODEL, max_tokens=50)
+        await client.ask(msgspec.structs.replace(plain, **given))
+        if allowed:
+            end = await client.first(GenerateEnd)
+            assert end.usage is not None
+            assert end.usage.prompt_tokens == KEPT
+            assert prompt(at) == IDS[:KEPT]
+        else:
+            error = await client.first(ErrorReply)
+            assert error.code == PromptTooLong.code
 
 
 async def test_usage_counts_the_truncated_prompt() -> None:
