@@ -40,3 +40,4 @@ class Machine:
     def _run(self) -> None:
         if not self._done:
             self._done = next(self._steps, self) is self
+            self._reader.flush()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from antiphon.gateway.parsing.events import (
     CallArguments,
     CallBegin,
@@ -19,8 +17,12 @@ from antiphon.gateway.parsing.reader import Emit, drop
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.offer import Offer
     from antiphon.wire.schemas import Json
+
+_BETWEEN = " \t\r\n,;"
+"""What may stand between two calls of one frame."""
 
 
 class Output:
@@ -46,8 +48,8 @@ class Output:
         self._events: list[Event] = []
         self._calls = 0
         self._open = False
-        self._spoke = False
-        self._other: tuple[str, list[str]] | None = None
+        self._offered: bool | None = None  # of the last call of this frame
+        self._shows_frame = True
 
     def knows(self, name: str) -> bool:
         """Whether there is such a tool."""
@@ -60,7 +62,6 @@ class Output:
     def content(self, text: str) -> None:
         """Tell text for the reader."""
         if text:
-            self._spoke = True
             self._events.append(Content(text))
 
     def reasoning(self, text: str) -> None:
@@ -68,17 +69,24 @@ class Output:
         if text:
             self._events.append(Reasoning(text) if self._separate_reasoning else Content(text))
 
-    def begin(self, name: str) -> Emit:
-        """Begin a call; return what takes its arguments.
+    def begin(self, reader: Reader, name: str) -> Emit:
+        """Begin a call whose name was read; return what takes its arguments.
 
-        A call of a tool that was not offered becomes text once it is over: it is all that the model
-        has answered. One call too many is dropped.
+        A call of a tool that was not offered is content, as the model wrote it: what the reader
+        has kept, and what it reads until the call ends. One call too many is dropped.
         """
         assert not self._open, "one call at a time"
         offer = self._offer
-        if not (self.knows(name) or offer.forward_unknown):
-            self._other = (name, [])
-            return self._other[1].append
+        offered = self.knows(name) or offer.forward_unknown
+        after_offered, self._offered = self._offered, offered
+        if after_offered is None:
+            self._shows_frame = not offered
+        if not offered:
+            kept = reader.kept()
+            self.content(kept.lstrip(_BETWEEN) if after_offered else kept)
+            reader.show(self.content)
+            return drop
+        reader.forget()
         if self._calls == offer.calls_max:
             return drop
         call_id = self._call_id(name, offer.calls_before + self._calls)
@@ -87,16 +95,26 @@ class Output:
         self._open = True
         return self._argue
 
-    def end(self, *, complete: bool) -> None:
-        """End the call, if it counts."""
-        if self._other is not None:
-            (name, arguments), self._other = self._other, None
-            self.content(
-                _as_text(name, "".join(arguments), complete=complete, after_text=self._spoke)
-            )
+    def end(self, reader: Reader, *, complete: bool) -> None:
+        """End the call. What follows a complete one is kept until it is known what it is."""
         if self._open:
             self._events.append(CallEnd(self._calls - 1, complete))
             self._open = False
+        if complete:
+            reader.keep()
+
+    def settle(self, reader: Reader) -> bool:
+        """End a frame of calls; return whether what stands before its end mark is content, too.
+
+        It is if the frame has no call, begins with one of a tool that was not offered, as whose
+        frame it counts, or has broken off in such a call.
+        """
+        shown = self._shows_frame or reader.shows
+        text = reader.kept()
+        if shown:
+            self.content(text)
+        self._shows_frame, self._offered = True, None
+        return shown
 
     def drain(self) -> list[Event]:
         """Return what was told since the last time."""
@@ -106,10 +124,3 @@ class Output:
     def _argue(self, text: str) -> None:
         if text:
             self._events.append(CallArguments(self._calls - 1, text))
-
-
-def _as_text(name: str, arguments: str, *, complete: bool, after_text: bool) -> str:
-    """A call as JSON, in a line of its own; without its end where it was cut off."""
-    shown = msgspec.json.encode(name).decode()
-    call = f'{{"name": {shown}, "arguments": {arguments}' + ("}" if complete else "")
-    return f"\n{call}" if after_text else call

@@ -83,6 +83,7 @@ class Reader:
         """The white space that was dropped before the last mark."""
         self._kept: list[str] | None = None
         self._kept_from = 0
+        self._show: Emit | None = None
 
     @property
     def held(self) -> int:
@@ -98,7 +99,8 @@ class Reader:
         """Take the next piece."""
         if self._kept is not None:
             self._kept.append(self._text[self._kept_from : self._at])
-            self._kept_from = 0
+        self.flush()
+        self._kept_from = 0
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -108,19 +110,37 @@ class Reader:
 
     def keep(self, read: str = "") -> None:
         """Remember what is read from here on, and before it what was `read` just now."""
+        self.forget()
         self._kept = [read]
         self._kept_from = self._at
 
     def kept(self) -> str:
-        """Return what was read since `keep`, and forget it."""
-        assert self._kept is not None, "nothing is kept"
-        text = "".join([*self._kept, self._text[self._kept_from : self._at]])
-        self._kept = None
-        return text
+        """Return what was read since `keep`, and forget it; empty where nothing is kept."""
+        parts = [*self._kept, self._text[self._kept_from : self._at]] if self._kept else []
+        self.forget()
+        return "".join(parts)
 
     def forget(self) -> None:
-        """Remember nothing any more."""
-        self._kept = None
+        """Remember nothing any more, and copy nothing."""
+        self.flush()
+        self._kept = self._show = None
+
+    def show(self, emit: Emit) -> None:
+        """Copy what is read from here on, as it is, until `keep`, `kept` or `forget`."""
+        self.forget()
+        self._show = emit
+        self._kept_from = self._at
+
+    @property
+    def shows(self) -> bool:
+        """Whether what is read is copied."""
+        return self._show is not None
+
+    def flush(self) -> None:
+        """Copy what was read, if it is copied."""
+        if self._show is not None and self._at > self._kept_from:
+            self._show(self._text[self._kept_from : self._at])
+            self._kept_from = self._at
 
     def until(self, marks: Marks, emit: Emit) -> Steps[str | None]:
         """Emit text up to a mark and read the mark, too. None: the text ended without one."""

@@ -39,7 +39,8 @@ content.
 * White space before and after calls and thinking, up to 16 characters, is not content.
 * A call ends the thinking that it stands in.
 * A mark that no call follows is content, as it is.
-* A call of a tool that was not offered is text: a line `{"name": ..., "arguments": ...}`.
+* A call of a tool that was not offered is content, letter by letter as the model wrote it, marks
+  included; calls of offered tools beside it count.
 * A call that breaks, or is cut off, keeps what was said; it does not count as a call in
   `finish_reason`. What stands between it and its end is dropped.
 * Text after a call is content.

@@ -29,11 +29,10 @@ def _body(reader: Reader, out: Output) -> Steps[Outcome]:
         if not name or not (yield from reader.starts(":")):
             return outcome
         yield from reader.space()
-        reader.forget()
-        sound = yield from json_text.arguments(reader, out.begin(name))
+        sound = yield from json_text.arguments(reader, out.begin(reader, name))
         yield from reader.space()
         sound = sound and (yield from reader.starts("}")) is not None
-        out.end(complete=sound)
+        out.end(reader, complete=sound)
         if not sound:
             return Outcome.BROKEN
         outcome = Outcome.DONE

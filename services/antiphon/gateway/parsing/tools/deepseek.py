@@ -44,9 +44,8 @@ def call(reader: Reader, out: Output, name: str) -> Steps[Outcome]:
     yield from reader.space()
     if not name or (yield from reader.peek()) != "{":
         return Outcome.NOTHING
-    reader.forget()
-    sound = yield from json_text.value(reader, out.begin(name))
-    out.end(complete=sound)
+    sound = yield from json_text.value(reader, out.begin(reader, name))
+    out.end(reader, complete=sound)
     return Outcome.DONE if sound else Outcome.BROKEN
 
 
@@ -68,7 +67,7 @@ V3 = ToolFormat(
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
         '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
-    read=framed(_BEGIN, _END, _v3, around=(_ALL_BEGIN, _ALL_END)),
+    read=framed(_BEGIN, _END, _v3, section=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
     form=_form(f"function{_SEPARATOR}", "\n```json\n", "\n```"),
@@ -79,7 +78,7 @@ V31 = ToolFormat(
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
         "<｜tool▁calls▁end｜>"
     ),
-    read=framed(_BEGIN, _END, _v31, around=(_ALL_BEGIN, _ALL_END)),
+    read=framed(_BEGIN, _END, _v31, section=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
     form=_form("", _SEPARATOR, ""),

@@ -94,7 +94,14 @@ class ToolFormat:
     call_id: Callable[[str, int], str] = random_id
 
 
-def framed(begin: str, end: str | None, body: Body, around: Sequence[str] = ()) -> Read:
+def framed(
+    begin: str,
+    end: str | None,
+    body: Body,
+    *,
+    around: Sequence[str] = (),
+    section: tuple[str, str] | None = None,
+) -> Read:
     """Make a reader of text with calls in it, each one after a mark.
 
     Args:
@@ -102,27 +109,47 @@ def framed(begin: str, end: str | None, body: Body, around: Sequence[str] = ()) 
         end: The one after it, if there is one. Between the call and this mark all is dropped, and
             so is what follows a broken call up to the next mark.
         body: Reads what is in between.
-        around: Marks before the first call and after the last one; they are dropped.
+        around: Marks around text for the reader; they are dropped.
+        section: The marks before the first call and after the last one. They are dropped, too,
+            unless the first call is of a tool that was not offered.
     """
-    begins = Marks(begin, *around, trim=True)
-    later = Marks(begin, *around, trim_end=True)
-    ends = Marks(begin, *([end] if end else []), *around)
+    others = (*around, *(section or ()))
+    begins = Marks(begin, *others, trim=True)
+    later = Marks(begin, *others, trim_end=True)
+    ends = Marks(begin, *([end] if end else []), *others)
+    opening, closing = section or (None, None)
 
     def read(reader: Reader, out: Output) -> Steps[None]:
         following = begins
-        mark = yield from reader.until(following, out.content)
+        opened = ""  # the mark of a section without calls so far
+        closes = False
+
+        def speak(text: str) -> None:
+            nonlocal opened
+            opened = ""
+            out.content(text)
+
+        mark = yield from reader.until(following, speak)
         while mark is not None:
             if mark == begin:
-                reader.keep(reader.trimmed + mark)
+                reader.keep(opened + reader.trimmed + mark)
                 outcome = yield from body(reader, out)
-                if outcome is Outcome.NOTHING:
-                    out.content(reader.kept())
-                else:
-                    following = later
+                shown = out.settle(reader)
+                closes = shown if opened else closes
+                opened = ""
+                if outcome is not Outcome.NOTHING:
+                    following = begins if shown else later
                     if outcome is Outcome.BROKEN or (end and outcome is Outcome.DONE):
-                        mark = yield from reader.until(ends, drop)
+                        mark = yield from reader.until(ends, out.content if shown else drop)
                         if mark != end:
                             continue
-            mark = yield from reader.until(following, out.content)
+                        if shown and mark:
+                            out.content(mark)
+            elif mark == opening:
+                opened = reader.trimmed + mark
+            elif mark == closing and closes:
+                out.content(reader.trimmed + mark)
+                closes = False
+            mark = yield from reader.until(following, speak)
 
     return read

@@ -37,10 +37,9 @@ def elements(end: str, *, after_name: str | None = None) -> Body:
         mark = yield from reader.starts("<arg_key>", end)
         if not name or mark is None:
             return Outcome.NOTHING
-        reader.forget()
-        emit = out.begin(name)
+        emit = out.begin(reader, name)
         complete = yield from _arguments(reader, emit, out.schema(name), mark, end)
-        out.end(complete=complete)
+        out.end(reader, complete=complete)
         return Outcome.ENDED if complete else Outcome.BROKEN
 
     return body

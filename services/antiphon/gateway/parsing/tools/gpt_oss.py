@@ -34,9 +34,12 @@ def _read(reader: Reader, out: Output) -> Steps[None]:
         mark = yield from reader.until(_HEADS, out.content)
     while mark is not None:
         head = [mark]
-        if mark != _MESSAGE and (yield from reader.until(_BODY, head.append)) is None:
-            out.content("".join(head))
-            return
+        if mark != _MESSAGE:
+            body = yield from reader.until(_BODY, head.append)
+            if body is None:
+                out.content("".join(head))
+                return
+            head.append(body)
         mark = yield from _message(reader, out, "".join(head))
         if mark not in (_START, _CHANNEL, None):
             mark = yield from reader.until(_HEADS, out.content)
@@ -46,11 +49,15 @@ def _message(reader: Reader, out: Output, head: str) -> Steps[str | None]:
     """Read a message whose head was read; return the mark at its end."""
     recipient = _RECIPIENT.search(head)
     if recipient is not None:
-        emit = out.begin(recipient[1])
+        reader.keep(head)
+        emit = out.begin(reader, recipient[1])
         yield from reader.space()
-        sound = yield from json_text.value(reader, emit)
-        out.end(complete=sound)
-        return (yield from reader.until(_ENDS, drop))
+        out.end(reader, complete=(yield from json_text.value(reader, emit)))
+        shown = out.settle(reader)
+        mark = yield from reader.until(_ENDS, out.content if shown else drop)
+        if shown and mark not in (_START, _CHANNEL, None):
+            out.content(mark)
+        return mark
     channel = _CHANNEL_NAME.search(head)
     thinks = channel is not None and channel[1] == "analysis"
     return (yield from reader.until(_ENDS, out.reasoning if thinks else out.content))

@@ -14,7 +14,9 @@ FORMAT = ToolFormat(
         "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
         "</tool_call>\n</tool_calls>"
     ),
-    read=framed(_BEGIN, _END, elements(_END, after_name="<tool_sep>"), (_ALL_BEGIN, _ALL_END)),
+    read=framed(
+        _BEGIN, _END, elements(_END, after_name="<tool_sep>"), section=(_ALL_BEGIN, _ALL_END)
+    ),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
 )

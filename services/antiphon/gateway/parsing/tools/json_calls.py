@@ -23,8 +23,7 @@ def _read(reader: Reader, out: Output) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
     outcome = yield from objects.likely_calls(reader, out)
-    if outcome is Outcome.NOTHING:
-        out.content(reader.kept())
+    if out.settle(reader):
         yield from reader.rest(out.content)
     elif outcome is Outcome.BROKEN:
         yield from reader.rest(drop)

@@ -37,7 +37,7 @@ FORMAT = ToolFormat(
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
         '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
     ),
-    read=framed(_BEGIN, _END, _body, around=(_ALL_BEGIN, _ALL_END)),
+    read=framed(_BEGIN, _END, _body, section=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
     form=Form(

@@ -37,9 +37,8 @@ def _body(reader: Reader, out: Output) -> Steps[Outcome]:
         name = yield from reader.word(_QUOTED, NAME_MAX)
         if not name or not (yield from _attribute(reader, '" index="')):
             return outcome
-        reader.forget()
-        complete = yield from _arguments(reader, out.begin(name), out.schema(name))
-        out.end(complete=complete)
+        complete = yield from _arguments(reader, out.begin(reader, name), out.schema(name))
+        out.end(reader, complete=complete)
         if not complete:
             return Outcome.BROKEN
         outcome = Outcome.DONE

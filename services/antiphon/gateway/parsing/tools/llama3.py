@@ -48,9 +48,7 @@ def _read(reader: Reader, out: Output) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
     outcome = yield from _bare(reader, out)
-    if outcome is Outcome.NOTHING:
-        out.content(reader.kept())
-    elif outcome is Outcome.BROKEN:
+    if not out.settle(reader) and outcome is Outcome.BROKEN:
         yield from reader.rest(drop)
     yield from _after_the_tag(reader, out)
 

@@ -24,7 +24,10 @@ def call(reader: Reader, out: Output) -> Steps[Outcome]:
 
 
 def likely_call(reader: Reader, out: Output) -> Steps[Outcome]:
-    """Read an object that may be meant for the reader: it is a call if it names an offered tool."""
+    """Read an object that may be meant for the reader.
+
+    It is a call if it names an offered tool, or a name and arguments.
+    """
     return (yield from _Object(reader, out, certain=False).read())
 
 
@@ -51,6 +54,7 @@ def calls_in_list(reader: Reader, out: Output, one: Body = call) -> Steps[Outcom
         if again is not Outcome.DONE:
             return Outcome.BROKEN if outcome is Outcome.DONE else again
         outcome = again
+        one = call  # a list that begins with a call is one of calls
 
 
 def _calls(reader: Reader, out: Output, one: Body) -> Steps[Outcome]:
@@ -105,10 +109,10 @@ class _Object:
 
     def _name(self) -> Steps[bool]:
         name = yield from json_text.text(self._reader)
-        if name is None or not (self._certain or self._out.knows(name)):
+        if name is None:
             return False
-        self._reader.forget()
-        self._emit = self._out.begin(name)
+        self._certain = self._certain or self._out.knows(name)
+        self._emit = self._out.begin(self._reader, name)
         self._emit("".join(self._early or ()))
         return True
 
@@ -119,13 +123,15 @@ class _Object:
     def _broken(self) -> Outcome:
         if self._emit is None:
             return Outcome.NOTHING
-        self._out.end(complete=False)
+        self._out.end(self._reader, complete=False)
         return Outcome.BROKEN
 
     def _finish(self, *, argued: bool) -> Outcome:
         if self._emit is None:
             return Outcome.NOTHING
         if not argued:
+            if not self._certain:
+                return Outcome.NOTHING
             self._emit("{}")
-        self._out.end(complete=True)
+        self._out.end(self._reader, complete=True)
         return Outcome.DONE

@@ -21,11 +21,8 @@ _KEY = re.compile(r"\w*")
 _WHITE = re.compile(r"[ \t\r\n]*")
 
 
-def _calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
-    """Read calls up to the closing bracket; the opening one was read.
-
-    Unless it is `certain` that these are calls, the first of them has to be of a known tool.
-    """
+def _calls(reader: Reader, out: Output) -> Steps[Outcome]:
+    """Read calls up to the closing bracket; the opening one was read."""
     outcome = Outcome.NOTHING
     while True:
         yield from reader.space()
@@ -34,11 +31,8 @@ def _calls(reader: Reader, out: Output, *, certain: bool) -> Steps[Outcome]:
         name = yield from reader.word(_NAME, NAME_MAX)
         if not name or not (yield from reader.starts("(")):
             return Outcome.BROKEN if outcome is Outcome.DONE else Outcome.NOTHING
-        if outcome is Outcome.NOTHING and not (certain or out.knows(name)):
-            return Outcome.NOTHING
-        reader.forget()
-        complete = yield from _arguments(reader, out.begin(name))
-        out.end(complete=complete)
+        complete = yield from _arguments(reader, out.begin(reader, name))
+        out.end(reader, complete=complete)
         if not complete:
             return Outcome.BROKEN
         outcome = Outcome.DONE
@@ -75,16 +69,16 @@ def _read(reader: Reader, out: Output) -> Steps[None]:
     listed = yield from reader.starts("[")
     outcome = Outcome.NOTHING
     if listed:
-        outcome = yield from _calls(reader, out, certain=False)
-    if outcome is Outcome.NOTHING:
-        out.content(reader.kept())
-    if outcome is not Outcome.DONE:
-        yield from reader.rest(out.content if outcome is Outcome.NOTHING else drop)
-        return
-    if framed_:
+        outcome = yield from _calls(reader, out)
+    if framed_ and outcome is Outcome.DONE:
         yield from reader.space()
         yield from reader.starts("<|python_end|>")
-    yield from reader.until(AFTER_CALLS, out.content)
+    if out.settle(reader):
+        yield from reader.rest(out.content)
+    elif outcome is Outcome.DONE:
+        yield from reader.until(AFTER_CALLS, out.content)
+    else:
+        yield from reader.rest(drop)
 
 
 def _lfm2(reader: Reader, out: Output) -> Steps[Outcome]:
@@ -94,7 +88,7 @@ def _lfm2(reader: Reader, out: Output) -> Steps[Outcome]:
     yield from reader.space()
     if (yield from reader.peek()) == "{":
         return (yield from objects.calls_in_list(reader, out))
-    return (yield from _calls(reader, out, certain=True))
+    return (yield from _calls(reader, out))
 
 
 PYTHONIC = ToolFormat(

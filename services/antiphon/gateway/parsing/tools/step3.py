@@ -41,7 +41,7 @@ FORMAT = ToolFormat(
         '<steptml:parameter name="a">1</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
         "<｜tool_calls_end｜>"
     ),
-    read=framed(_BEGIN, _END, _body, around=(_ALL_BEGIN, _ALL_END)),
+    read=framed(_BEGIN, _END, _body, section=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
 )

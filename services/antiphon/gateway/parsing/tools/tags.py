@@ -63,9 +63,8 @@ def tagged(tags: Tags) -> Body:
             name = yield from reader.word(name_letters, NAME_MAX)
             if not name or not (yield from reader.starts(tags.call[1])):
                 return outcome
-            reader.forget()
-            complete = yield from arguments(reader, out.begin(name), out.schema(name))
-            out.end(complete=complete)
+            complete = yield from arguments(reader, out.begin(reader, name), out.schema(name))
+            out.end(reader, complete=complete)
             if not complete:
                 return Outcome.BROKEN
             outcome = Outcome.DONE
