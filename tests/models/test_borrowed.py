@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.models import families_moe
@@ -319,7 +320,7 @@ REFUSED = {
             architecture=transformers.ZayaForCausalLM,
             config=transformers.ZayaConfig,
         ),
-        "it keeps state beside keys and values.*two passes",
+        "it keeps state beside keys and values",
     ),
     **{
         f"attentions of its own: {row.name}": (row, f"{row.name}.*choose among attentions of their")
@@ -364,6 +365,25 @@ def test_what_our_cache_cannot_give_is_refused(tmp_path: Path, row: Row, reason:
     saved = save(row, tmp_path)
     with pytest.raises(ModelLoadError, match=reason):
         opened(saved, "transformers")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_state_beside_keys_and_values_is_found_in_the_dtype_of_the_weights(
+    tmp_path: Path, dtype: str
+) -> None:
+    """Two passes of so few bits differ from one by as much where nothing is lost."""
+    row, reason = REFUSED["state beside keys and values"]
+    saved = save(row, tmp_path)
+    cast("Any", saved.model).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=reason):
+        open_model(tmp_path, page_tokens=4, pages=128, dtype=dtype)
+
+
+@pytest.mark.parametrize("row", BORROWED, ids=str)
+def test_rounding_is_no_state(tmp_path: Path, row: Row) -> None:
+    saved = save(row, tmp_path)
+    cast("Any", saved.model).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert open_model(tmp_path, page_tokens=4, pages=128, dtype="bfloat16").groups
 
 
 def test_a_padding_id_beyond_the_vocabulary_is_refused_by_name(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class NamedModel(msgspec.Struct, frozen=True):
 
 MODELS: Mapping[str, NamedModel] = {
     "embedded": NamedModel(
-        title="Antiphon's own, 1.6 M parameters",
+        title="Antiphon's own, 2.6 M parameters",
         license="Apache-2.0",
         size_bytes=0,
         source="in this package",

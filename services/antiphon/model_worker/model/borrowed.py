@@ -110,6 +110,7 @@ class BorrowedDecoder:
         config = cast("Config", model.config)
         self.spec, self._manners = _look(model, config, self._base, self.logits)
         _refuse_hidden_state(self._base, config)
+        _refuse_neighbours(self._base, config)
         self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
         shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
         kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
@@ -296,6 +297,50 @@ def _nothing(call: Call) -> Tensor:
     return call.query.new_zeros(tokens, heads, call.value.shape[-1])
 
 
+@torch.inference_mode()
+def _refuse_neighbours(base: Callable[..., Left], config: Config) -> None:
+    """Run a prompt forwards and backwards: without attention no token may depend on another.
+
+    What a layer keeps beside keys and values (a convolution's last inputs, a recurrent state) is
+    lost between two passes, and the text would be wrong without an error. Both passes have one
+    size and each token its own position, so that rounding hides nothing in any dtype. A fourth of
+    the tokens differ, for sums over all of them.
+
+    Raises:
+        ModelLoadError: Most tokens differ by more than rounding explains.
+    """
+    places = torch.arange(_PROBE_TOKENS)
+    tokens, kept = places % config.vocab_size, places % 4 > 0
+    others = torch.where(kept, tokens, (tokens + config.vocab_size // 2) % config.vocab_size)
+    forwards = _alone(base, tokens, places)
+    backwards = _alone(base, others.flip(0), places.flip(0))
+    for one, other in zip(forwards, backwards, strict=True):
+        # Few tokens may differ: a mixture of experts is free to choose anew on a near tie.
+        apart = float(_distances(other.flip(0), one)[kept].quantile(0.75))
+        if not apart <= max(1e-4, 4 * torch.finfo(one.dtype).eps):
+            raise ModelLoadError(
+                "it keeps state beside keys and values, which would be lost between the chunks of "
+                f"a prompt: other neighbours change {apart:.2g} of a token where no token attends "
+                "to another"
+            )
+
+
+def _alone(base: Callable[..., Left], tokens: Tensor, places: Tensor) -> list[Tensor]:
+    """Run tokens (T,), each of which attends to itself; return all that is computed, (T, ...)."""
+    seen: list[Tensor] = []
+
+    def attend(call: Call) -> Tensor:
+        by_token = [part[0].transpose(0, 1) for part in (call.query, call.key, call.value)]
+        seen.extend(part.flatten(1) for part in by_token)
+        query, _, value = by_token
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    with _attending(attend):
+        left = base(input_ids=tokens[None], position_ids=places[None], use_cache=False)
+    assert left.last_hidden_state is not None
+    return [*seen, left.last_hidden_state[0]]
+
+
 _PROBE_TOKENS, _PROBE_FIRST = 160, 144
 """Of the prompt that is run in one pass and in two, and those of the first of the two: some models
 compress what lies 128 tokens back."""
@@ -373,8 +418,13 @@ def _run(base: Callable[..., Left], tokens: Tensor, lengths: list[int]) -> Tenso
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """The mean over tokens of how far two hidden states (T, hidden) are apart, relative."""
+    return float(_distances(one, other).mean())
+
+
+def _distances(one: Tensor, other: Tensor) -> Tensor:
+    """How far each token (T, hidden) is from the other, relative: (T,)."""
     apart = (one.float() - other.float()).square().sum(-1).sqrt()
-    return float((apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)).mean())
+    return apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)
 
 
 def _understood(call: Call) -> tuple[AttentionSpec, Manner]:
