@@ -44,6 +44,7 @@ Json = dict[str, Any]
 
 MANY = 260_000
 TURNS = [{"role": "user", "content": "a"}] * MANY
+KEYS = {f"{number:x}": 1 for number in range(60_000)}
 HOSTILE = {
     "chat messages": ("/v1/chat/completions", {"messages": TURNS}, "messages: 260000 entries"),
     "anthropic messages": (
@@ -103,6 +104,26 @@ HOSTILE = {
         "tools: its JSON has",
     ),
     "names": ("/generate", {"text": "a", "rid": ["a"] * 1_000_000}, "rid: 1000000 entries"),
+    "variables of the template": (
+        "/v1/chat/completions",
+        {"messages": TURNS[:1], "chat_template_kwargs": KEYS},
+        "60000 keys of objects; the limit is 16384",
+    ),
+    "parameters of a processor": (
+        "/generate",
+        {"text": "a", "sampling_params": {"custom_params": KEYS}},
+        "60000 keys of objects; the limit is 16384",
+    ),
+    "keys of tools": (
+        "/v1/chat/completions",
+        {"messages": TURNS[:1], "tools": [dict.fromkeys(list(KEYS)[:500], 1)] * 200},
+        "100000 keys of objects; the limit is 16384",
+    ),
+    "rows of ids to decode": (
+        "/detokenize",
+        {"tokens": [[1] * 60_000] * 8},
+        "tokens: 480000 ids; the limit is 131072",
+    ),
 }
 
 

@@ -251,9 +251,21 @@ def _done_with(job: Job) -> Done:
     if job.work:
         work = cast("Callable[[msgspec.Struct], msgspec.Struct]", _thing(job.work))
         return Done(msgspec.json.encode(work(read)), unknown)
+    _check(_keys(read), limits.KEYS_MAX, "keys of objects")
     written = msgspec.json.encode(read)
     _check_values(written)
     return Done(written, unknown)
+
+
+def _keys(value: object) -> int:
+    """Count the keys that are decoded one by one: each takes longer than a field or an id."""
+    if isinstance(value, dict):
+        return len(cast("dict[str, object]", value))
+    if isinstance(value, msgspec.Struct):
+        return sum(_keys(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):
+        return sum(map(_keys, cast("list[object]", value)))
+    return 0
 
 
 def _check_values(body: bytes) -> None:
@@ -261,15 +273,16 @@ def _check_values(body: bytes) -> None:
     bare = _STRING.sub(b"", body)
     objects = bare.count(b"{")
     values = bare.count(b",") + bare.count(b"[") + objects
-    for count, most, what in (
-        (objects, limits.OBJECTS_MAX, "objects"),
-        (values, limits.VALUES_MAX, "values"),
-    ):
-        if count > most:
-            raise RequestTooLarge(
-                f"the body has {count} {what}; the limit is {most}",
-                details={"count": str(count), "max": str(most)},
-            )
+    _check(objects, limits.OBJECTS_MAX, "objects")
+    _check(values, limits.VALUES_MAX, "values")
+
+
+def _check(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise RequestTooLarge(
+            f"the body has {count} {what}; the limit is {most}",
+            details={"count": str(count), "max": str(most)},
+        )
 
 
 if __name__ == "__main__":

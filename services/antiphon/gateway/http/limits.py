@@ -33,6 +33,8 @@ VALUES_MAX = 600_000
 """Most values of a body."""
 OBJECTS_MAX = 2**15
 """Most objects of a body."""
+KEYS_MAX = 2**14
+"""Most keys of objects of free form; what is nested in their values is not read, so not counted."""
 JSON_BYTES_MAX = 1024 * 1024
 """Longest JSON of a free form: schemas, tools, variables of the template."""
 

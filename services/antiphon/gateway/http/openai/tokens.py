@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
+_IDS_MAX = 131_072
 _TIMEOUT_S = 30.0
 _Rows = Meta(min_length=1, max_length=PROMPTS_MAX)
 
@@ -71,8 +72,8 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: Annotated[
-        list[TokenId | Annotated[list[TokenId], Meta(max_length=131_072)]],
-        Meta(max_length=131_072, description="Token ids, or lists of them."),
+        list[TokenId | Annotated[list[TokenId], Meta(max_length=_IDS_MAX)]],
+        Meta(max_length=_IDS_MAX, description="Token ids, or lists of them."),
     ]
     skip_special_tokens: Annotated[
         bool | None, Meta(description="Special tokens write no text; true unless said.")
@@ -197,6 +198,9 @@ class Tokens:
             raise InvalidRequest("token ids, or lists of them; not both", param="tokens")
         if len(lists) > PROMPTS_MAX:
             raise InvalidRequest(f"at most {PROMPTS_MAX} lists", param="tokens")
+        count = sum(map(len, lists))
+        if count > _IDS_MAX:
+            raise InvalidRequest(f"tokens: {count} ids; the limit is {_IDS_MAX}", param="tokens")
         return lists, True, skips
 
     def _check(self, model: str | None) -> None:
