@@ -34,6 +34,7 @@ class EmbeddingCache:
         self._bytes_max = bytes_max
         self._embeddings: OrderedDict[bytes, Embedding] = OrderedDict()
         self.bytes_held = 0
+        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._embeddings)
@@ -54,3 +55,4 @@ class EmbeddingCache:
         while self.bytes_held > self._bytes_max:
             _, oldest = self._embeddings.popitem(last=False)
             self.bytes_held -= len(oldest.data)
+            self.evictions += 1

@@ -60,7 +60,7 @@ class EncoderService:
                 self._serve_results(held)
                 thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="embed"))
                 self._cache = EmbeddingCache(self._config.cache_bytes_max)
-                self._metrics = EncoderMetrics(runtime.metrics, lambda: self._cache.bytes_held)
+                self._metrics = EncoderMetrics(runtime.metrics, self._cache)
 
                 def embed(image: bytes | bytearray) -> Embedding:
                     with self._metrics.embed_seconds.time():
@@ -89,6 +89,7 @@ class EncoderService:
         raise Unsupported("this model takes no images: encoder.model_path is not set")
 
     async def _encode(self, request: EncodeImage, _: object) -> ImageEmbedding:
+        self._metrics.received.inc()
         left_s = check(request, self._runtime.clock)
         self._in_flight += 1
         try:
@@ -101,13 +102,13 @@ class EncoderService:
 
     async def _answer(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
+        self._metrics.looked_up.inc()
         embedding = self._cache.get(digest)
         cached = embedding is not None
         if embedding is None:
             image = await self._image(request, left_s)
             embedding = await self._embedder.embed(digest, image)
-        else:
-            self._metrics.hits.inc()
+        self._metrics.answered(embedding.tokens, cached=cached)
         return ImageEmbedding(
             request_id=request.request_id,
             content_digest=digest,

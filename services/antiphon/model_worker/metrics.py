@@ -35,6 +35,7 @@ _SWA = (
     catalog.SWA_EVICTABLE_TOKENS,
     catalog.SWA_USED_TOKENS,
     catalog.SWA_TOKEN_USAGE,
+    catalog.MAX_TOTAL_NUM_TOKENS_SWA,
 )
 _MAMBA = (
     catalog.MAMBA_AVAILABLE,
@@ -45,10 +46,14 @@ _MAMBA = (
 
 
 class PoolGauges:
-    """How full one kind of cache is, by gauges for free, evictable and used pages, and a share."""
+    """How full one kind of cache is.
+
+    By gauges for free, evictable and used pages, the used share, and, where there is one, for all.
+    """
 
     def __init__(self, metrics: Metrics, families: Sequence[Family], page_tokens: int) -> None:
-        self._free, self._evictable, self._used, self._usage = map(metrics.gauge, families)
+        gauges = [metrics.gauge(family) for family in families]
+        self._free, self._evictable, self._used, self._usage, *self._total = gauges
         self._page_tokens = page_tokens
 
     def show(self, use: PoolUse) -> None:
@@ -57,6 +62,8 @@ class PoolGauges:
         self._evictable.set(use.evictable * self._page_tokens)
         self._used.set(use.used * self._page_tokens)
         self._usage.set(use.used / use.total if use.total else 0.0)
+        for total in self._total:
+            total.set(use.total * self._page_tokens)
 
 
 class WorkerMetrics:
@@ -79,6 +86,11 @@ class WorkerMetrics:
         self._decoded = tokens.labels("decode")
         self._computed = metrics.counter(catalog.COMPUTED_TOKENS)
         self._retractions = metrics.counter(catalog.NUM_RETRACTIONS)
+        self._retracted_input = metrics.counter(catalog.RETRACTED_INPUT_TOKENS)
+        self._retracted_output = metrics.counter(catalog.RETRACTED_OUTPUT_TOKENS)
+        self._retracted_prompts_seen = self._retracted_tokens_seen = 0
+        self._sequences = metrics.gauge(catalog.DECODE_SUM_SEQ_LENS)
+        self._weight_load = metrics.gauge(catalog.WEIGHT_LOAD_SECONDS)
         self._preemptions = metrics.counter(catalog.NUM_PREEMPTIONS)
         self._failures = metrics.counter(catalog.FAILED_STEPS)
         self._stalls = metrics.counter(catalog.STALLS)
@@ -144,6 +156,7 @@ class WorkerMetrics:
         self._prefill_tokens = self._cached_tokens = 0
         self._retractions.inc(report.retractions - self._retractions_seen)
         self._retractions_seen = report.retractions
+        self._count_retracted(report)
         self._preemptions.inc(report.preemptions - self._preemptions_seen)
         self._preemptions_seen = report.preemptions
         self._failures.inc(report.failures - self._failures_seen)
@@ -152,6 +165,14 @@ class WorkerMetrics:
         self._evicted_seen = report.evicted_tokens
         self._show(report)
         self._show_pools(report.credit)
+
+    def _count_retracted(self, report: StepReport) -> None:
+        prompts = report.retracted_prompt_tokens - self._retracted_prompts_seen
+        tokens = report.retracted_tokens - self._retracted_tokens_seen
+        self._retracted_prompts_seen = report.retracted_prompt_tokens
+        self._retracted_tokens_seen = report.retracted_tokens
+        self._retracted_input.inc(prompts)
+        self._retracted_output.inc(tokens - prompts)
 
     def figures(self, figures: WorkerFigures) -> None:
         """Show what the worker has done lately, and what it takes."""
@@ -171,6 +192,7 @@ class WorkerMetrics:
             ("total", load_s + warm_up_s),
         ):
             self._startup.labels(phase).set(seconds)
+        self._weight_load.labels("disk").set(load_s)
 
     def stalled(self) -> None:
         """Count a standstill."""
@@ -199,6 +221,7 @@ class WorkerMetrics:
         self._paused.set(report.paused)
         self._rows.set(report.rows)
         self._running.set(report.running)
+        self._sequences.set(credit.sequence_tokens)
         self._waiting.set(report.waiting)
         self._paused_reqs.set(report.waiting if report.paused else 0)
         self._slots_free.set(credit.slots_free)

@@ -320,6 +320,14 @@ NUM_RUNNING_REQS = _gauge("num_running_reqs", "Requests that run.")
 NUM_GRAMMAR_QUEUE_REQS = _gauge("num_grammar_queue_reqs", "Requests that wait for a grammar.")
 NUM_PAUSED_REQS = _gauge("num_paused_reqs", "Requests that wait while generation is paused.")
 NUM_RETRACTED_REQS = _gauge("num_retracted_reqs", "Retracted requests that wait to go on.")
+RETRACTED_INPUT_TOKENS = _counter(
+    "num_retracted_input_tokens_total", "Prompt tokens of retracted requests.", side=_SCHEDULER
+)
+RETRACTED_OUTPUT_TOKENS = _counter(
+    "num_retracted_output_tokens_total",
+    "Generated tokens of retracted requests.",
+    side=_SCHEDULER,
+)
 NUM_RETRACTIONS = _counter("num_retractions_total", "Retractions of running requests.")
 NUM_PREEMPTIONS = _counter("num_preemptions_total", "Preemptions by a higher priority.")
 GEN_THROUGHPUT = _gauge("gen_throughput", "Generated tokens a second, over the last ten.")
@@ -370,6 +378,7 @@ EVICTED_TOKENS = _counter(
     "Tokens that the prefix cache gave up for running requests.",
     side=_SCHEDULER,
 )
+DECODE_SUM_SEQ_LENS = _gauge("decode_sum_seq_lens", "Tokens of the running requests.")
 UTILIZATION = _gauge(
     "utilization", "Share of the running requests allowed that run.", merge=Merge.MEAN
 )
@@ -379,6 +388,9 @@ NEW_TOKEN_RATIO = _gauge(
     merge=Merge.MEAN,
 )
 MAX_TOTAL_NUM_TOKENS = _gauge("max_total_num_tokens", "Tokens that the KV cache holds.")
+MAX_TOTAL_NUM_TOKENS_SWA = _gauge(
+    "max_total_num_tokens_swa", "Tokens that the sliding-window KV cache holds."
+)
 NUM_PAGES = _gauge("num_pages", "Pages of the KV cache.")
 PAGE_SIZE = _gauge("page_size", "Tokens of a page.", merge=Merge.MAX)
 CONTEXT_LEN = _gauge("context_len", "Maximum tokens of a request.", merge=Merge.MAX)
@@ -432,6 +444,12 @@ STARTUP_SECONDS = _gauge(
     "phase",
     merge=Merge.MAX,
 )
+WEIGHT_LOAD_SECONDS = _gauge(
+    "weight_load_duration_seconds",
+    "Time to load the model, its weights included.",
+    "source",
+    merge=Merge.MAX,
+)
 COMPUTED_TOKENS = _counter("computed_tokens_total", "Tokens computed, prompts included.")
 FAILED_STEPS = _counter("failed_steps_total", "Forward passes that raised, repetitions included.")
 REFUSED_COMMANDS = _counter(
@@ -451,9 +469,30 @@ ENCODER_SECONDS = _histogram(
     _IMAGE_S,
     _SCHEDULER,
 )
+ENCODER_RECEIVED = _counter(
+    "encoder_requests_received_total", "Calls to embed an image.", side=_SCHEDULER
+)
+ENCODER_REQUESTS = _counter(
+    "encoder_requests_total", "Of these, those answered with an embedding.", side=_SCHEDULER
+)
+ENCODER_FILES = _counter(
+    "encoder_cache_total_files_total", "Images looked up in the cache.", side=_SCHEDULER
+)
 ENCODER_HITS = _counter(
     "encoder_cache_hit_files_total", "Images whose embedding was cached.", side=_SCHEDULER
 )
+ENCODER_TOKENS = _counter(
+    "encoder_cache_total_tokens_total", "Tokens of the images answered.", side=_SCHEDULER
+)
+ENCODER_HIT_TOKENS = _counter(
+    "encoder_cache_hit_tokens_total",
+    "Of these, those whose embedding was cached.",
+    side=_SCHEDULER,
+)
+ENCODER_EVICTIONS = _counter(
+    "encoder_cache_evictions_total", "Embeddings that the cache gave up.", side=_SCHEDULER
+)
+ENCODER_ENTRIES = _gauge("encoder_cache_entries", "Embeddings in the cache.")
 ENCODER_CACHE_BYTES = _gauge(
     "encoder_cache_bytes",
     "Memory of cached embeddings.",

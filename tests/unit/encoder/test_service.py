@@ -49,6 +49,16 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 MODEL = ModelName("antiphon-small")
+COUNTED = (
+    "requests_received_total",
+    "requests_total",
+    "cache_total_files_total",
+    "cache_hit_files_total",
+    "cache_total_tokens_total",
+    "cache_hit_tokens_total",
+    "cache_entries",
+    "cache_evictions_total",
+)
 
 
 class World:
@@ -77,8 +87,10 @@ class World:
 
     def embedded(self) -> float:
         """How many images have been embedded."""
-        name = "antiphon_encoder_request_e2e_latency_seconds_count"
-        return self.encoder.metrics.registry.get_sample_value(name) or 0.0
+        return self.counted("request_e2e_latency_seconds_count") or 0.0
+
+    def counted(self, name: str) -> float | None:
+        return self.encoder.metrics.registry.get_sample_value(f"antiphon_encoder_{name}")
 
 
 def settings(folder: Path | str, **encoder: float) -> Settings:
@@ -145,6 +157,17 @@ async def test_the_same_image_again_is_a_hit_under_the_same_claim(
     async with started(settings(siglip)) as world:
         first, other, again = await world.ask(red), await world.ask(blue), await world.ask(red)
         assert world.embedded() == 2
+        counted = {name: world.counted(name) for name in COUNTED}
+    assert counted == {
+        "requests_received_total": 3,
+        "requests_total": 3,
+        "cache_total_files_total": 3,
+        "cache_hit_files_total": 1,
+        "cache_total_tokens_total": 12,
+        "cache_hit_tokens_total": 4,
+        "cache_entries": 2,
+        "cache_evictions_total": 0,
+    }
     assert (first.cached, other.cached, again.cached) == (False, False, True)
     assert again.claim == first.claim
     assert other.claim.digest != first.claim.digest
@@ -160,6 +183,18 @@ async def test_a_claim_that_will_expire_soon_is_not_given_out_again(
         assert again.cached
         assert again.claim.expires_unix_ms > first.claim.expires_unix_ms
         await fetch(again.claim, timeout_s=5, bytes_max=10**6)
+
+
+async def test_embedding_that_makes_room_for_another_is_counted(
+    siglip: Path, red: bytes, blue: bytes
+) -> None:
+    async with started(settings(siglip, cache_bytes_max=4 * 16 * 4)) as world:
+        await world.ask(red)
+        await world.ask(blue)
+        await world.refusal(red[:40])
+        names = ("cache_evictions_total", "cache_entries", "requests_received_total")
+        assert [world.counted(name) for name in names] == [1, 1, 3]
+        assert world.counted("requests_total") == 2
 
 
 async def test_an_image_may_come_by_claim_and_a_hit_needs_no_fetch(

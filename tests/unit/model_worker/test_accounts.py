@@ -143,6 +143,7 @@ def test_windows_and_states_are_shown_where_a_model_has_them(desk: Desk) -> None
     names = ("available_tokens", "evictable_tokens", "used_tokens")
     assert [desk.read(f"swa_{name}") for name in names] == [48, 16, 64]
     assert desk.read("swa_token_usage") == 0.5
+    assert desk.read("max_total_num_tokens_swa") == 128
     assert [desk.read(f"mamba_{name}") for name in names] == [4, 5, 1]
     assert desk.read("mamba_usage") == 0.1
 
@@ -152,3 +153,21 @@ def test_the_time_of_the_start_is_shown_by_phase(desk: Desk) -> None:
     phases = ("load", "warm_up", "total")
     found = [desk.read("startup_time_seconds", phase=phase) for phase in phases]
     assert found == [2.0, 0.5, 2.5]
+    assert desk.read("weight_load_duration_seconds", source="disk") == 2.0
+
+
+def test_tokens_of_retracted_requests_are_counted_by_kind(desk: Desk) -> None:
+    for step, (tokens, prompts) in enumerate(((30, 20), (30, 20), (90, 60))):
+        retracted = msgspec.structs.replace(
+            report(step, [5]), retracted_tokens=tokens, retracted_prompt_tokens=prompts
+        )
+        desk.accounts.put_down(retracted, 10.0, ended=False)
+        assert desk.read("num_retracted_input_tokens_total") == prompts
+        assert desk.read("num_retracted_output_tokens_total") == tokens - prompts
+
+
+def test_tokens_of_running_requests_are_shown(desk: Desk) -> None:
+    plain = report(1, [5])
+    credit = msgspec.structs.replace(plain.credit, sequence_tokens=70)
+    desk.accounts.put_down(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    assert desk.read("decode_sum_seq_lens") == 70

@@ -182,6 +182,11 @@ def test_the_youngest_gives_way_and_keeps_its_tokens_and_its_place() -> None:
     while not steps.batching.retractions:
         steps.go()
     assert steps.running() == [1]
+    batching = steps.batching
+    assert batching.retracted_prompt_tokens == 15
+    assert 15 < batching.retracted_tokens < 15 + 25
+    (running,) = batching.running.values()
+    assert batching.credit().sequence_tokens == running.length
     waiting = steps.batching.waiting.first()
     assert waiting is not None
     assert (waiting.key, waiting.outputs > 3, waiting.table) == (2, True, None)

@@ -114,6 +114,11 @@ class Batching:
         return self._planner.retracted_tokens
 
     @property
+    def retracted_prompt_tokens(self) -> int:
+        """Of those, the prompts', since start."""
+        return self._planner.retracted_prompt_tokens
+
+    @property
     def new_token_ratio(self) -> float:
         """Share of the longest answers for which pages are kept free."""
         return self._planner.new_token_ratio

@@ -44,6 +44,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             requests reach the end that they asked for. Others come back, too, at ends that nobody
             knows.
         slots_free: Requests that could be started.
+        sequence_tokens: Tokens of all running requests.
         window: Pages of the group of sliding windows that has the fewest to offer, if there is one.
         states: Recurrent states, likewise.
     """
@@ -53,6 +54,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pages_promised: int
     pages_returning: int
     slots_free: int
+    sequence_tokens: int = 0
     window: PoolUse | None = None
     states: PoolUse | None = None
 
@@ -66,6 +68,7 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
     """How things stand now. Some additions over arrays of slots, whatever the load."""
     left = slots.tokens_max - slots.length
     ending = (slots.length > 0) & (left <= HORIZON_STEPS)
+    sequence_tokens = int(slots.length.sum())
     window, states = _least(pools, index, pools.windows), _least(pools, index, pools.states)
     groups = list(
         zip(pools.free(), index.evictable(), room.promised(), slots.pages_held, strict=True)
@@ -78,6 +81,7 @@ def credit(pools: CachePools, index: PrefixIndex, room: Room, slots: Slots) -> C
                 pages_promised=promised,
                 pages_returning=int(np.sum(held, where=ending)),
                 slots_free=slots.free_count,
+                sequence_tokens=sequence_tokens,
                 window=window,
                 states=states,
             )

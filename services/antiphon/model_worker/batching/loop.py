@@ -62,6 +62,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         prefill_tokens: Tokens of these.
         retractions: Since start.
         retracted_tokens: Tokens that these had in the cache, since start.
+        retracted_prompt_tokens: Of those, the prompts'.
         new_token_ratio: Share of the longest answers for which pages are kept free.
         preemptions: Since start.
         failures: Plans that raised, since start.
@@ -88,6 +89,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefill_tokens: int = 0
     retractions: int
     retracted_tokens: int = 0
+    retracted_prompt_tokens: int = 0
     new_token_ratio: float = 0.0
     preemptions: int = 0
     failures: int = 0
@@ -212,6 +214,7 @@ class BatchingLoop:
             prefill_tokens=tokens - (len(rows) - prefill_rows) if prefill_rows else 0,
             retractions=batching.retractions,
             retracted_tokens=batching.retracted_tokens,
+            retracted_prompt_tokens=batching.retracted_prompt_tokens,
             new_token_ratio=batching.new_token_ratio,
             preemptions=batching.preemptions,
             failures=self._failures,

@@ -33,6 +33,7 @@ class Planner:
     Attributes:
         retractions: Requests that lost their pages because none were left, since start.
         retracted_tokens: Tokens that these had in the cache.
+        retracted_prompt_tokens: Of those, the prompts'.
         preemptions: Requests that lost their pages to one that outranks them, since start.
     """
 
@@ -46,6 +47,7 @@ class Planner:
     ) -> None:
         self.retractions = 0
         self.retracted_tokens = 0
+        self.retracted_prompt_tokens = 0
         self.preemptions = 0
         self._limits = limits
         self._rules = rules
@@ -182,6 +184,7 @@ class Planner:
 
     def _give_way(self, request: Request) -> None:
         self.retracted_tokens += request.length
+        self.retracted_prompt_tokens += request.prompt_tokens
         self.retract(request)
         self.retractions += 1
         self._pages_short = True
