@@ -324,7 +324,7 @@ async def test_a_worker_that_is_lost_fails_the_stream_with_what_was_said(at: Hou
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "robot", "content": ""}]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
         ({"input": [SECRET]}, "input[0].encrypted_content"),
         ({"tools": [{"name": "add"}]}, "tools[0].type"),

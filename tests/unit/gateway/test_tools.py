@@ -195,7 +195,7 @@ async def test_a_number_in_a_schema_that_nobody_can_read_is_refused(at: House) -
         aiohttp.ClientSession() as session,
         session.post(at.url + CHAT, data=body, headers=headers) as reply,
     ):
-        assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tools")
+        assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tools[0]")
 
 
 async def test_a_model_of_which_nobody_knows_how_it_calls_is_not_asked_to() -> None:

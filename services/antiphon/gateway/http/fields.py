@@ -108,7 +108,9 @@ def _check_text(body: bytes) -> None:
 def _invalid(text: str, field: str) -> InvalidRequest:
     """Name the field: msgspec puts its path at the end of the text."""
     at = _AT.search(text)
-    path = field or (at[1] if at else "")
+    inner = at[1] if at else ""
+    joint = "." if field and inner and not inner.startswith("[") else ""
+    path = f"{field}{joint}{inner}"
     within = _WITHIN.search(text)
     if within:
         path = f"{path}.{within[1]}" if path else within[1]
