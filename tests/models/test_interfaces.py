@@ -1,4 +1,8 @@
-"""What plan, outcome and context must carry from the first day, each shown with a fake."""
+"""What plans, outcomes and contexts carry that the batching loop has no caller for yet.
+
+Drafts to verify, stages of layers, and embeddings in place of tokens: each is shown on the runner
+or the decoder alone, with a stand-in for the caller. No test here shows that a server does it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_verify_row_accepts_what_its_draft_foresaw_and_one_more(
+def test_runner_accepts_of_a_verify_row_what_a_draft_foresaw_and_one_more(
     llama: Path, temperature: float
 ) -> None:
     answer = decoded(llama, PROMPT, 20, temperature)
@@ -199,8 +203,8 @@ class Here:
     QWEN2 = QWEN2
 
 
-def test_stages_of_layers_give_what_the_whole_gives(llama: Path) -> None:
-    """Pipeline ranks: a stage takes the residual stream that the one before it left."""
+def test_decoders_of_some_layers_in_a_row_give_what_the_whole_gives(llama: Path) -> None:
+    """In one process: each takes the residual stream that the one before it left."""
     model = load(llama, dtype="float32")
     build, spec, checkpoint = model.build, model.spec, Checkpoint.open(llama)
     stages = [Decoder(spec, build, layers=run) for run in (range(1), range(1, 3), range(3, 4))]
@@ -251,7 +255,7 @@ def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
     assert seen[0].shape == (len(PROMPT), model.spec.hidden)
 
 
-def test_embeddings_may_stand_in_for_tokens(llama: Path) -> None:
+def test_decoder_takes_embeddings_in_place_of_tokens(llama: Path) -> None:
     model = opened(llama)
     decoder = model.runner._model.own
     forward = decoder.forward

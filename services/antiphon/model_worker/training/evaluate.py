@@ -1,7 +1,10 @@
 """Scores the embedded model: `python -m antiphon.model_worker.training.evaluate`.
 
-Prints the share of exact answers, skill by skill, to prompts that no training run has seen.
-Exits with 1 if a skill is below its floor.
+Prints the share of exact answers, skill by skill, to prompts that no training run has seen to the
+letter. Where a skill has values to draw, such as numbers or names, these are held out. Where it has
+fixed questions alone, a prompt differs from trained ones by an opening or by letter case only, so
+the score shows that they are known, not that anything is generalized. Exits with 1 if a skill is
+below its floor.
 """
 
 from __future__ import annotations
