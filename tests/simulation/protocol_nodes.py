@@ -86,7 +86,11 @@ class HostClock:
 
 
 class Node:
-    """One life of one process. It may be frozen for a while, and it may die."""
+    """One life of one process. It may be frozen for a while, and it may die.
+
+    Attributes:
+        replaced: Called with the live process to which it has lost its name, when it exits.
+    """
 
     role: Role
 
@@ -103,6 +107,7 @@ class Node:
         self.deaf_until = 0.0
         self.state = State.READY
         self.thawed_ms = 0
+        self.replaced: Callable[[Node], None] = _nothing
         self._frozen_until = 0.0
         patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = Peers(self.process, "digest", self.clock, patience)
@@ -179,10 +184,11 @@ class Node:
     def _hear(self, beat: Heartbeat) -> None:
         self.peers.hear(beat)
         rival = self.peers.take_rival()
-        if rival is not None and any(
-            isinstance(one, Node) and one.process == rival for one in self.network.parties
-        ):
-            self.die()  # it has asked, and another one has its name
+        for one in self.network.parties:
+            if isinstance(one, Node) and one.process == rival:
+                self.die()  # it has asked, and another one has its name
+                self.replaced(one)
+                break
 
     def _judge(self) -> None:
         self.peers.judge(link_up=self.network.up, joins=self.network.joins)
@@ -560,6 +566,10 @@ class WorkerNode(Node):
         if self.network.up and self.output.has_unsent:
             for detokenizer, batch in self.output.take():
                 self.say(TOKENS, batch, detokenizer=detokenizer)
+
+
+def _nothing(_: Node) -> None:
+    """Do nothing."""
 
 
 def _nobody(_: RequestId, __: int) -> None:

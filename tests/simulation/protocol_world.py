@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from tests.simulation.protocol_network import Network, Timeline, Weather
@@ -256,8 +256,7 @@ class World:
 
         def left() -> None:
             node.die()
-            self.workers[self.workers.index(node)] = fresh = self._worker(node.process.instance)
-            fresh.start()
+            self._succeed(self.workers, node, self._worker)
 
         node.run(lambda: node.drain(left))
 
@@ -406,21 +405,36 @@ class World:
     # Parts.
 
     def _gateway(self, instance: str) -> GatewayNode:
-        return GatewayNode(self.timeline, self.network, instance, next(self._lives), self._deliver)
+        life = next(self._lives)
+        node = GatewayNode(self.timeline, self.network, instance, life, self._deliver)
+        return self._joined(node, lambda: self.gateways)
 
     def _scheduler(self, instance: str) -> SchedulerNode:
         life = next(self._lives)
-        return SchedulerNode(self.timeline, self.network, instance, life, self._queue_max)
+        node = SchedulerNode(self.timeline, self.network, instance, life, self._queue_max)
+        return self._joined(node, lambda: self.schedulers)
 
     def _worker(self, instance: str) -> WorkerNode:
         life = next(self._lives)
         node = WorkerNode(self.timeline, self.network, instance, life, self._answer)
         node.fickle = self.fickle
         node.begun = self._begin
-        return node
+        return self._joined(node, lambda: self.workers)
 
     def _detokenizer(self, instance: str) -> DetokenizerNode:
-        return DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
+        node = DetokenizerNode(self.timeline, self.network, instance, next(self._lives))
+        return self._joined(node, lambda: self.detokenizers)
+
+    def _joined(self, node: N, nodes: Callable[[], list[N]]) -> N:
+        """List the true holder of a name in place of a process that has lost it."""
+
+        def replaced(holder: Node) -> None:
+            listed = nodes()
+            if node in listed:
+                listed[listed.index(node)] = cast("N", holder)
+
+        node.replaced = replaced
+        return node
 
     def _begin(self, request_id: RequestId, choice: int) -> None:
         self.begun[request_id, choice] += 1

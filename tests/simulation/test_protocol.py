@@ -161,7 +161,7 @@ def test_one_forged_term_leaves_later_processes_able_to_follow(who: str, number:
     world.finish()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(16), 66, 147])
 def test_in_a_storm_of_faults_the_promises_hold(seed: int) -> None:
     weather_a_storm(seed)
 
