@@ -586,7 +586,7 @@ EVERY: tuple[Message, ...] = (
         not_after_unix_ms=DEADLINE,
     ),
     Discover(asker=GATEWAY),
-    ClaimName(process=GATEWAY),
+    ClaimName(process=GATEWAY, held=True),
     NameTaken(process=GATEWAY),
     MetricsReport(
         role=Role.WORKER,

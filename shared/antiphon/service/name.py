@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from typing import TYPE_CHECKING
 
 from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
@@ -25,7 +26,7 @@ _UNKNOWN = Incarnation("unknown")
 
 
 class Replaced(Exception):
-    """Another process has taken this one's name while it was silent."""
+    """Another process has taken this one's name."""
 
 
 class Name:
@@ -33,12 +34,18 @@ class Name:
 
     Two live processes of one name would read each other's messages. So a process asks for its name
     before its first heartbeat, and leaves when another one got it while this one was frozen.
+
+    Two processes that start at once may both find it free. So each of them claims it once more as
+    soon as it answers for it. The broker puts these claims in one order. A holder that receives a
+    later claim than its own asks anew, finds the claimant, and leaves: the last one stays. Where
+    it finds no process, as after a forged claim, it stays itself.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._instance = runtime.process.instance
         self._held: Subscription | None = None
+        self._claimed = False  # our claim has passed the broker: those to come are later ones
         self._doubted = asyncio.Event()
 
     async def claim(self) -> None:
@@ -57,7 +64,7 @@ class Name:
         await self._hold()
 
     def doubt(self) -> None:
-        """Ask anew soon: another process sent heartbeats under this name while we were silent."""
+        """Ask anew soon: another process may have the name."""
         self._doubted.set()
 
     async def keep(self) -> None:
@@ -75,33 +82,30 @@ class Name:
             if holder is not None:
                 raise Replaced(
                     f"the name {self._instance} was taken by another process "
-                    f"(incarnation {holder.incarnation}) while this one was silent"
+                    f"(incarnation {holder.incarnation}), which was started at the same time, or "
+                    "while this one was silent; choose another --instance for one of them"
                 )
+            self._doubted.clear()
             try:
                 await self._hold()
             except Unavailable:
                 if self._runtime.bus.link.up:
                     return  # draining: the name is not needed any more
-            else:
-                self._doubted.clear()
-            await asyncio.sleep(pause_s)
+                self.doubt()
+            # Two that doubt at once shall not ask in step for ever.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
 
     async def _holder(self) -> Process | None:
         """Return the live process that has the name; None if it is free.
 
         A holder that does not answer within the time after which it counts as dead has lost it.
         """
-        settings = self._runtime.settings
-        patience_s = settings.service.heartbeat_s * settings.scheduler.dead_beats
-        claim = ClaimName(process=self._runtime.process)
         try:
-            reply = await self._runtime.bus.call(
-                NAME, claim, timeout_s=patience_s, instance=self._instance
-            )
+            reply = await self._ask(held=False)
         except NobodyListens:
             return None
         except (DeadlineExceeded, BusDown, AnswerLost) as error:
-            # Should there be one after all, the later of the two leaves by its heartbeats.
+            # Should there be one after all, it leaves when it receives our second claim.
             log.warning("name not confirmed", extra={"code": error.code, "reason": error.message})
             return None
         except EngineError:
@@ -109,9 +113,28 @@ class Name:
         return reply.process
 
     async def _hold(self) -> None:
+        """Answer for the name, and claim it from all that do so already."""
         address = {"instance": str(self._instance)}
         answer = Answer(route=NAME, handler=self._answer, address=address, while_draining=True)
+        self._claimed = False
         self._held = await self._runtime.listen(answer)
+        try:
+            await self._ask(held=True)
+        except EngineError as error:
+            log.warning("name not confirmed", extra={"code": error.code, "reason": error.message})
+            self.doubt()
 
-    async def _answer(self, _: ClaimName, __: object) -> NameTaken:
+    async def _ask(self, *, held: bool) -> NameTaken:
+        settings = self._runtime.settings
+        patience_s = settings.service.heartbeat_s * settings.scheduler.dead_beats
+        claim = ClaimName(process=self._runtime.process, held=held)
+        return await self._runtime.bus.call(
+            NAME, claim, timeout_s=patience_s, instance=self._instance
+        )
+
+    async def _answer(self, claim: ClaimName, __: object) -> NameTaken:
+        if claim.process == self._runtime.process:
+            self._claimed = True
+        elif claim.held and self._claimed:
+            self.doubt()
         return NameTaken(process=self._runtime.process)

@@ -10,9 +10,14 @@ class ClaimName(Message):
 
     Without a listener the broker says so at once, and the name is free. A holder that is frozen
     does not answer, and loses the name when it counts as dead.
+
+    Attributes:
+        held: The sender answers for the name by now. A holder that receives this asks anew: of two
+            that found the name free at the same time, one is to leave.
     """
 
     process: Process
+    held: bool = False
 
 
 class NameTaken(Message):

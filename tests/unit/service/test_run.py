@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from antiphon.bus.errors import BusDown
+from antiphon.bus.errors import BusDown, NobodyListens
 from antiphon.bus.faulty import FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.service.clock import SystemClock
@@ -20,17 +20,21 @@ from antiphon.service.refusals import SharedStateBroken
 from antiphon.testing.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
 from antiphon.testing.services import QUICK, client_bus, running
 from antiphon.testing.wait import until
-from antiphon.wire.base import Message, Role, State
+from antiphon.wire.base import Message, Process, Role, State
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
 from antiphon.wire.heartbeat import Discover, Heartbeat
-from antiphon.wire.routes import DISCOVER, HEARTBEAT, OPEN, TOKENIZE, WORKER_CONTROL
+from antiphon.wire.ids import Incarnation
+from antiphon.wire.name import ClaimName
+from antiphon.wire.routes import DISCOVER, HEARTBEAT, NAME, OPEN, TOKENIZE, WORKER_CONTROL
 from antiphon.wire.submit import OpenList
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from antiphon.bus.bus import Bus, Delivery
+    from antiphon.bus.memory import MemorySubscription
+    from antiphon.bus.transport import Receive
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime
     from antiphon.testing.services import Running
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 CLOCK = SystemClock()
 LONG_S = 30.0
+ECHO_0 = {"instance": "tokenizer-0"}
 
 
 async def outcome(bus: Bus, request: EncodeRequest, timeout_s: float = 10) -> str:
@@ -515,3 +520,83 @@ async def life_with_a_fault(broker: MemoryBroker, faulty: FaultyTransport) -> st
         result = await outcome(bus, echo_request(CLOCK), timeout_s=0.3)
         await run.ended()
         return result
+
+
+class SlowToHold(MemoryTransport):
+    """Listens to claims of its name when it is let: by then others may have found the name free."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker)
+        self.asked = asyncio.Event()
+        self.let = asyncio.Event()
+
+    async def subscribe(
+        self, subject: str, receive: Receive, queue: str | None = None
+    ) -> MemorySubscription:
+        if subject.endswith(".process.tokenizer-0.name"):
+            self.asked.set()
+            await self.let.wait()
+        return await super().subscribe(subject, receive, queue)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+async def test_of_processes_that_find_a_name_free_at_once_exactly_one_stays(
+    count: int, *, together: bool
+) -> None:
+    """Whether they hold it at once, or one after the other."""
+    broker = MemoryBroker()
+    transports = [SlowToHold(broker) for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        runs = [
+            await stack.enter_async_context(
+                running(EchoService(), transport, incarnation=str(number), ready=False)
+            )
+            for number, transport in enumerate(transports)
+        ]
+        for transport in transports:
+            await transport.asked.wait()
+        for run, transport in zip(runs, transports, strict=True):
+            transport.let.set()
+            if not together:
+                await until(lambda run=run: run.health.state is State.READY)
+        await until(lambda: sum(run.gone.is_set() for run in runs) == count - 1)
+        for run in [run for run in runs if run.gone.is_set()]:
+            with pytest.raises(ExceptionGroup) as failed:
+                await run.ended()
+            assert "tokenizer-0 was taken by another process" in cause(failed.value)
+        (left,) = [run for run in runs if not run.gone.is_set()]
+        await until(lambda: left.health.state is State.READY)
+        async with client_bus(MemoryTransport(broker)) as bus:
+            assert await outcome(bus, echo_request(CLOCK)) == "ok"
+
+
+async def test_a_forged_claim_does_not_end_the_holder_of_a_name() -> None:
+    broker = MemoryBroker()
+    async with (
+        running(EchoService(), MemoryTransport(broker)) as run,
+        client_bus(MemoryTransport(broker)) as bus,
+    ):
+        for incarnation in ("0", "1", "2"):
+            forged = Process(instance=run.process.instance, incarnation=Incarnation(incarnation))
+            claim = ClaimName(process=forged, held=True)
+            with suppress(NobodyListens):  # while it asks anew it does not answer
+                await bus.call(NAME, claim, timeout_s=5, **ECHO_0)
+        listening = asyncio.Event()
+
+        async def claimed(delivery: Delivery) -> None:
+            if delivery.read(NAME).process == run.process:
+                listening.set()
+
+        await bus.listen(NAME, claimed, **ECHO_0)
+        async with asyncio.timeout(5):
+            await listening.wait()  # it has asked anew, and found no other process
+        assert await outcome(bus, echo_request(CLOCK)) == "ok"
+        assert not run.gone.is_set()
+
+
+def cause(error: BaseException) -> str:
+    """What the one error of nested groups says."""
+    while isinstance(error, BaseExceptionGroup):
+        (error,) = error.exceptions
+    return str(error)
