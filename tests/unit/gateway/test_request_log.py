@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,7 @@ from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
 from antiphon.config.request_log import RequestLogConfig
 from antiphon.gateway.request_log import crash_dump, request_log, writer
+from antiphon.gateway.request_log.record import Cut
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.request_log.writer import RecordWriter
 from antiphon.gateway.service import GatewayService
@@ -184,6 +186,39 @@ async def test_text_format_writes_names_and_values_in_one_line(
     assert " completion_tokens=4 " in ended
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_a_prompt_adds_no_line_and_moves_no_cursor(log_format: str, tmp_path: Path) -> None:
+    """Line ends of Unicode, and what terminals obey, are written as escapes."""
+    evil = "a\nrequest.finished rid=forged\r\x0b\x1b[2J\x7f\x85\x9b2J\u2028\u2029\u202eb"
+    async with house(request_log=logged(tmp_path, format=log_format, level=3)) as at:
+        await answered(at, GENERATE, {"text": evil, "rid": "mine"})
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert len(text.splitlines()) == 2
+    assert all(character.isprintable() or character == "\n" for character in text)
+    if log_format == "json":
+        assert cast("Body", lines(tmp_path)[0]["input"])["text"] == evil
+
+
+async def test_errors_are_logged_by_their_code_alone_where_parameters_are_not(
+    tmp_path: Path,
+) -> None:
+    """The text of an error may quote what the client sent."""
+    quoted = "regex: 'secret(' is not closed"
+    for level in (0, 1):
+        config = logged(
+            tmp_path / str(level), level=level, export_metrics=True, export_folder=str(tmp_path)
+        )
+        async with house(request_log=config) as at:
+            at.cluster.row_error = WorkerLost(quoted)
+            await post(at, GENERATE, {"text": "hi"})
+    _, ended = lines(tmp_path / "0")
+    assert ended["outcome"] == "worker_lost"
+    assert "error" not in ended
+    assert lines(tmp_path / "1")[1]["error"] == quoted
+    assert all("error" not in one for one in lines(tmp_path, "request_metrics_*.jsonl"))
+
+
 async def test_errors_and_refusals_are_logged_with_their_code(tmp_path: Path) -> None:
     async with house(request_log=logged(tmp_path)) as at:
         status, _, _ = await post(at, GENERATE, {"input_ids": [7] * (CONTEXT_TOKENS + 1)})
@@ -344,6 +379,30 @@ async def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
         file.unlink()
         await answered(at, GENERATE, {"text": "hi", "rid": "two"})
     assert [line["rid"] for line in lines(tmp_path)] == ["two", "two"]
+
+
+def test_a_line_after_one_that_the_disk_cut_is_whole(tmp_path: Path) -> None:
+    file = writer.HourlyFile(tmp_path, "log", ".txt")
+    file.write(b"one\n", 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7, hard))  # in place of a full disk
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="too large"):
+                file.write(b"number two\n", 0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    file.write(b"three\n", 0.0)
+    file.write(b"four\n", 0.0)
+    file.close()
+    (path,) = tmp_path.iterdir()
+    assert path.read_text().splitlines() == ["one", "num", "three", "four"]
+
+
+def test_a_cut_goes_no_further_into_a_value_than_it_shows() -> None:
+    many: dict[str, object] = {str(index): "x" * 9 for index in range(100_000)}
+    for value in (many, [many], {"inner": many}, list(many)):
+        assert len(json.dumps(Cut(100).value(value))) < 500
 
 
 def test_each_hour_has_a_file(tmp_path: Path) -> None:

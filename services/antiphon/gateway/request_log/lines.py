@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,11 @@ RECEIVED, FINISHED, UNFINISHED = "request.received", "request.finished", "reques
 PARAMETERS, TEXTS, EVERYTHING = 1, 2, 3
 """From which level on sampling parameters are logged, texts are, and texts are not cut."""
 
+_UNPRINTABLE = re.compile(
+    r"[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+"""What JSON leaves as it is though it ends a line, or changes how a terminal shows one."""
+
 
 def received(record: RequestRecord, level: int) -> dict[str, object]:
     """The arrival of a request."""
@@ -29,6 +35,8 @@ def finished(record: RequestRecord, level: int) -> dict[str, object]:
     assert record.ended_unix_ms is not None
     line = _head(FINISHED, record.ended_unix_ms, record)
     line |= _asked(record, level) | _end(record)
+    if level >= PARAMETERS and record.error is not None:
+        line["error"] = record.error  # it may quote what the client sent
     return line | (_output(record, level) if level >= TEXTS else {})
 
 
@@ -49,7 +57,7 @@ def dumped(record: RequestRecord, unix_ms: int) -> dict[str, object]:
 
 def as_json(line: Mapping[str, object]) -> bytes:
     """Write a line as a JSON object."""
-    return msgspec.json.encode(line, enc_hook=str) + b"\n"
+    return _json(line).encode() + b"\n"
 
 
 def as_text(line: Mapping[str, object]) -> bytes:
@@ -106,7 +114,7 @@ def _output(record: RequestRecord, level: int) -> dict[str, object]:
 def _end(record: RequestRecord) -> dict[str, object]:
     assert record.ended_unix_ms is not None
     usage = record.usage
-    found: dict[str, object] = {
+    return {
         "outcome": record.outcome,
         "finish_reasons": record.finish_reasons,
         "prompt_tokens": usage.prompt_tokens,
@@ -118,7 +126,6 @@ def _end(record: RequestRecord) -> dict[str, object]:
         "first_token_latency": record.first_token_s,
         "decode_throughput": _throughput(record),
     }
-    return found if record.error is None else found | {"error": record.error}
 
 
 def _throughput(record: RequestRecord) -> float | None:
@@ -130,4 +137,9 @@ def _throughput(record: RequestRecord) -> float | None:
 def _word(value: object) -> str:
     if isinstance(value, str) and value.isprintable() and not set(value) & set(' "'):
         return value
-    return msgspec.json.encode(value, enc_hook=str).decode()
+    return _json(value)
+
+
+def _json(value: object) -> str:
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

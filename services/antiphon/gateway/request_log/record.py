@@ -98,11 +98,20 @@ class Cut:
                 kept = {name: one for name, one in fields.items() if one != defaults[name]}
                 return {name: self.value(one) for name, one in kept.items()}
             case dict():
-                named = cast("dict[str, object]", value)
-                return {name: self.value(one) for name, one in named.items()}
+                return self._named(cast("Mapping[str, object]", value))
             case _:
                 self._left -= len(str(value)) + 1
                 return value
+
+    def _named(self, values: Mapping[str, object]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, value in values.items():
+            if self._left <= 0:
+                found[_MORE] = _MORE
+                break
+            self._left -= len(name)
+            found[name] = self.value(value)
+        return found
 
     def _items(self, values: Sequence[object]) -> list[object]:
         found: list[object] = []

@@ -103,6 +103,7 @@ class HourlyFile:
         self._suffix = suffix
         self._hour = ""
         self._descriptor: int | None = None
+        self._torn = False  # whether the file ends within a line: the disk took only a part of it
 
     def write(self, line: bytes, unix_s: float) -> None:
         """Append a line to the file of this time.
@@ -120,7 +121,10 @@ class HourlyFile:
             path = self._folder / f"{self._stem}_{hour}{self._suffix}"
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self._descriptor, self._hour = os.open(path, flags, 0o600), hour
-        write_all(self._descriptor, line)
+        text = b"\n" + line if self._torn else line
+        self._torn = True
+        write_all(self._descriptor, text)
+        self._torn = False
 
     def close(self) -> None:
         """Close the file; the next line opens one."""
