@@ -73,12 +73,12 @@ async def test_what_is_no_processor_is_refused_by_its_field(at: House, path: str
         (None, {"token_ids": [1]}, params),
         ("", {"token_ids": [1]}, params),
         ("allow_tokens", None, f"{params}.token_ids"),
-        ("allow_tokens", {"token_ids": []}, params),
-        ("allow_tokens", {"token_ids": "1"}, params),
-        ("allow_tokens", {"token_ids": [2**31]}, params),
+        ("allow_tokens", {"token_ids": []}, f"{params}.token_ids"),
+        ("allow_tokens", {"token_ids": "1"}, f"{params}.token_ids"),
+        ("allow_tokens", {"token_ids": [2**31]}, f"{params}.token_ids[0]"),
         ("allow_tokens", {"token_ids": [2**31 - 1]}, params),  # beyond the vocabulary
         ("allow_range", {"first": 3, "last": 2}, params),
-        ("thinking_budget", BUDGET | {"tokens_max": 2**64}, params),
+        ("thinking_budget", BUDGET | {"tokens_max": 2**64}, f"{params}.tokens_max"),
         ("allow_tokens", {"token_ids": [1], "ids": [2]}, f"{params}.ids"),
         ("allow_tokens", {"token_ids": [1], "type": "allow_range"}, f"{params}.type"),
     ):

@@ -28,14 +28,16 @@ def check(sampling: SamplingParams, vocab_size: int, *, hidden_states: bool) -> 
 
     Raises:
         InvalidRequest: A named token is not in the vocabulary.
-        Unsupported: This server tells no hidden states.
+        Unsupported: This server returns no hidden states.
     """
     wanted = sampling.details
     if wanted is None:
         return
     check_ids(wanted.named_ids, vocab_size, "details.named_ids")
     if wanted.hidden and not hidden_states:
-        text = "this server tells no hidden states; batching.hidden_states allows it"
+        text = (
+            "this server returns no hidden states; --enable-return-hidden-states switches them on"
+        )
         raise Unsupported(text, param="details.hidden")
 
 

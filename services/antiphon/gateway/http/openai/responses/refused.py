@@ -27,7 +27,7 @@ RESPONSES: Mapping[str, Refused] = {
     "max_tokens": Refused("say max_output_tokens"),
     "max_completion_tokens": Refused("say max_output_tokens"),
     "n": Refused("a response is one answer", (1,)),
-    "response_format": Refused("say text.format", ({"type": "text"},)),
+    "response_format": Refused("use text.format", ({"type": "text"},)),
     "reasoning_effort": Refused("say reasoning.effort"),
     "return_hidden_states": _ELSEWHERE,
     "return_meta_info": _ELSEWHERE,

@@ -158,7 +158,11 @@ class Responses:
         request[REQUEST_ID] = request_id = new_request_id()
         deadline = deadline_in(_COUNT_S, self._runtime.clock)
         ask = msgspec.structs.replace(ask, tenant=tenant_of(request))
-        encoded = await self._tokenizers.encode(ask, request_id, deadline, None)
+        try:
+            encoded = await self._tokenizers.encode(ask, request_id, deadline, None)
+        except PromptTooLong as error:
+            error.param = ask.prompt_field
+            raise
         return json_reply(InputTokens(input_tokens=id_count(encoded.token_ids)))
 
     async def _read(self, request: web.Request) -> Said:
