@@ -35,9 +35,7 @@ def check(sampling: SamplingParams, vocab_size: int, *, hidden_states: bool) -> 
         return
     check_ids(wanted.named_ids, vocab_size, "details.named_ids")
     if wanted.hidden and not hidden_states:
-        text = (
-            "this server returns no hidden states; --enable-return-hidden-states switches them on"
-        )
+        text = "this server returns no hidden states; batching.hidden_states switches them on"
         raise Unsupported(text, param="details.hidden")
 
 
