@@ -254,9 +254,10 @@ def test_lone_file_has_the_logits_of_the_model_it_was_made_from(
     assert error(ours, saved.of_prompt) < saved.row.limit
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.by_transformers], indirect=True, ids=str
+)
 def test_transformers_reads_the_same_numbers(case: Case, saved: Saved, file: Path) -> None:
-    if not case.by_transformers:
-        pytest.skip("transformers reads no such files")
     model = case.row.architecture(case.row.made()).eval()
     read: Any = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)
     missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
@@ -277,11 +278,12 @@ def test_plan_counts_the_tensors_of_the_file(saved: Saved, file: Path, tmp_path:
     assert card.tied is whole.tied
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "expert_count" in case.settings], indirect=True, ids=str
+)
 def test_experts_of_another_number_are_refused(
     case: Case, saved: Saved, file: Path, tmp_path: Path
 ) -> None:
-    if "expert_count" not in case.settings:
-        pytest.skip("it has no experts")
     assert saved.row is case.row
     folder = gguf_folder([file], tmp_path)
     files = find_files(file, described_in=folder, overrides='{"num_experts": 5}')
