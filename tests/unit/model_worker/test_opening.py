@@ -62,6 +62,30 @@ def test_the_embedded_model_says_the_same_beside_others_as_alone() -> None:
     assert together == [answers(open_engine(SMALL), [prompt])[0] for prompt in prompts]
 
 
+def test_report_of_a_started_request_counts_its_pages() -> None:
+    engine = open_engine(SMALL)
+    loop = BatchingLoop(
+        engine.batching, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0
+    )
+
+    def start(number: int) -> RequestState:
+        return RequestState(
+            request_id=RequestId(f"r{number}"),
+            choice=0,
+            prompt_ids=pack_ids([5 + number] * 40),
+            sampling=SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True),
+            deadline_unix_ms=0,
+        )
+
+    free = []
+    for number in range(3):
+        report = loop.turn(Mail(runs=((ChoiceKey(number), start(number)),)))
+        assert report.prefill_rows == 1
+        free.append(report.credit.pages_free + report.credit.pages_evictable)
+    # 40 tokens and the next one are in three pages of 16.
+    assert [free[0] - later for later in free] == [0, 3, 6]
+
+
 def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     model = msgspec.structs.replace(SMALL.model, embedding=True)
     engine = open_engine(msgspec.structs.replace(SMALL, model=model))

@@ -207,7 +207,7 @@ class BatchingLoop:
             tokens=tokens,
             rows=len(rows),
             progress=batching.take_progress(),
-            credit=self._count_credit(now),
+            credit=self._count_credit(now, anew=bool(started)),
             running=len(batching.running),
             waiting=len(batching.waiting),
             prefill_rows=prefill_rows,
@@ -270,9 +270,13 @@ class BatchingLoop:
             self._batching.fail_planned(at_fault, Internal("internal error"))
         return ()
 
-    def _count_credit(self, now: float) -> Credit:
-        """What could be taken on, counted anew when it is due: it costs as much as a short plan."""
-        if now >= self._credit_due_s or self._batching.idle:
+    def _count_credit(self, now: float, *, anew: bool) -> Credit:
+        """What could be taken on, counted when it is due: it costs as much as a short plan.
+
+        `anew` counts it at once: a request that starts takes most of its pages then, and lines of
+        the log would show an empty cache beside a running request.
+        """
+        if anew or now >= self._credit_due_s or self._batching.idle:
             self._credit_due_s = now + CREDIT_PERIOD_S
             self._credit = self._batching.credit()
             self._backlog = self._batching.waiting.backlog()
