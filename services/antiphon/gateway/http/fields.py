@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
+from msgspec import inspect
 
 from antiphon.gateway.http import limits
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
@@ -22,6 +23,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
+_NOT_ONE_OF = re.compile(r"Invalid enum value")
 _TOO_LONG = re.compile(r"Expected `array` of length <= (\d+)")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
@@ -85,7 +87,7 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
         return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
         text = str(error)
-        raise _too_long(json, text, field) or _invalid(text, field) from error
+        raise _too_long(json, text, field) or _invalid(text, field, kind) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # Bytes that are not UTF-8 and numbers of thousands of digits are a ValueError.
         text = f"{field or 'the body'} is not valid JSON: {error}"
@@ -105,8 +107,8 @@ def _check_text(body: bytes) -> None:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
-def _invalid(text: str, field: str) -> InvalidRequest:
-    """Name the field: msgspec puts its path at the end of the text."""
+def _invalid(text: str, field: str, kind: type) -> InvalidRequest:
+    """Name the field, whose path msgspec puts at the end of the text, and the values allowed."""
     at = _AT.search(text)
     inner = at[1] if at else ""
     joint = "." if field and inner and not inner.startswith("[") else ""
@@ -115,7 +117,52 @@ def _invalid(text: str, field: str) -> InvalidRequest:
     if within:
         path = f"{path}.{within[1]}" if path else within[1]
     what = _AT.sub("", text)
+    if _NOT_ONE_OF.match(text) and (allowed := _values_at(kind, inner)):
+        what = f"{what}; allowed are {', '.join(map(repr, allowed))}"
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+def _values_at(kind: type, place: str) -> list[object]:
+    """Values that a field of a fixed set may have; those of all alternatives at its place."""
+    types = [_type_info(kind)]
+    for step in _STEP.finditer(place if place.startswith("[") else f".{place}"):
+        types = [inner for each in types for inner in _types_inside(each, step[1])]
+    found: dict[object, None] = {}
+    for each in (alternative for one in types for alternative in _alternatives(one)):
+        if isinstance(each, inspect.EnumType):
+            found |= dict.fromkeys(member.value for member in each.cls)
+        elif isinstance(each, inspect.LiteralType):
+            found |= dict.fromkeys(each.values)
+    return list(found)
+
+
+@cache
+def _type_info(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _types_inside(outer: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
+    """The types of a member of an object, or of the values of a list or of any object."""
+    for each in _alternatives(outer):
+        match each:
+            case inspect.StructType():
+                yield from (field.type for field in each.fields if field.encode_name == name)
+            case inspect.DictType() if name is None:
+                yield each.value_type
+            case inspect.ListType() | inspect.VarTupleType() if name is None:
+                yield each.item_type
+            case _:
+                pass
+
+
+def _alternatives(one: inspect.Type) -> Iterator[inspect.Type]:
+    match one:
+        case inspect.Metadata():
+            yield from _alternatives(one.type)
+        case inspect.UnionType():
+            yield from (each for member in one.types for each in _alternatives(member))
+        case _:
+            yield one
 
 
 def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
