@@ -1,4 +1,4 @@
-"""The first turn of a coding agent on a real model, whose prompt takes it long to read."""
+"""The first turn of a client on a real model, which reads the prompts of coding agents slowly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.clients.relay import Exchange
+    from tests.clients.relay import Exchange, Relay
     from tests.system.stack import Stack
 
 TURN_S = 600
@@ -35,9 +35,22 @@ async def first_turn(
     async with relay_to(engine.url) as relay:
         command, environment = client(relay.url)
         with running_on_loopback(command, folder=folder, environment=environment):
-            async with asyncio.timeout(TURN_S):
-                first = await relay.answer(path)
+            return await answered_in_time(relay, path)
+
+
+async def answered_in_time(relay: Relay, path: str) -> Exchange:
+    """Wait for the first answer from `path` that comes whole; return it.
+
+    One that is not a stream has its headers when it is ready.
+
+    Raises:
+        AssertionError: The answer is an error, or its client had to wait too long for a sign.
+    """
+    async with asyncio.timeout(TURN_S):
+        first = await relay.answer(path)
     assert first.status == 200, first.body.decode()
+    if first.content_type == "application/json":
+        return first
     assert first.headers_s < HEADERS_S, f"the headers came after {first.headers_s:.1f} s"
     assert first.silence_max_s < SILENCE_S, f"{first.silence_max_s:.1f} s without a sign"
     return first

@@ -25,6 +25,7 @@ class Exchange:
     Attributes:
         path: What was asked for.
         status: Of the answer.
+        content_type: Of the answer.
         headers_s: Time from the request to the answer's headers.
         silence_max_s: Longest time from one piece of the body to the next, the headers included.
         body: The answer, as far as it came.
@@ -32,6 +33,7 @@ class Exchange:
 
     path: str
     status: int
+    content_type: str
     headers_s: float
     silence_max_s: float = 0.0
     body: bytearray = field(default_factory=bytearray)
@@ -63,7 +65,7 @@ class Relay:
             ) as answer,
         ):
             last = time.monotonic()
-            exchange = Exchange(request.path, answer.status, last - began)
+            exchange = Exchange(request.path, answer.status, answer.content_type, last - began)
             kept = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from tests.clients.conftest import MODEL
+from tests.clients.first_turn import answered_in_time
 from tests.clients.programs import python_of, serving_on_loopback
+from tests.clients.relay import relay_to
 from tests.clients.scripts import call, thinking_call
 
 from antiphon.supervisor.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.clients.conftest import ScriptedStack
+    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -27,26 +33,32 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 FUNCTION = {"name": "measure", "description": "Measure a city.", "parameters": SCHEMA}
 
 
-@pytest.fixture(scope="module")
-def proxy(scripted: ScriptedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    folder = tmp_path_factory.mktemp("litellm")
-    parameters = {"model": f"openai/{MODEL}", "api_base": f"{scripted.url}/v1", "api_key": "none"}
+@contextmanager
+def litellm_proxy(url: str, folder: Path) -> Iterator[str]:
+    """Run a proxy before the server at `url`; give its own URL."""
+    parameters = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
     models = [{"model_name": "proxied", "litellm_params": parameters}]
     (folder / "config.yaml").write_text(json.dumps({"model_list": models}))
     port = free_port("127.0.0.1")
     program = str(python_of("agents").parent / "litellm")
+    with serving_on_loopback(
+        [program, "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
+        folder=folder,
+        environment={
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_MASTER_KEY": KEY,
+            "LITELLM_TELEMETRY": "False",
+        },
+        health_url=f"http://127.0.0.1:{port}/health/liveliness",
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def proxy(scripted: ScriptedStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     with (
-        serving_on_loopback(
-            [program, "--config", "config.yaml", "--host", "127.0.0.1", "--port", str(port)],
-            folder=folder,
-            environment={
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-                "LITELLM_MASTER_KEY": KEY,
-                "LITELLM_TELEMETRY": "False",
-            },
-            health_url=f"http://127.0.0.1:{port}/health/liveliness",
-        ),
-        OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client,
+        litellm_proxy(scripted.url, tmp_path_factory.mktemp("litellm")) as url,
+        OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
     ):
         yield client
 
@@ -89,3 +101,25 @@ def test_litellm_proxy_passes_a_response_with_encrypted_reasoning_on(
     asked += [item.model_dump(exclude_none=True) for item in first.output] + [result]
     second = proxy.responses.create(model="proxied", input=asked, tools=tools, store=False)
     assert second.output_text == ANSWER
+
+
+@pytest.mark.long
+async def test_litellm_proxy_is_answered_in_time_by_the_embedded_model(
+    engine: Stack, tmp_path: Path
+) -> None:
+    async with relay_to(engine.url) as relay, AsyncExitStack() as stack:
+        # The relay runs in this thread's loop, and the proxy may ask it before it is ready.
+        proxy = litellm_proxy(relay.url, tmp_path)
+        url = await asyncio.to_thread(proxy.__enter__)
+        stack.callback(proxy.__exit__, None, None, None)
+        client = await stack.enter_async_context(
+            AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        )
+        asked: list[Any] = [{"role": "user", "content": "What is 17 + 25?"}]
+        stream = await client.chat.completions.create(
+            model="proxied", messages=asked, stream=True, temperature=0.0
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        first = await answered_in_time(relay, "/v1/chat/completions")
+    assert "42" in text
+    assert first.body.endswith(b"data: [DONE]\n\n")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 from tests.clients.conftest import MODEL
+from tests.clients.first_turn import answered_in_time
 from tests.clients.programs import python_of, serving_on_loopback
+from tests.clients.relay import relay_to
 from tests.clients.scripts import call
 
 from antiphon.supervisor.ports import free_port
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.clients.conftest import ScriptedStack
+    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -57,17 +62,13 @@ class WebUi:
         return [choice["delta"] for chunk in chunks for choice in chunk.get("choices", [])]
 
 
-@pytest.fixture(scope="module", params=sorted(APIS))
-def open_webui(
-    request: pytest.FixtureRequest,
-    scripted: ScriptedStack,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("open-webui")
+@contextmanager
+def open_webui_server(url: str, api: str, folder: Path) -> Iterator[str]:
+    """Run Open WebUI before the server at `url`; give its own URL."""
     port = free_port("127.0.0.1")
     backends = {
-        "OLLAMA_BASE_URL": scripted.url,
-        "OPENAI_API_BASE_URL": f"{scripted.url}/v1",
+        "OLLAMA_BASE_URL": url,
+        "OPENAI_API_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": "none",
         "DATA_DIR": str(folder / "data"),
     }
@@ -75,25 +76,43 @@ def open_webui(
     with serving_on_loopback(
         [program, "serve", "--host", "127.0.0.1", "--port", str(port)],
         folder=folder,
-        environment=QUIET | backends | APIS[request.param],
+        environment=QUIET | backends | APIS[api],
         health_url=f"http://127.0.0.1:{port}/health",
     ):
         yield f"http://127.0.0.1:{port}"
 
 
-@pytest.fixture
-async def signed_in(open_webui: str) -> AsyncIterator[WebUi]:
-    async with aiohttp.ClientSession(open_webui) as session:
+@asynccontextmanager
+async def sign_in(url: str) -> AsyncIterator[WebUi]:
+    """Sign in as the page does; the served model is listed alone."""
+    async with aiohttp.ClientSession(url) as session:
         nobody = {"email": "", "password": ""}
         async with session.post("/api/v1/auths/signin", json=nobody) as answer:
             token = (await answer.json())["token"]
     headers = {"Authorization": f"Bearer {token}"}
-    async with aiohttp.ClientSession(open_webui, headers=headers) as session:
+    async with aiohttp.ClientSession(url, headers=headers) as session:
         async with session.get("/api/models") as answer:
             listed = (await answer.json())["data"]
         names = [model["id"] for model in listed if "arena" not in model["id"]]
         assert [name.removesuffix(":latest") for name in names] == [MODEL]
         yield WebUi(session, names[0])
+
+
+@pytest.fixture(scope="module", params=sorted(APIS))
+def open_webui(
+    request: pytest.FixtureRequest,
+    scripted: ScriptedStack,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("open-webui")
+    with open_webui_server(scripted.url, request.param, folder) as url:
+        yield url
+
+
+@pytest.fixture
+async def signed_in(open_webui: str) -> AsyncIterator[WebUi]:
+    async with sign_in(open_webui) as page:
+        yield page
 
 
 async def test_open_webui_streams_a_chat(scripted: ScriptedStack, signed_in: WebUi) -> None:
@@ -111,3 +130,22 @@ async def test_open_webui_streams_a_call(scripted: ScriptedStack, signed_in: Web
     calls = [part["function"] for delta in deltas for part in delta.get("tool_calls") or []]
     assert "".join(part.get("name") or "" for part in calls) == "measure"
     assert json.loads("".join(part.get("arguments") or "" for part in calls)) == {"city": "Oslo"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("api", "path"), [("openai", "/v1/chat/completions"), ("ollama", "/api/chat")]
+)
+async def test_open_webui_is_answered_in_time_by_the_embedded_model(
+    api: str, path: str, engine: Stack, tmp_path: Path
+) -> None:
+    async with relay_to(engine.url) as relay, AsyncExitStack() as stack:
+        # The relay runs in this thread's loop, and the server may ask it before it is ready.
+        server = open_webui_server(relay.url, api, tmp_path)
+        url = await asyncio.to_thread(server.__enter__)
+        stack.callback(server.__exit__, None, None, None)
+        page = await stack.enter_async_context(sign_in(url))
+        asked = [{"role": "user", "content": "What is 17 + 25?"}]
+        deltas = await page.chat(messages=asked, temperature=0.0)
+        await answered_in_time(relay, path)
+    assert "42" in "".join(delta.get("content") or "" for delta in deltas)

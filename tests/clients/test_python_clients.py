@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.clients.conftest import MODEL
+from tests.clients.first_turn import first_turn
 from tests.clients.programs import python_of, run_on_loopback
 from tests.clients.scripts import call, thinking_call
 
 if TYPE_CHECKING:
     from tests.clients.conftest import ScriptedStack
+    from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
+ENDED = (b"event: response.completed", b"event: response.incomplete")
+"""The stack's limit of an answer may cut it, which is an end, and no error."""
 PROGRAMS = Path(__file__).parent / "python"
 MEASURED = "it has 21 degrees"
 QUIET = {
@@ -25,14 +29,16 @@ QUIET = {
 }
 
 
+def program(name: str, url: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command of one of the programs beside this file, and its environment."""
+    words = [str(python_of("agents")), str(PROGRAMS / f"{name}.py")]
+    return [*words, f"{url}/v1", MODEL, *arguments], QUIET
+
+
 def run_program(name: str, stack: ScriptedStack, folder: Path, *arguments: str) -> str:
     """Run one of the programs beside this file; return its last line."""
-    program = [str(python_of("agents")), str(PROGRAMS / f"{name}.py")]
-    ran = run_on_loopback(
-        [*program, f"{stack.url}/v1", MODEL, *arguments],
-        folder=folder,
-        environment=QUIET,
-    )
+    command, environment = program(name, stack.url, *arguments)
+    ran = run_on_loopback(command, folder=folder, environment=environment)
     assert ran.code == 0, ran.output
     return ran.output.rstrip().splitlines()[-1]
 
@@ -64,3 +70,26 @@ def test_semantic_kernel_calls_a_function_by_itself(
     )
     answer = run_program("with_semantic_kernel", scripted, tmp_path)
     assert answer == "It has 21 degrees in Oslo."
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "arguments", "path", "ends"),
+    [
+        ("with_instructor", (), "/v1/responses", (b'"error":null',)),
+        ("with_openai_agents", ("responses",), "/v1/responses", ENDED),
+        ("with_openai_agents", ("chat",), "/v1/chat/completions", (b"data: [DONE]",)),
+        ("with_semantic_kernel", (), "/v1/chat/completions", (b'"finish_reason":"',)),
+    ],
+)
+async def test_python_client_is_answered_in_time_by_the_embedded_model(
+    name: str,
+    arguments: tuple[str, ...],
+    path: str,
+    ends: tuple[bytes, ...],
+    engine: Stack,
+    tmp_path: Path,
+) -> None:
+    first = await first_turn(engine, lambda url: program(name, url, *arguments), path, tmp_path)
+    assert any(end in first.body for end in ends)
+    assert b'"error":{' not in first.body
