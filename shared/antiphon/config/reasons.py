@@ -42,8 +42,8 @@ REFUSED: Mapping[str, str] = {
     "choice at start; remove the flag.",
     "balance": "The scheduler places requests by load and by cached prefix; weigh the two with "
     "--scheduler-prefill-weight and --scheduler-request-blocks.",
-    "cache_layout": "The pool of KV pages has one layout and one prefix tree; its size is "
-    "--max-total-tokens and its eviction --radix-eviction-policy.",
+    "cache_layout": "KV pages have one layout and one prefix tree; their number is "
+    "--max-total-tokens and their eviction --radix-eviction-policy.",
     "collectives": "A worker is one process on one CPU, so no ranks exchange tensors; remove the "
     "flag.",
     "config_parser": "The format is seen in the files: config.json, or the metadata of a GGUF "
@@ -129,7 +129,7 @@ REFUSED: Mapping[str, str] = {
     "routed_experts": "Which experts a token goes through is not recorded; remove the flag.",
     "scoring": "/v1/score takes a list of items and scores each by itself.",
     "service_name": "Spans have the service that made them as service.name (gateway, "
-    "model_worker, ...), in the service.namespace antiphon.",
+    "worker, ...), in the service.namespace antiphon.",
     "sidecar": "The server starts its own services alone; start the other process beside it.",
     "slow_tokenizer": "The tokenizers library encodes in any case: tokenizer.json, and in its "
     "place tokenizer.model (SentencePiece) and tekken.json.",
@@ -164,7 +164,7 @@ REFUSED: Mapping[str, str] = {
     "processor; files that were read stay in the page cache of the machine.",
     "weight_updates": "Weights cannot be changed while serving; restart the worker with the new "
     "checkpoint.",
-    "window": "Sliding-window layers free the pages behind their window, so one pool serves all "
-    "layers; its size is --max-total-tokens.",
+    "window": "Layers with a sliding window have a pool of their own, with as many pages as the "
+    "others, and free the pages behind the window; --max-total-tokens sizes both.",
 }
 """Why an argument is refused, and what to do instead."""
