@@ -131,10 +131,9 @@ def translate(row: Row, flag: str, text: str) -> Written:
         if reason is not None:
             raise ConfigError(f"{flag} {text}: refused: {reason}")
         return SPELLINGS[row.detail](text)
-    accepted = any(_same(text, neutral) for neutral in row.neutral)
-    if row.verdict == "refused" and not accepted:
+    if row.verdict == "refused" and not _neutral(row, text):
         # The value is of interest only where another would pass; some, like keys, are secret.
-        typed = f"{flag} {text}" if row.neutral else flag
+        typed = f"{flag} {text}".rstrip() if row.neutral else flag
         raise ConfigError(f"{typed}: refused: {row.reason}")
     return Written(None)
 
@@ -150,6 +149,15 @@ def _add(parser: Parser, row: Row, flags: Sequence[str]) -> None:
     )
     assert isinstance(action, _Translate)
     action.row = row
+
+
+def _neutral(row: Row, text: str) -> bool:
+    """Whether a value of a refused argument changes nothing."""
+    if row.takes == "bool?":
+        text = text or "true"  # the flag alone
+    if not text and row.takes in ("text", "text*"):
+        return True
+    return any(_same(text, neutral) for neutral in row.neutral)
 
 
 def _same(text: str, neutral: str) -> bool:

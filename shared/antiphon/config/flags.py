@@ -83,8 +83,8 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = self.parse_known_args(list(argv))
         if rest:
             known = (flag for action in self._actions for flag in action.option_strings)
-            same = (flag for flag in known if _direction(flag) == _direction(rest[0]))
-            raise ConfigError(f"{rest[0]}: no such argument{nearest(rest[0], same)}")
+            typed = rest[0].partition("=")[0]
+            raise ConfigError(f"{rest[0]}: no such argument{nearest(typed, known)}")
         return _sort(vars(namespace))
 
     def flags(self) -> frozenset[str]:
@@ -154,12 +154,6 @@ def _help(field: Field, also: Sequence[str]) -> str:
     names = f"also {' '.join(also)}" if also else ""
     notes = "; ".join(note for note in (field.bounds, default, names) if note)
     return f"{field.help} [{notes}]".replace("%", "%%") if notes else field.help.replace("%", "%%")
-
-
-def _direction(flag: str) -> str:
-    """What a switch does to its subject: a guess must not turn off what was to be turned on."""
-    first = flag.removeprefix("--").partition("-")[0]
-    return first if first in ("enable", "disable", "no") else ""
 
 
 def _sort(namespace: dict[str, object]) -> Typed:

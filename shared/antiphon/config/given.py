@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,9 +59,39 @@ def describe(field: Field) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing."""
-    found = difflib.get_close_matches(name, list(known), n=1)
+    """`; did you mean x?` where `name` is a misspelled x, or nothing.
+
+    A word of another name is not misspelled, it has another meaning: `--disable-mixed-chunk` is as
+    near to `--disable-radix-cache` as a misspelling would be.
+    """
+    names = {other: _words(other) for other in known}
+    vocabulary = {word for words in names.values() for word in words}
+    typed = _words(name)
+    same = [other for other, words in names.items() if _misspelled(typed, words, vocabulary)]
+    found = difflib.get_close_matches(name, same, n=1, cutoff=0.0)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+_SPELLED_ALIKE = 0.7
+"""Similarity of a word and its misspellings: `prot` and `port` have 0.75, `min` and `max` 0.33."""
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[-_.]+", name.casefold()) if word]
+
+
+def _misspelled(typed: list[str], words: list[str], vocabulary: set[str]) -> bool:
+    """Whether `typed` has the same words, but for their spelling or what is between them."""
+    if "".join(typed) == "".join(words):
+        return True
+    return len(typed) == len(words) and all(
+        one.removesuffix("s") == other.removesuffix("s")
+        or (
+            one not in vocabulary
+            and difflib.SequenceMatcher(None, one, other).ratio() >= _SPELLED_ALIKE
+        )
+        for one, other in zip(typed, words, strict=True)
+    )
 
 
 def _literal(text: str, field: Field) -> int | float | str:

@@ -44,7 +44,8 @@ def read_yaml(path: Path) -> Layer:
             implied |= below
             continue
         if key not in known:
-            raise ConfigError(f"{path}: {key}: no such group{nearest(key, known)}")
+            guess = nearest(key, known | flat.keys())
+            raise ConfigError(f"{path}: {key}: no such group or argument{guess}")
         for name, member in _mapping(value, f"{path}: {key}").items():
             field = _field(f"{key}.{name}", path)
             layer[field.path] = _given(member, field, path)
@@ -80,7 +81,7 @@ def yaml_text(settings: Settings) -> str:
 
 def _flat(row: Row, key: str, value: object, file: Path) -> tuple[Layer, Layer]:
     """One of SGLang's keys: what it sets, and what that needs beside."""
-    if value is None or (value is False and row.takes == "switch"):
+    if value is None or value == [] or (value is False and row.takes == "switch"):
         return {}, {}
     source = f"{file}: {key}"
     written = translate(row, source, _text(value, row))

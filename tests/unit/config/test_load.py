@@ -61,7 +61,7 @@ def test_null_unsets_in_every_source(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gatway: {port: 1}", "gatway: no such group; did you mean gateway?"),
+        ("gatway: {port: 1}", "gatway: no such group or argument; did you mean gateway?"),
         ("gateway: {prot: 1}", "gateway.prot: no such setting; did you mean gateway.port?"),
         ("gateway: 7", "gateway: must be a mapping of names to values"),
         ("[1]", "must be a mapping of names to values"),

@@ -18,6 +18,7 @@ from antiphon.config.settings import Settings
 from antiphon.config.sglang import Row, rows, values
 from antiphon.config.spellings import SPELLINGS
 from antiphon.config.yaml_file import write_yaml
+from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,6 +153,21 @@ def test_a_refused_flag_says_why_and_its_neutral_values_pass(row: Row) -> None:
         assert str(caught.value).endswith(f": refused: {row.reason}")
     for neutral in row.neutral:
         assert serve([row.flags[0], neutral]).settings == Settings()
+
+
+def test_refused_argument_passes_where_it_has_no_value() -> None:
+    assert serve("--dllm-fdfo --allowed-media-domains").settings == Settings()
+    assert serve(["--forward-pass-metrics-worker-id", ""]).settings == Settings()
+    for line in ("--enable-tf32-matmul", "--grpc-mode"):
+        with pytest.raises(ConfigError) as caught:
+            serve(line)
+        assert str(caught.value).startswith(f"{line}: refused: It would ")
+
+
+def test_services_named_by_the_reason_of_a_service_name_are_the_roles() -> None:
+    named = re.search(r"\((.*), \.\.\.\)", WHY_REFUSED["service_name"])
+    assert named is not None
+    assert set(named[1].split(", ")) <= set(Role)
 
 
 @pytest.mark.parametrize("row", SETTLED, ids=by_flag)
@@ -289,14 +305,39 @@ def test_a_bad_command_line_is_refused_in_one_line(line: str, message: str) -> N
 
 
 @pytest.mark.parametrize(
-    "typed", ["--disable-priority-scheduling", "--enable-priority-preemption", "--no-radix-cache"]
+    "typed",
+    [
+        "--disable-priority-scheduling",
+        "--enable-priority-preemption",
+        "--no-radix-cache",
+        "--disable-mixed-chunk",
+        "--disable-metrics",
+        "--enable-overlap-schedule",
+        "--min-prefill-tokens=1",
+        "--encode-log-interval",
+        "--max-model-length",
+    ],
 )
-def test_a_guess_never_turns_a_switch_around(typed: str) -> None:
+def test_guess_is_not_an_argument_of_another_meaning(typed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         serve(typed)
-    first = typed.split("-")[2]
-    guess = str(caught.value).partition("did you mean --")[2]
-    assert guess == "" or guess.startswith(first)
+    assert str(caught.value) == f"{typed}: no such argument"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--radix-evicton-policy", "--radix-eviction-policy"),
+        ("--disable-priority-preemptions", "--disable-priority-preemption"),
+        ("--max_running_requests=4", "--max-running-requests"),
+        ("--detokeniser-worker-num", "--detokenizer-worker-num"),
+        ("--dpsize", "--dp-size"),
+    ],
+)
+def test_guess_is_the_misspelled_argument(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve(typed)
+    assert str(caught.value) == f"{typed}: no such argument; did you mean {meant}?"
 
 
 def test_a_model_may_stand_before_the_flags_or_behind_them() -> None:
@@ -333,12 +374,32 @@ def test_a_flat_yaml_file_of_sglang_is_read_beside_our_groups(tmp_path: Path) ->
     assert settings.access.api_key == "swordfish"
 
 
+def test_flat_yaml_file_of_sglangs_empty_defaults_sets_nothing(tmp_path: Path) -> None:
+    """As SGLang's own dump of its arguments has them."""
+    file = tmp_path / "sglang.yaml"
+    file.write_text(
+        """
+        encoder_urls: []
+        encoder_register_urls: []
+        allowed_media_domains: []
+        uvicorn_access_log_exclude_prefixes: []
+        forward_pass_metrics_worker_id: ''
+        dllm_fdfo: true
+        enable_lora: null
+        """
+    )
+    assert serve(["--config", str(file)]).settings == Settings()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("tp-size: 2", "tp-size 2: refused: It would split every layer"),
         ("enable-lora: true", "enable-lora: refused: It would serve LoRA adapters"),
-        ("max-running-request: 2", "max-running-request: no such group"),
+        (
+            "max-running-request: 2",
+            "max-running-request: no such group or argument; did you mean max-running-requests?",
+        ),
         ("max-running-requests: x", "batching.running_max = 'x': must be an integer"),
         ("load-format: npcache", "npcache: refused: It converts torch files"),
     ],
