@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.fields import fields
 from antiphon.config.grammar import WHITESPACE_MAX
+from antiphon.config.sglang import PARTLY_HELD
+
+if TYPE_CHECKING:
+    from antiphon.config.given import Value
+    from antiphon.config.sglang import Row
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -81,9 +88,12 @@ def _hidden_mode(text: str) -> Written:
     return Written({"full": "true"}.get(text, text))
 
 
+_NEVER = 2**64 - 1
+"""No priority exceeds another by more: they are of 64 bits."""
+
+
 def _never(_: str) -> Written:
-    """No priority exceeds another by more: they are of 64 bits."""
-    return Written(str(2**64 - 1))
+    return Written(str(_NEVER))
 
 
 def _whitespace(text: str) -> Written:
@@ -128,3 +138,48 @@ SPELLINGS: Mapping[str, Callable[[str], Written]] = {
     "whitespace": _whitespace,
 }
 """How an SGLang value is written here, by the word after the path."""
+
+
+def shown(row: Row, value: Value) -> Value:
+    """SGLang's value of an argument here.
+
+    Args:
+        row: The argument.
+        value: Of its setting, if it sets one.
+
+    Returns:
+        What SGLang would say of a server that does the same; of a refused argument, the value with
+        which it changes nothing.
+    """
+    if row.path is not None:
+        back = _BACK.get(row.detail)
+        return value if back is None else back(value)
+    if row.verdict == "settled":
+        return row.takes == "switch" and row.detail not in (*PARTLY_HELD, "no_effect")
+    if row.takes == "switch":
+        return False
+    if not row.neutral:
+        return None
+    neutral = row.neutral[-1]
+    if row.takes.startswith(("text", "json")):
+        return neutral  # `null`, a mode of disaggregation, is a word
+    return cast("Value", json.loads(neutral))
+
+
+def _torchao_back(value: Value) -> str:
+    text = str(value)
+    return text.removeprefix("torchao-") if text.startswith("torchao-") else ""
+
+
+_BACK: Mapping[str, Callable[[Value], Value]] = {
+    "deterministic": lambda value: value is True,
+    "hidden_mode": lambda value: "full" if value is True else None,
+    "impl": lambda value: "sglang" if value == "antiphon" else value,
+    "lower": lambda value: str(value).lower(),
+    "never": lambda value: value == _NEVER,
+    "off": lambda value: value is False,
+    "on": lambda value: value is True,
+    "torchao": _torchao_back,
+    "whitespace": lambda _: None,  # the bound says it
+}
+"""The way back from our value, by the same words; of others it is the same value."""

@@ -11,9 +11,11 @@ import aiohttp
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as gauges
+from tests.arguments import settings_of
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
+from antiphon.config.sglang import rows
 from antiphon.gateway.http.native.absent import ABSENT
 from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
@@ -632,6 +634,45 @@ async def test_a_server_tells_its_settings_and_no_secret(at: House, path: str) -
     assert info["tool_call_parser"] == "none"
     assert info["max_queued_requests"] == info["settings"]["scheduler"]["queue_max"]
     assert not {"api_key", "admin_api_key"} & set(info)
+
+
+async def test_server_info_has_every_argument_of_sglang() -> None:
+    line = (
+        "--disable-radix-cache --chunked-prefill-size 128 --dtype half --model-impl sglang "
+        "--enable-priority-scheduling --disable-priority-preemption --torchao-config int8wo "
+        "--return-hidden-states-mode full --log-level ERROR --dp-size 2 --tp-size 1"
+    )
+    async with house(base=settings_of(*line.split())) as at:
+        info = json.loads((await get(at, "/server_info"))[1])
+    secrets = {"api_key", "admin_api_key", "ssl_keyfile_password"}
+    assert {row.name for row in rows()} - secrets <= set(info)
+    assert not secrets & set(info)
+    expected = {
+        "disable_radix_cache": True,
+        "chunked_prefill_size": 128,
+        "dtype": "float16",
+        "model_impl": "sglang",
+        "enable_priority_scheduling": True,
+        "disable_priority_preemption": True,
+        "torchao_config": "int8wo",
+        "return_hidden_states_mode": "full",
+        "log_level": "error",
+        "dp_size": 2,
+        # What is refused, with the value with which it changes nothing; what holds anyway.
+        "tp_size": 1,
+        "disaggregation_mode": "null",
+        "enable_lora": False,
+        "speculative_algorithm": None,
+        "dllm_fdfo": True,
+        "trust_remote_code": False,
+        "enable_metrics": True,
+    }
+    assert {name: info[name] for name in expected} == expected
+    async with house() as at:
+        info = json.loads((await get(at, "/server_info"))[1])
+    for name in ("disable_radix_cache", "disable_priority_preemption", "enable_cache_report"):
+        assert info[name] is False, name
+    assert (info["torchao_config"], info["return_hidden_states_mode"]) == ("", None)
 
 
 async def test_loads_are_told_worker_by_worker(at: House) -> None:

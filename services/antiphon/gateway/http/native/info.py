@@ -10,6 +10,7 @@ from aiohttp import web
 
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang import rows
+from antiphon.config.spellings import shown
 from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of
 from antiphon.gateway.http.openai.completions import weight_version
 from antiphon.gateway.http.operation import Operation
@@ -276,13 +277,13 @@ class Info:
         return web.json_response(self._flat(model, loads) | nested)
 
     def _flat(self, model: ModelInfo, loads: Sequence[Load]) -> dict[str, Value]:
-        """SGLang's arguments that are settings here, by their names, and what it adds to them."""
+        """SGLang's arguments but secrets, by their names, and what it adds to them."""
         settings = self._runtime.settings
         flat: dict[str, Value] = {}
         for row in rows():
             field = fields()[row.path] if row.path is not None else None
-            if field is not None and not field.secret and not row.detail:
-                flat[row.name] = value_at(settings, field)
+            if field is None or not field.secret:
+                flat[row.name] = shown(row, None if field is None else value_at(settings, field))
         longest = model.max_model_len
         return flat | {
             "model_path": model.model_path,
