@@ -89,7 +89,9 @@ class Exposition:
             yield self._ours(each)
         for each in totals:
             for view in each.family.sglang:
-                yield self._theirs(each, view, ranks)
+                counted = [one for one in each.series if _counts(each, view, one)]
+                if counted:
+                    yield self._theirs(each, view, counted, ranks)
 
     def _names(self, each: FamilyTotal) -> tuple[str, ...]:
         return (*each.family.labels, *(self._custom if each.family.custom else ()))
@@ -108,9 +110,11 @@ class Exposition:
         ]
         return _family(each, each.family.full_name, each.family.help, rows)
 
-    def _theirs(self, each: FamilyTotal, view: Sglang, ranks: Mapping[str, str]) -> Metric:
+    def _theirs(
+        self, each: FamilyTotal, view: Sglang, series: Sequence[Total], ranks: Mapping[str, str]
+    ) -> Metric:
         sums: dict[Key, _Sum] = {}
-        for one in each.series:
+        for one in series:
             key = tuple(self._labels(each, view, one, ranks).items())
             sums.setdefault(key, _Sum([], [])).values.append(one.value)
             sums[key].counts.append(one.counts)
@@ -132,6 +136,14 @@ class Exposition:
         given = dict(zip(self._names(each), one.labels, strict=True))
         kept = (*view.labels, *(self._custom if each.family.custom else ()))
         return labels | {name: given[name] for name in kept} | dict(view.fixed)
+
+
+def _counts(each: FamilyTotal, view: Sglang, one: Total) -> bool:
+    """Whether SGLang's metric counts one series of ours."""
+    if view.only is None:
+        return True
+    label, value = view.only
+    return one.labels[each.family.labels.index(label)] == value
 
 
 def _merged(each: FamilyTotal, values: list[float]) -> float:

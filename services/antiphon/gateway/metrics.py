@@ -64,6 +64,10 @@ class GatewayMetrics:
         self._gap = histogram(catalog.INTER_TOKEN_LATENCY)
         self._per_token = histogram(catalog.TIME_PER_OUTPUT_TOKEN)
         self._whole = histogram(catalog.E2E_REQUEST_LATENCY)
+        stages = metrics.histogram(catalog.PER_STAGE_LATENCY)
+        self._tokenize = stages.labels("tokenize")
+        self._dispatch = stages.labels("api_server_dispatch")
+        self._process = stages.labels("request_process")
         self._sizes = (
             tuple(histogram(family) for family in _SIZES) if config.tokens_histogram else ()
         )
@@ -152,6 +156,10 @@ class GatewayMetrics:
     def _timed(self, stream: Stream, tokens: int) -> None:
         assert stream.ended_at is not None
         _with(self._whole, stream.labels).observe(stream.ended_at - stream.came_at)
+        self._tokenize.observe(stream.opened_at - stream.came_at)
+        if stream.accepted_at is not None:
+            self._dispatch.observe(stream.accepted_at - stream.opened_at)
+            self._process.observe(stream.ended_at - stream.accepted_at)
         if stream.said_at is not None and tokens > 1:
             seconds = (stream.ended_at - stream.said_at) / (tokens - 1)
             _with(self._per_token, stream.labels).observe(seconds)

@@ -51,6 +51,7 @@ class Sglang(msgspec.Struct, frozen=True, kw_only=True):
         labels: Ours that it has too; over all others it is added up.
         fixed: Labels of SGLang's that have one value here.
         scale: One of our units in its units.
+        only: A label of ours and the value that it counts; all where nothing is said.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Sglang(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     fixed: tuple[tuple[str, str], ...] = ()
     scale: float = 1.0
+    only: tuple[str, str] | None = None
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +101,10 @@ _TOKEN_S = (
 _REQUEST_S = (
     *(0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0),
     *(100.0, 200.0, 400.0, 600.0, 1200.0),
+)
+_STAGE_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0),
 )
 _QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -227,6 +233,15 @@ E2E_REQUEST_LATENCY = _histogram(
     "Time from the arrival of a request to its end.",
     _REQUEST_S,
     _REQUEST,
+)
+PER_STAGE_LATENCY = Family(
+    name="per_stage_req_latency_seconds",
+    kind=Kind.HISTOGRAM,
+    help="Time of a request in a stage: tokenize, api_server_dispatch (until the scheduler has "
+    "accepted it), request_process (from then until its end).",
+    labels=("stage",),
+    buckets=_STAGE_S,
+    sglang=(Sglang(name="per_stage_req_latency_seconds", side=_SCHEDULER, labels=("stage",)),),
 )
 PROMPT_TOKENS_HISTOGRAM = _histogram(
     "request_prompt_tokens",
@@ -506,7 +521,15 @@ PROCESS_CPU = Family(
     kind=Kind.COUNTER,
     help="Processor time of a service's processes.",
     labels=("component",),
-    sglang=(Sglang(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),),
+    sglang=(
+        Sglang(name="process_cpu_seconds_total", side=_REQUEST, labels=("component",)),
+        # The process that SGLang calls a scheduler runs the model, as a worker here.
+        Sglang(
+            name="scheduler_process_cpu_seconds_total",
+            side=_SCHEDULER,
+            only=("component", "worker"),
+        ),
+    ),
 )
 GAPS = _counter("gaps_total", "Losses seen in a sequence of messages.", "route")
 MESSAGES_REFUSED = _counter(

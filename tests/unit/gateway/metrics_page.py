@@ -11,7 +11,7 @@ from tests.wire.examples import EXAMPLES
 
 from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.metrics import GatewayMetrics
-from antiphon.gateway.owner.actions import Ended, Said
+from antiphon.gateway.owner.actions import Accepted, Ended, Said
 from antiphon.gateway.stream import Stream
 from antiphon.service.metrics_feed import families
 from antiphon.telemetry import catalog
@@ -52,12 +52,16 @@ class Door:
         self.model = self.page.metrics
 
     def serve(self, headers: Mapping[str, str] | None = None) -> None:
-        """Serve a request of 40 tokens, 10 of them cached, with three tokens in 0.3 s each."""
+        """Serve a request of 40 tokens, 10 of them cached, with three tokens in 0.3 s each.
+
+        It is encoded after 0.1 s and accepted after 0.15 s.
+        """
         self.counted.custom.read(headers or {})
         submit = cast("SubmitRequest", EXAMPLES[SubmitRequest])
         trace, hold = span("x").start(), cast("Hold", _Hold())
         stream = Stream(submit, trace, hold, door="chat", came_at=0.0, opened_at=0.1)
         stream.labels = self.counted.custom.current()
+        stream.put(Accepted(), 0.15)
         for index, now in enumerate((0.3, 0.6, 0.9)):
             if stream.spoke_at is None:
                 self.counted.first_token(stream, now)
@@ -95,8 +99,9 @@ def report(
 def worker(
     instance: str, life: str = "1", *, running: int = 0, usage: float = 0.0, tokens: int = 0
 ) -> MetricsReport:
-    """Report of a worker."""
+    """Report of a worker, which has spent 2 s of processor time."""
     metrics = Metrics()
+    metrics.counter(catalog.PROCESS_CPU).labels(Role.WORKER).inc(2)
     metrics.gauge(catalog.NUM_RUNNING_REQS).set(running)
     metrics.gauge(catalog.TOKEN_USAGE).set(usage)
     metrics.counter(catalog.REALTIME_TOKENS).labels("decode").inc(tokens)

@@ -11,6 +11,7 @@ from tests.unit.gateway.metrics_page import Door, labels_of, value, worker
 from antiphon.config.settings import Settings
 from antiphon.gateway import model_metrics
 from antiphon.gateway.custom_labels import SETS_MAX, CustomLabels
+from antiphon.telemetry import catalog
 from antiphon.wire.ids import ModelName
 from antiphon.wire.metrics import MetricFamily, MetricSeries
 
@@ -113,6 +114,30 @@ def test_a_request_is_counted_under_sglangs_names(door: Door) -> None:
     assert value(page, "antiphon_num_requests_total") == 1
     assert not [name for name, _ in page if "tenant" in name]
     assert [name for name, _ in door.read(private=True) if "tenant" in name]
+
+
+def test_stages_of_a_request_have_sglangs_names_and_labels(door: Door) -> None:
+    door.serve()
+    page = door.read()
+    name = "sglang:per_stage_req_latency_seconds"
+    seconds = {"tokenize": 0.1, "api_server_dispatch": 0.05, "request_process": 0.75}
+    for stage, expected in seconds.items():
+        assert value(page, f"{name}_sum", stage=stage) == pytest.approx(expected)
+        assert value(page, f"{name}_count", stage=stage, **NAMED) == 1
+    assert {labels["stage"] for labels in labels_of(page, f"{name}_count")} == set(seconds)
+
+
+def test_processor_time_of_workers_is_that_of_sglangs_schedulers(door: Door) -> None:
+    name = "sglang:scheduler_process_cpu_seconds_total"
+    door.serve()
+    assert not labels_of(door.read(), name)
+    door.metrics.counter(catalog.PROCESS_CPU).labels("gateway").inc(5)
+    door.model.take(worker("worker-0"))
+    door.model.take(worker("worker-1"))
+    page = door.read()
+    assert value(page, name) == 4
+    assert labels_of(page, name) == [NAMED]
+    assert value(page, "sglang:process_cpu_seconds_total") == 9
 
 
 def test_custom_labels_are_bounded_and_those_not_allowed_ignored() -> None:
