@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from tests.simulation.test_worker_overlap import Stage, both, harmless, staged
+from tests.simulation.test_worker_overlap import CURSE, Stage, both, harmless, staged
 
 from antiphon.model_worker.batching import batching, builder, holdings, loop
+from antiphon.model_worker.batching.batching import Batching
 from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.commits import Commits
 from antiphon.model_worker.batching.holdings import Holdings
@@ -22,9 +23,12 @@ from antiphon.model_worker.batching.stretch import Stretch
 from antiphon.model_worker.cache import tree
 from antiphon.model_worker.cache.pages import PagePool
 from antiphon.service.refusals import SharedStateBroken
+from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWeightVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from antiphon.model_worker.batching.mailbox import Order
 
 AT_FAULT = ChoiceKey(3)
 """The choice whose handling fails, of those of a test."""
@@ -93,6 +97,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "settle": (Commits, "_settle"),
     "share": (Holdings, "share"),
     "report": (Request, "progress"),
+    "go_on": (Request, "go_on"),
 }
 
 
@@ -160,6 +165,94 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
         stage.run(harmless(9, 9))
         stage.drain()
         stage.verify()
+
+
+@both
+@pytest.mark.parametrize(
+    "order",
+    [
+        PauseWorker(mode=PauseMode.ABORT),
+        PauseWorker(mode=PauseMode.RETRACT),
+        SetWeightVersion(version="2", abort_all=True),
+        SetWeightVersion(version="2", abort_all=False),
+    ],
+    ids=["abort", "retract", "other weights, abort", "other weights"],
+)
+@pytest.mark.parametrize("name", ["progress", "untell", "go_on"])
+def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
+    name: str, order: Order, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        for _ in range(5):
+            stage.turn()
+        fault = Fault(monkeypatch, Request, name)
+        assert len(stage.order(order)) == 1
+        stage.order(ContinueWorker())
+        stage.drain()
+        if fault.raised:
+            verify_others(stage)
+        else:  # this order, or a loop without steady steps, does not come there
+            stage.verify()
+
+
+@both
+def test_request_that_cannot_be_handed_back_ends_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Batching.hand_back
+
+    def fail(batching: Batching, keys: Sequence[ChoiceKey]) -> bool:
+        if AT_FAULT in keys:
+            raise AssertionError("a bug, on purpose")
+        return real(batching, keys)
+
+    with staged(overlap=overlap, curse=-1) as stage:
+        monkeypatch.setattr(Batching, "hand_back", fail)
+        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        runs = tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))
+        returned = ChoiceKey(4)
+        stage.turn(Mail(runs=runs, returns=((AT_FAULT,), (returned,))))
+        assert stage.reports[-1].returned == (returned,)
+        del stage.told[returned]
+        stage.drain()
+        verify_others(stage)
+
+
+@both
+def test_request_that_cannot_be_reported_does_not_stop_the_loop_when_its_plan_fails(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap) as stage:
+        fault = Fault(monkeypatch, Request, "progress", after=1)  # it is asked when it is added
+        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        prompts[AT_FAULT][-1] = CURSE
+        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        stage.drain()
+        assert fault.raised
+        verify_others(stage)
+
+
+@both
+@pytest.mark.parametrize("dropped", [0, AT_FAULT, 7])
+def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_the_others(
+    dropped: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with staged(overlap=overlap, curse=-1) as stage:
+        prompts = [harmless(5 + salt, salt) for salt in range(8)]
+        stage.turn(Mail(runs=tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))))
+        for _ in range(5):
+            stage.turn()
+        fault = Fault(monkeypatch, Request, "go_on")
+        stage.told[ChoiceKey(dropped)].dropped = dropped != AT_FAULT
+        stage.turn(Mail(drops={ChoiceKey(dropped): None} if dropped != AT_FAULT else {}))
+        stage.drain()
+        assert bool(fault.raised) != overlap, "steady steps follow each other without overlap only"
+        if fault.raised:
+            verify_others(stage)
+        else:
+            stage.verify()
 
 
 @both

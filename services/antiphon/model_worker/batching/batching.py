@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +11,7 @@ from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import Row
 from antiphon.model_worker.batching.commits import Commits
 from antiphon.model_worker.batching.credit import Credit, credit
-from antiphon.model_worker.batching.faults import RequestFault
+from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.holdings import Holdings
 from antiphon.model_worker.batching.late import LateRows
 from antiphon.model_worker.batching.planner import Planner
@@ -33,16 +34,18 @@ from antiphon.model_worker.cache.index import NoIndex, PrefixIndex
 from antiphon.service.refusals import SharedStateBroken
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import PauseMode
-from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Outcome
     from antiphon.model_worker.batching.walking import Walker
     from antiphon.model_worker.cache.table import CachePools
+
+log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
 
@@ -88,9 +91,9 @@ class Batching:
         self._arrivals = 0
         self._rows_launched = 0
         self._progress: list[Progress] = []
-        self._stretch = Stretch(self._holdings, self._planner)
+        self._stretch = Stretch(self._holdings, self._planner, self._fail_alone)
         self._commits = Commits(
-            self._holdings, self._late, tell=self._tell_on, end=self._end, fail=self._end_failed
+            self._holdings, self._late, tell=self._tell_on, end=self._end, fail=self._fail_alone
         )
 
     @property
@@ -287,13 +290,21 @@ class Batching:
         except Exception as failure:
             raise SharedStateBroken("what a failed request holds cannot be freed") from failure
 
+    def _fail_alone(self, request: Request, error: Exception) -> None:
+        """End the request that a fault belongs to: the requests beside it go on.
+
+        Raises:
+            SharedStateBroken: The fault is in what all requests share.
+        """
+        raise_if_shared(error)
+        log.error("request failed", exc_info=error, extra={"request_id": request.state.request_id})
+        self._end_failed(request, Internal("internal error"))
+
     def fail(self, rows: Sequence[Row], error: EngineError) -> None:
         """End every request of a plan that could not be run."""
         self._rows_launched -= len(rows)
         self._stretch.end()
-        for row in rows:
-            if row.current:
-                self._end(row.request, Finish.failed(error))
+        self._end_each([row.request for row in rows if row.current], Finish.failed(error))
 
     def recall(self, rows: Sequence[Row]) -> None:
         """Forget launched rows: nobody will say what became of them."""
@@ -312,12 +323,10 @@ class Batching:
         match mode:
             case PauseMode.ABORT:
                 everybody = list(self._requests.values())
-                for request in everybody:
-                    self._end(request, Finish(reason=FinishReason.ABORT))
+                self._end_each(everybody, Finish(reason=FinishReason.ABORT))
                 return len(everybody)
             case PauseMode.RETRACT:
-                for request in running:
-                    self._planner.retract(request)
+                self._do_each(running, self._planner.retract)
             case PauseMode.IN_PLACE:
                 pass
         return len(running)
@@ -330,15 +339,17 @@ class Batching:
         was to be told of it is forgotten: the answer will be of other weights.
         """
         self._stretch.end()
-        for request in list(self.running.values()):
-            if request.prefilling:
-                self._planner.retract(request)
-        for request in self._requests.values():
-            request.following = None
-            request.untell()
-            self._tell(request)
+        prefilling = [request for request in self.running.values() if request.prefilling]
+        self._do_each(prefilling, self._planner.retract)
+        self._do_each(list(self._requests.values()), self._begin_anew)
         self.limits = msgspec.structs.replace(self.limits, weight_version=weight_version)
         return self._holdings.renew(weight_version)
+
+    def _begin_anew(self, request: Request) -> None:
+        """Forget what other weights say of a prompt."""
+        request.following = None
+        request.untell()
+        self._tell(request)
 
     def flush(self) -> int:
         """Forget every page that no request holds; return how many."""
@@ -389,12 +400,23 @@ class Batching:
         last = self.waiting.last()
         if last is None or last.started_s is not None or last.rank <= request.rank:
             raise full
-        self._end(last, Finish.failed(full))
+        self._end_each([last], Finish.failed(full))
 
     def _end_overdue(self, overdue: Iterable[tuple[Request, EngineError]]) -> None:
         for request, error in list(overdue):
             if request.phase is not Phase.ENDED:
-                self._end(request, Finish.failed(error))
+                self._end_each([request], Finish.failed(error))
+
+    def _end_each(self, requests: Iterable[Request], finish: Finish) -> None:
+        self._do_each(requests, lambda request: self._end(request, finish))
+
+    def _do_each(self, requests: Iterable[Request], work: Callable[[Request], None]) -> None:
+        """Do something to requests that have nothing in common: one that fails ends alone."""
+        for request in requests:
+            try:
+                work(request)
+            except Exception as error:  # noqa: BLE001  # logged there
+                self._fail_alone(request, error)
 
     def _end(self, request: Request, finish: Finish | None = None) -> None:
         self._stretch.end()

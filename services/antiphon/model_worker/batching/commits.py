@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.faults import raise_if_shared
 from antiphon.model_worker.batching.late import LateRow
 from antiphon.model_worker.batching.plan import RowStatus
 from antiphon.model_worker.batching.pooling import Vector
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
 
 
-log = logging.getLogger(__name__)
-
-
 class Commits:
     """Writes outcomes to requests: tokens, pages, what others find of them, and their end."""
 
@@ -39,7 +34,7 @@ class Commits:
         *,
         tell: Callable[[Request], None],
         end: Callable[[Request, Finish | None], None],
-        fail: Callable[[Request, EngineError], None],
+        fail: Callable[[Request, Exception], None],
     ) -> None:
         """Make it.
 
@@ -79,7 +74,7 @@ class Commits:
                 else:
                     self._put_late(LateRow(row, drawn[index], told, walk))
             except Exception as error:  # noqa: BLE001  # logged there
-                self._fail_row(row, error)
+                self._fail(row.request, error)
 
     def commit_late(self) -> None:
         """Commit the rows whose guides have arrived, as if their step had just ended."""
@@ -90,14 +85,7 @@ class Commits:
                 elif late.row.request.guide is not None:  # it was retracted, and draws them again
                     late.row.request.guide.take_back()
             except Exception as error:  # noqa: BLE001  # logged there
-                self._fail_row(late.row, error)
-
-    def _fail_row(self, row: Row, error: Exception) -> None:
-        """End the request of a row that could not be committed: the rows beside it go on."""
-        raise_if_shared(error)
-        request = row.request
-        log.error("commit failed", exc_info=error, extra={"request_id": request.state.request_id})
-        self._fail(request, Internal("internal error"))
+                self._fail(late.row.request, error)
 
     def _walk(self, rows: Sequence[Row], drawn: Sequence[list[int]]) -> dict[int, Walk]:
         """Send guides over what their rows have drawn; which walk is a row's, by its index."""

@@ -200,6 +200,8 @@ class BatchingLoop:
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if rows else 0.0
         started = batching.take_started()
+        # May end a request, whose end is part of the progress.
+        credit = self._count_credit(now, anew=bool(started))
         prefill_rows = _prefill_rows(rows, tokens, len(started))
         return StepReport(
             step=self._step,
@@ -207,7 +209,7 @@ class BatchingLoop:
             tokens=tokens,
             rows=len(rows),
             progress=batching.take_progress(),
-            credit=self._count_credit(now, anew=bool(started)),
+            credit=credit,
             running=len(batching.running),
             waiting=len(batching.waiting),
             prefill_rows=prefill_rows,
@@ -247,8 +249,15 @@ class BatchingLoop:
                 batching.drop(key, kept)
             except Exception as error:  # noqa: BLE001  # logged there
                 self._end_choice(key, error)
-        gone = [keys for keys in mail.returns if batching.hand_back(keys)]
-        return tuple([key for keys in gone for key in keys])
+        returned: list[ChoiceKey] = []
+        for keys in mail.returns:
+            try:
+                if batching.hand_back(keys):
+                    returned += keys
+            except Exception as error:  # noqa: BLE001  # logged there
+                for key in keys:
+                    self._end_choice(key, error)
+        return tuple(returned)
 
     def _end_choice(self, key: ChoiceKey, error: Exception) -> None:
         """End a choice that could not be taken in or dropped."""

@@ -12,7 +12,7 @@ from antiphon.model_worker.batching.plan import Plan
 from antiphon.model_worker.batching.request import WIRE_IDS, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Ints, Outcome
@@ -90,11 +90,14 @@ class SteadyRows(Sequence[Row]):
         slots: Slots,
         planner: Planner,
         weights: str,
+        fail: Callable[[Request, Exception], None],
     ) -> None:
         self._requests = requests
         self._layout = layout
         self._slots = slots
         self._planner = planner
+        self._fail = fail
+        self._unwritten: list[tuple[Request, Exception]] = []
         self._end_ids = frozenset[int]().union(*(request.end_ids for request in requests))
         self._starts = list(range(len(requests) + 1))
         self._keys = tuple([request.key for request in requests])
@@ -175,22 +178,35 @@ class SteadyRows(Sequence[Row]):
         return Drawn(self._keys, self._before, token_ids)
 
     def settle(self) -> None:
-        """Write to the requests what was drawn."""
+        """Write to the requests what was drawn. A request that does not take it ends alone."""
+        self._write()
+        self._fail_unwritten()
+
+    def end(self) -> None:
+        """No step more: all is written to the requests, a step that is launched as any other's."""
+        self._write()
+        if self._in_flight and not self._rows:
+            self._rows = [Row.launched(request, request.length) for request in self._requests]
+        self._fail_unwritten()  # not before: a request that has ended is not launched
+
+    def _write(self) -> None:
         if not self._drawn:
             return
         steps = len(self._drawn)
         columns = np.stack(self._drawn, axis=1)  # (R, steps)
         self._drawn.clear()
         for request, token_ids in zip(self._requests, columns, strict=True):
-            request.go_on(token_ids)
-            self._slots.length[request.slot] = request.length
+            try:
+                request.go_on(token_ids)
+                self._slots.length[request.slot] = request.length
+            except Exception as error:  # noqa: BLE001  # logged where the request is ended
+                self._unwritten.append((request, error))
         self._planner.pass_over(steps)
 
-    def end(self) -> None:
-        """No step more: all is written to the requests, a step that is launched as any other's."""
-        self.settle()
-        if self._in_flight and not self._rows:
-            self._rows = [Row.launched(request, request.length) for request in self._requests]
+    def _fail_unwritten(self) -> None:
+        unwritten, self._unwritten = self._unwritten, []
+        for request, error in unwritten:
+            self._fail(request, error)
 
     def _next_lengths(self) -> Ints:
         """Tokens that each row knows after this step and those to come, (S, R).

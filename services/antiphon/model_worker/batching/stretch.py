@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from antiphon.model_worker.batching.admission import Limits
     from antiphon.model_worker.batching.builder import Row
@@ -15,14 +15,19 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.layout import Layout
     from antiphon.model_worker.batching.plan import Outcome
     from antiphon.model_worker.batching.planner import Planner
+    from antiphon.model_worker.batching.request import Request
 
 
 class Stretch:
     """The steady rows of the steps to come, if there are any, and what the last of them drew."""
 
-    def __init__(self, holdings: Holdings, planner: Planner) -> None:
+    def __init__(
+        self, holdings: Holdings, planner: Planner, fail: Callable[[Request, Exception], None]
+    ) -> None:
+        """`fail` ends a request to which the tokens that it drew could not be written."""
         self._holdings = holdings
         self._planner = planner
+        self._fail = fail
         self._rows: SteadyRows | None = None
         self._drawn: Drawn | None = None
         self._layout: Layout | None = None
@@ -76,4 +81,6 @@ class Stretch:
             return
         requests = [row.request for row in rows]
         if all(map(decodes_on, requests)):
-            self._rows = SteadyRows(requests, layout, slots, self._planner, limits.weight_version)
+            self._rows = SteadyRows(
+                requests, layout, slots, self._planner, limits.weight_version, self._fail
+            )
