@@ -84,6 +84,17 @@ async def test_tokenizers_stop_work_for_a_caller_that_left() -> None:
         assert at.cluster.encodes_cancelled == [at.cluster.encodes[0].request_id]
 
 
+async def test_no_encode_is_cancelled_whose_reply_has_come() -> None:
+    async with house() as at:
+        assert (await post(at, COMPLETE, {"prompt": "x"}))[0] == 200
+        at.cluster.encoding.clear()
+        asked = asyncio.get_running_loop().create_task(post(at, COMPLETE, {"prompt": "y"}))
+        await until(lambda: len(at.cluster.encodes) > 1)
+        asked.cancel()
+        await until(lambda: at.cluster.encodes_cancelled != [])
+        assert at.cluster.encodes_cancelled == [at.cluster.encodes[-1].request_id]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
