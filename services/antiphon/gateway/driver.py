@@ -121,8 +121,9 @@ class Driver:
 
     def take_notice(self, batch: NoticeBatch) -> None:
         """Apply what the leader says is lost."""
-        offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
-        if offset_ms is None:
+        peers, leader = self._runtime.peers, batch.leader.scheduler
+        offset_ms = peers.offset_ms(leader)
+        if offset_ms is None or peers.is_late(batch.not_after_unix_ms, leader):
             self._runtime.metrics.late.labels(NOTICE.name).inc()
         else:
             self._apply(self._owner.noticed(batch, offset_ms))

@@ -323,8 +323,12 @@ class ModelWorker:
                 self._sending.publish()
 
     def _on_open(self, message: OpenList) -> None:
+        now_ms = self._runtime.clock.unix_ms()
+        if self._runtime.peers.our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
+            self._runtime.metrics.late.labels(OPEN.name).inc()
+            return
         with self._sending.lock:
-            self._act(self._output.open_list(message, self._runtime.clock.unix_ms()))
+            self._act(self._output.open_list(message, now_ms))
 
     async def _on_control(self, message: Message, _: object) -> ControlDone:
         return await self._control.answer(message)

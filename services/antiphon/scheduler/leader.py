@@ -117,13 +117,15 @@ class Leader:
         tenure.bind_waiting()
         return accepted
 
-    def list_arrived(self, change: OpenList) -> None:
-        """Take in what a gateway has open."""
-        late = self._peers.is_late(change.not_after_unix_ms, change.owner)
-        if late or change.model != self._model or not self._peers.lives(change.owner):
-            return  # late, or of a gateway that we have not met: its next list comes soon
+    def list_arrived(self, change: OpenList) -> bool:
+        """Take in what a gateway has open. False: it came too late; the next list comes soon."""
+        if self._peers.is_late(change.not_after_unix_ms, change.owner):
+            return False
+        if change.model != self._model or not self._peers.lives(change.owner):
+            return True
         if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
             self._reconciliation.list_changed(change)
+        return True
 
     def tick(self, *, link_up: bool, joins: int) -> None:
         """Do what time brings; called a few times a heartbeat.

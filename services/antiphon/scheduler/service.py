@@ -130,7 +130,8 @@ class SchedulerService:
         return accepted
 
     def _on_open(self, change: OpenList) -> None:
-        self._leader.list_arrived(change)
+        if not self._leader.list_arrived(change):
+            self._runtime.metrics.late.labels(OPEN.name).inc()
         self._news.set()
 
     def _on_kv_events(self, message: KvEvents) -> None:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import msgspec
 import pytest
-from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, House, house
+from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House, house
 
 from antiphon.gateway.owner import request as owner_request
+from antiphon.service.clock import SystemClock
 from antiphon.testing.services import CLUSTER, client_bus
 from antiphon.testing.wait import until
 from antiphon.wire.codec import encode
-from antiphon.wire.routes import DETOKENIZER_CONTROL, TEXT
+from antiphon.wire.errors import Unavailable, encode_error
+from antiphon.wire.notice import LostRequest, NoticeBatch
+from antiphon.wire.routes import DETOKENIZER_CONTROL, NOTICE, TEXT
 from antiphon.wire.text import TextBatch
 
 if TYPE_CHECKING:
@@ -70,6 +73,29 @@ async def test_text_batch_of_an_unknown_sender_is_refused_and_counted(at: House)
         sample = at.gateway.metrics.registry.get_sample_value
         await until(lambda: sample(REFUSED, labels) == 1)
         assert await ask(at) == "".join(SCRIPT)
+
+
+async def test_notice_that_came_too_late_is_counted_and_ends_nothing(at: House) -> None:
+    at.cluster.hold_at = 1
+    sample = at.gateway.metrics.registry.get_sample_value
+    async with (
+        client_bus(at.transport(), "s", party="scheduler") as bus,
+        asyncio.TaskGroup() as group,
+    ):
+        answer = group.create_task(ask(at))
+        await until(lambda: at.cluster.submits != [])
+        gateway = at.gateway.process
+        lost = encode_error(Unavailable("lost"))
+        late = NoticeBatch(
+            leader=TERM,
+            gateway=gateway,
+            requests=(LostRequest(request_id=at.cluster.submits[0].request_id, error=lost),),
+            not_after_unix_ms=SystemClock().unix_ms() - 1000,
+        )
+        bus.publish(NOTICE, late, gateway=gateway.instance)
+        await until(lambda: sample("antiphon_late_messages_total", {"route": NOTICE.name}) == 1)
+        at.cluster.go.set()
+    assert answer.result() == "".join(SCRIPT)
 
 
 async def test_call_that_fails_by_a_bug_does_not_end_the_gateway(

@@ -182,7 +182,7 @@ class Stage:
         )
         self.bus.publish(COMMAND, batch, worker=self.worker.process.instance)
 
-    async def close(self, *request_ids: str) -> None:
+    async def close(self, *request_ids: str, valid_s: float = 5.0) -> None:
         """The owner has ended these."""
         self.lists += 1
         model = served_name(QUICK)
@@ -192,7 +192,7 @@ class Stage:
             version=self.lists,
             whole=False,
             closed=tuple(map(RequestId, request_ids)),
-            not_after_unix_ms=SystemClock().unix_ms() + 5_000,
+            not_after_unix_ms=SystemClock().unix_ms() + round(1000 * valid_s),
         )
         self.bus.publish(OPEN, closed, model=model)
 
@@ -312,6 +312,17 @@ async def test_worker_refuses_commands_by_a_clock_that_it_cannot_read(
     counted = registry.get_sample_value("antiphon_refused_commands_total", {"reason": reason})
     assert counted == 2
     assert not stage.ids("a")
+
+
+async def test_open_list_that_came_too_late_is_counted_and_ends_nothing(stage: Stage) -> None:
+    await stage.command(admit("a", 900))
+    await until(lambda: bool(stage.ids("a")))
+    await stage.close("a", valid_s=-1.0)
+    sample = stage.worker.metrics.registry.get_sample_value
+    await until(lambda: sample("antiphon_late_messages_total", {"route": OPEN.name}) == 1)
+    await stage.load_is(1)
+    await stage.close("a")
+    await stage.load_is(0)
 
 
 async def test_an_abort_frees_the_request_and_says_nothing_more(stage: Stage) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from antiphon.wire.kv_events import KvReplayed, ReplayKv
 
 MODEL = ModelName("antiphon-small")
+LATE_LISTS = ("antiphon_late_messages_total", {"route": OPEN.name})
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
 
@@ -254,6 +255,20 @@ async def test_what_waits_is_counted_and_a_refusal_has_its_reason(cluster: Clust
     with pytest.raises(Cancelled):
         await cluster.gateway.submit(request)
     assert b'antiphon_scheduler_rejected_reqs_total{reason="cancelled"} 1.0' in metrics.text()
+
+
+async def test_open_list_that_came_too_late_is_counted(cluster: Cluster) -> None:
+    scheduler = await cluster.scheduler()
+    await until(lambda: leads(scheduler))
+    gateway = cluster.gateway
+    late = OpenList(
+        model=MODEL, owner=gateway.process, version=2**20, whole=True, not_after_unix_ms=0
+    )
+    before = cluster.schedulers[0].metrics.registry.get_sample_value(*LATE_LISTS) or 0
+    gateway.runtime.bus.publish(OPEN, late, model=MODEL)
+    sample = cluster.schedulers[0].metrics.registry.get_sample_value
+    await until(lambda: sample(*LATE_LISTS) == before + 1)
+    assert (await gateway.submit(gateway.request("r"))).term == scheduler.report().leads
 
 
 async def test_a_cancelled_request_is_aborted_at_its_worker(cluster: Cluster) -> None:
