@@ -85,7 +85,7 @@ def _run(role: str, build: Callable[[Settings], Service], arguments: ProcessArgu
         around = _surroundings(Role(role), arguments)
         service = build(arguments.settings)
     except (CannotStart, ConfigError, EngineError) as error:
-        log.error("cannot start", extra={"reason": str(error)})  # noqa: TRY400  # one line
+        log.error(logs.CANNOT_START, extra={"reason": str(error)})  # noqa: TRY400  # one line
         return CANNOT_START
     process = around.bus.process
     log.info(
@@ -185,7 +185,7 @@ def _failed(error: Exception, *, starting: bool) -> int:
         isinstance(cause, CannotStart | ConfigError | EngineError) for cause in causes
     ):
         for cause in causes:
-            log.error("cannot start", extra={"reason": str(cause)})
+            log.error(logs.CANNOT_START, extra={"reason": str(cause)})
         return CANNOT_START
     log.critical("service failed", exc_info=error)
     return FAILED

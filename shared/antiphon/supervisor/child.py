@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from antiphon.config.yaml_file import write_yaml, yaml_text
 from antiphon.supervisor.restarts import Restarts
+from antiphon.telemetry.log import CANNOT_START
 from antiphon.wire.base import Role
 
 if TYPE_CHECKING:
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_TAIL_CHARS = 2000
+_REFUSAL_BYTES_MAX = 1 << 16
+"""Of the end of a log, in which the reason of a refused start is looked for."""
+_REFUSAL = re.compile(rf": {CANNOT_START} (?:\S+ )*?reason=(.+)")
 _OWN_ERRORS = 2
 LOG_BYTES_MAX = 32 * 1024 * 1024
 """Of a log and of the one before it: a process that runs for months must not fill the disk."""
@@ -46,6 +53,8 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     restarts: Restarts = field(default_factory=Restarts)
     _settings_written: bool = False
+    _log_start: int = 0
+    """Length of the log when this life began: an earlier one may have been refused too."""
 
     @property
     def log_path(self) -> Path:
@@ -101,6 +110,7 @@ class Child:
         opened.callback(os.close, descriptor)
         with suppress(OSError):
             os.fchmod(descriptor, 0o600)  # one of an earlier version was readable by all
+        self._log_start = os.lseek(descriptor, 0, os.SEEK_END)
         return descriptor
 
     def _find_settings(self, opened: ExitStack) -> tuple[Path, tuple[int, ...]]:
@@ -190,8 +200,38 @@ class Child:
         except OSError as error:
             log.warning("log not trimmed", extra={"reason": str(error)})
 
+    def refusals(self) -> str:
+        """Return why it cannot start, as its log says it; empty if it does not say so."""
+        try:
+            with self.log_path.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, end - _REFUSAL_BYTES_MAX))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        found = filter(None, map(_refusal, text.splitlines()))
+        return "; ".join(dict.fromkeys(found))
+
     def log_tail(self) -> str:
         """Return the end of its log."""
         if not self.log_path.exists():
             return ""
         return self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
+
+
+def _refusal(line: str) -> str:
+    """The reason on a line of a log in either form that says that a service cannot start."""
+    try:
+        if line.startswith("{"):
+            written = msgspec.json.decode(line, type=_Refusal)
+            return written.reason if written.event == CANNOT_START else ""
+        found = _REFUSAL.search(line)
+        reason = found[1] if found else ""
+        return msgspec.json.decode(reason, type=str) if reason.startswith('"') else reason
+    except msgspec.MsgspecError:  # a line that was cut off, or is of something else
+        return ""
+
+
+class _Refusal(msgspec.Struct):
+    event: str = ""
+    reason: str = ""

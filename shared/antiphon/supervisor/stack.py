@@ -267,6 +267,8 @@ class Stack:
         late = [child for child in self._children if child.instance in readiness.waiting]
         dead = [child for child in late if not child.alive]
         for child in dead or late:
+            if dead and (reason := child.refusals()):
+                raise CannotServe(f"{child.instance} cannot start: {reason}")
             became = "died while starting" if dead else "is not ready in time"
             raise CannotServe(f"{child.instance} {became}. The end of its log:\n{child.log_tail()}")
 

@@ -20,6 +20,8 @@ from antiphon.telemetry.context import request_id_var, trace_id
 if TYPE_CHECKING:
     from typing import TextIO
 
+CANNOT_START = "cannot start"
+"""Event of a service whose start is refused, with its `reason`: `antiphon serve` shows it."""
 # Whatever else stands in a record's __dict__ was given in `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

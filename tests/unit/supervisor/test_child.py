@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from antiphon.supervisor.child import Child
 from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
+from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter
 from antiphon.testing.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.ids import InstanceId
@@ -135,6 +137,35 @@ async def test_service_files_are_readable_by_their_owner_only(tmp_path: Path):
     await other.died()
     for folder in (other.log_folder, other.config.parent):
         assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def refused(formatter: logging.Formatter, *reasons: str) -> str:
+    """The log of a service that is refused at its start."""
+    fields = [{"msg": CANNOT_START, "levelname": "ERROR", "reason": reason} for reason in reasons]
+    fields = [{"msg": "noise " * 20_000}, *fields, {"msg": "stopped", "code": 3}]
+    return "\n".join(formatter.format(logging.makeLogRecord(each)) for each in fields)
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter("tokenizer-0"), JsonFormatter("tokenizer-0")])
+async def test_reasons_of_a_refused_start_are_read_from_its_log(
+    tmp_path: Path, formatter: logging.Formatter
+):
+    reason = 'config.json: "pad_token_id" 9 is beyond the vocabulary of 8'
+    written = tmp_path / "written"
+    written.write_text(refused(formatter, reason, reason, "no_room"))
+    service = program(tmp_path, f"print(open({str(written)!r}).read())")
+    await service.start()
+    await service.died()
+    assert service.refusals() == f"{reason}; no_room"
+    service.line = "raise SystemExit('killed')"  # a life that does not say why it ended
+    await service.start()
+    await service.died()
+    assert service.refusals() == ""
+    assert service.log_tail().endswith("killed")
+
+
+def test_service_without_a_log_gives_no_reason(tmp_path: Path):
+    assert program(tmp_path, "").refusals() == ""
 
 
 ANSWERS = """

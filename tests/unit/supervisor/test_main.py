@@ -170,3 +170,12 @@ async def test_more_processes_than_the_machine_holds_are_refused_before_anything
 def test_number_of_processes_is_at_least_one(flag: str, count: str):
     with pytest.raises(ConfigError, match=rf"{flag}: .*: must be an integer >= 1"):
         settings_of(flag, count)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(120)
+async def test_service_that_is_refused_at_its_start_is_named_with_the_reason(tmp_path: Path):
+    told = await refused(tmp_path, "--load-config-overrides", '{"num_hidden_layers": 1}')
+    assert told.startswith("worker-0 cannot start: ")
+    assert "unexpected: model.layers.1." in told
+    assert "\n" not in told

@@ -118,7 +118,7 @@ def borrow(
     if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
         raise ModelLoadError(
             f"config.json: pad_token_id {padding} is beyond the vocabulary of {config.vocab_size}: "
-            'override it with {"pad_token_id": null}'
+            "override it with --json-model-override-args '{\"pad_token_id\": null}'"
         )
     decoder = _opened(files, build, config.context_tokens)
     _hold_against_plan(files, decoder)
