@@ -7,6 +7,7 @@ import re
 import readline
 import sys
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -189,6 +190,15 @@ def server_url(text: str) -> str:
         ConfigError: It is no HTTP address.
     """
     url = text if "://" in text else f"http://{text}"
-    if not _URL.fullmatch(url):
+    if not _URL.fullmatch(url) or not _has_host(url):
         raise ConfigError(f"--url {text}: must be like http://127.0.0.1:30000")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _has_host(url: str) -> bool:
+    """Whether a URL names a host, and a port that one can be."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon import embedded
-from antiphon.config.errors import ConfigError
+from antiphon.config.flags import Parser
 from antiphon.config.models import MODELS
 
 if TYPE_CHECKING:
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Print a line a model."""
-    if argv:
-        raise ConfigError(f"{argv[0]}: models takes no arguments")
+    Parser(
+        "antiphon models", "List the models that have a short name, with size, licence and source."
+    ).parse_none(argv)
     rows = [("NAME", "MODEL", "SIZE", "LICENCE", "SOURCE")]
     for name, model in MODELS.items():
         size = model.size_bytes or sum(

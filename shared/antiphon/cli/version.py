@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from antiphon.config.errors import ConfigError
+from antiphon.config.flags import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Print the installed version."""
-    if argv:
-        raise ConfigError(f"{argv[0]}: version takes no arguments")
+    Parser("antiphon version", "Print the version.").parse_none(argv)
     print(metadata.version("antiphon"))
     return 0

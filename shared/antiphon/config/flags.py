@@ -87,6 +87,17 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{rest[0]}: no such argument{nearest(typed, known)}")
         return _sort(vars(namespace))
 
+    def parse_none(self, argv: Sequence[str]) -> None:
+        """Read the command line of a command without arguments: at most `--help`.
+
+        Raises:
+            ConfigError: There is something else.
+        """
+        self.usage = "%(prog)s"
+        _, rest = self.parse_known_args(list(argv))
+        if rest:
+            raise ConfigError(f"{rest[0]}: {self.prog} takes no arguments")
+
     def flags(self) -> frozenset[str]:
         """Every option that was added so far."""
         return frozenset(self._option_string_actions)

@@ -34,10 +34,18 @@ class LoadConfig(Config):
         str, Help("Branch, tag or commit of a model of the Hugging Face hub; empty: main.")
     ] = ""
     download_folder: Annotated[
-        str, Help("Where models of the hub are kept; empty: the hub's own cache, see HF_HOME.")
+        str,
+        Help(
+            "Where fetched models are kept; empty: the hub's own cache (see HF_HOME) for its "
+            "models, ~/.cache/antiphon for those with a short name."
+        ),
     ] = ""
     offline: Annotated[
-        bool, Help("Take models of the hub from the cache only; HF_HUB_OFFLINE=1 does too.")
+        bool,
+        Help(
+            "Use only models that are in the cache, and fetch none; HF_HUB_OFFLINE=1 does so for "
+            "models of the hub."
+        ),
     ] = False
     config_overrides: Annotated[
         str, Help("JSON object whose fields replace those of the model's config.json.")

@@ -1,6 +1,7 @@
 """Models with a short name, and where their weights come from.
 
-A folder of the same name wins over it, and it over a model of the hub.
+A folder of the same name wins over it, and it over a model of the hub; `embedded`, the default, is
+always the one in the package.
 """
 
 from __future__ import annotations

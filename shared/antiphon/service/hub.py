@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.errors import ConfigError
+from antiphon.config.given import nearest
 from antiphon.config.memory import gib
 from antiphon.config.model_files import weight_names
 from antiphon.config.models import MODELS
@@ -79,6 +80,8 @@ def fetch(repo: str, load: LoadConfig, *, weights: bool, endpoint: str | None = 
 
     try:
         return _fetch(repo, load, weights=weights, endpoint=endpoint)
+    except (errors.RepositoryNotFoundError, errors.LocalEntryNotFoundError) as error:
+        raise ConfigError(f"{repo}: {_said(error, load)}{nearest(repo, MODELS)}") from error
     except (errors.HTTPError, OSError, ValueError) as error:  # pyright: ignore[reportPrivateImportUsage]
         raise ConfigError(f"{repo}: {_said(error, load)}") from error
 

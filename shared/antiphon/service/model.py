@@ -183,6 +183,10 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _holding(folder: Path, file: str, setting: str) -> Path:
-    if not (folder / file).is_file():
+    if (folder / file).is_file():
+        return folder
+    if folder.is_dir():
         raise ConfigError(f"{setting}: {folder} holds no {file}")
-    return folder
+    if folder.exists():
+        raise ConfigError(f"{setting}: {folder} is neither a folder nor a .gguf file")
+    raise ConfigError(f"{setting}: {folder}: no such folder")

@@ -30,8 +30,8 @@ _RECORD = "verified.json"
 
 
 def is_packaged(path: str) -> bool:
-    """Whether a model path is a short name of a package, and nothing on this machine."""
-    return packaged(path) is not None and not Path(path).exists()
+    """Whether a model path is a short name of a package, and no folder on this machine."""
+    return packaged(path) is not None and not Path(path).is_dir()
 
 
 def place_of(wheel: Wheel, cache: Path) -> Path:

@@ -217,7 +217,9 @@ def test_url_is_read_as_it_is_typed(typed: str, url: str) -> None:
     assert server_url(typed) == url
 
 
-@pytest.mark.parametrize("typed", ["", "ftp://a", "http://", "http:// a"])
+@pytest.mark.parametrize(
+    "typed", ["", "ftp://a", "http://", "http:// a", "::bad", ":30000", "a:b", "a:99999", "[::1"]
+)
 def test_url_that_is_none_is_refused_with_an_example(typed: str) -> None:
     with pytest.raises(ConfigError, match="must be like http://127"):
         server_url(typed)

@@ -58,8 +58,8 @@ def test_models_are_listed_with_size_licence_and_source(
         ),
         ("serve --prot 1", "antiphon: --prot: no such argument; did you mean --port?"),
         ("config --config /none.yaml", "antiphon: /none.yaml: No such file or directory"),
-        ("models now", "antiphon: now: models takes no arguments"),
-        ("version now", "antiphon: now: version takes no arguments"),
+        ("models now", "antiphon: now: antiphon models takes no arguments"),
+        ("version now", "antiphon: now: antiphon version takes no arguments"),
         ("chat --temperature=-1", "antiphon: --temperature: Expected `float` >= 0.0"),
     ],
 )
@@ -95,6 +95,16 @@ def test_config_prints_every_setting_with_its_source(
     assert lines["scheduler.queue_max"] == ["scheduler.queue_max", "1024", "default"]
     assert lines["bus.password"] == ["bus.password", "***", "ANTIPHON_BUS__PASSWORD"]
     assert "swordfish" not in shown
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main([name, "--help"])
+    except SystemExit as left:
+        status = left.code
+    assert status == 0
+    assert "usage: " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["version", "--version", "-V"])

@@ -108,6 +108,8 @@ def test_a_service_finds_a_fetched_model_by_its_id(hub: FakeHub, tmp_path: Path)
         (REPO, {"revision": "v9"}, r"load\.revision = v9: there is no such revision"),
         (REPO, {"offline": True}, r"not wholly in the cache, and load\.offline is set"),
         ("a--b/c", {}, "a--b/c: .*--"),
+        ("smolm2", {}, r"model of the hub.*; did you mean smollm2\?$"),
+        ("smolm2", {"offline": True}, r"offline is set: .*; did you mean smollm2\?$"),
     ],
 )
 def test_what_cannot_be_had_is_refused_in_a_line(

@@ -71,6 +71,10 @@ def test_what_is_missing_is_named_with_its_setting(folder: Path, tmp_path: Path)
         model_files(settings(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.path: .*gone\.gguf: no such file"):
         model_files(settings(folder / "gone.gguf"))
+    with pytest.raises(ConfigError, match=r"model\.path: .*gone: no such folder"):
+        model_files(settings(folder / "gone"))
+    with pytest.raises(ConfigError, match=r"config\.json is neither a folder nor a \.gguf file"):
+        model_files(settings(folder / "config.json"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .* holds no tokenizer\.json"):
         tokenizer_folder(settings(folder, tokenizer_path=str(tmp_path)))
 

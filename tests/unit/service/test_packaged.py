@@ -220,6 +220,9 @@ def test_a_folder_wins_over_a_short_name_and_that_over_the_hub(
     assert is_hub_id("gpt2")
     with pytest.raises(ConfigError, match=r"smollm2 is not in .*; `antiphon serve --model-path"):
         model_files(settings("smollm2", tmp_path / "cache"))
+    (tmp_path / "smollm2").touch()
+    assert is_packaged("smollm2"), "a file of that name is no folder"
+    (tmp_path / "smollm2").unlink()
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").write_text("{}")
     assert not is_packaged("smollm2")
