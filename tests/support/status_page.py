@@ -49,8 +49,8 @@ _HEAD = """\
 
 <!-- Written by `python -m tests.support.status_page`; change the text there. -->
 
-What works today, what is refused, and what is not built. Counts and lists are read from the code; a
-test keeps this page equal to them. Antiphon runs on CPUs only.
+What works today, what is refused and what is not built. Counts and lists are read from the code,
+and a test fails when this page differs from them. Antiphon runs on CPUs only.
 """
 
 
@@ -64,12 +64,12 @@ class Service(msgspec.Struct, frozen=True):
 SERVICES: Mapping[Role, Service] = {
     Role.GATEWAY: Service(
         "HTTP and NATS APIs; owns each request that it accepted",
-        "Its connections close. Its requests end when it returns, or 15 s "
-        "(`--scheduler-owner-silence-s`) after its last heartbeat. Stored responses and sessions "
-        "stay on the broker.",
+        "Its connections close. Its requests are aborted when it has restarted, or "
+        f"{fields()['scheduler.owner_silence_s'].default:g} s (`--scheduler-owner-silence-s`) "
+        "after its last heartbeat. Stored responses and sessions stay on the broker.",
     ),
     Role.TOKENIZER: Service(
-        "Renders chat templates, encodes and decodes; stateless",
+        "Renders chat templates, encodes text and decodes tokens; stateless",
         "The gateway calls another tokenizer, or the same one once it has restarted. Running "
         "requests continue.",
     ),
@@ -89,11 +89,11 @@ SERVICES: Mapping[Role, Service] = {
         "continue if it restarts in time, or run again with another one, at most once.",
     ),
     Role.ENCODER: Service(
-        "Turns images into embeddings with CLIP and SigLIP towers, on request over NATS",
+        "Computes embeddings of images with CLIP and SigLIP towers, for callers on NATS",
         "No request uses it.",
     ),
     Role.KV_STORAGE: Service(
-        "Keeps KV pages in memory and files, on request over NATS",
+        "Stores KV pages in memory and files, for callers on NATS",
         "No request uses it.",
     ),
 }
@@ -141,6 +141,11 @@ NOT_BUILT: Sequence[Missing] = (
         "caller yet.",
         ("multimodal", "encode_disaggregation"),
     ),
+    Missing("Sparse attention", "Attention reads every cached token.", ("sparse",)),
+    Missing("Diffusion language models", "They are refused at start.", ("diffusion",)),
+    Missing("Beam search", "Requests with more than one beam are refused; `n` samples several."),
+    Missing("gRPC", "The interfaces are HTTP and NATS.", ("grpc",)),
+    Missing("Files API", "Content comes in the request.", ("files",)),
     Missing(
         "Migration of running requests",
         "A request whose worker or detokenizer dies ends with a typed error, unless it has no text "
@@ -171,27 +176,27 @@ def page() -> str:
 
 def _services() -> Iterator[str]:
     yield "## Services\n"
-    senders = _senders()
-    senders = {**senders, Role.GATEWAY: ["HTTP clients", *senders[Role.GATEWAY]]}
+    found = senders()
+    found = {**found, Role.GATEWAY: ["HTTP clients", *found[Role.GATEWAY]]}
     yield from table(
         ("service", "what it does today", "receives messages from", "when it dies"),
         (
             (
                 f"[{FOLDERS[role]}](../services/antiphon/{FOLDERS[role]}/README.md)",
                 service.does,
-                ", ".join(senders[role]) or "**no caller yet**",
+                ", ".join(found[role]) or "**no caller yet**",
                 service.dies,
             )
             for role, service in SERVICES.items()
         ),
     )
     yield (
-        "\n`antiphon serve` restarts a process that died; without it, use a process manager. "
-        "A running request is not moved to\nanother process.\n"
+        "\n`antiphon serve` restarts processes that die; services that are started one by one need "
+        "a process manager.\nRunning requests are not migrated to another process.\n"
     )
 
 
-def _senders() -> Mapping[Role, Sequence[str]]:
+def senders() -> Mapping[Role, Sequence[str]]:
     """By service: whose code imports a route on which that service alone listens."""
     listeners = {name: route.listeners for name, route in vars(routes).items() if route in ROUTES}
     folders = {FOLDERS[role]: ROOT / "services/antiphon" / FOLDERS[role] for role in Role}
@@ -220,6 +225,7 @@ def _imported(folder: Path) -> set[str]:
 
 def _not_built() -> Iterator[str]:
     yield "## Not built\n"
+    yield "Features of SGLang that Antiphon does not have:\n"
     refused = Counter(row.detail for row in rows() if row.status == "refused")
     yield from table(
         ("what", "today", "SGLang arguments refused for it"),
@@ -267,12 +273,12 @@ def _apis(summaries: Mapping[tuple[str, str], str]) -> Iterator[str]:
         ),
     )
     yield (
-        "\nBeside them every service has `/healthz`, `/readyz` and `/metrics`, and the gateway "
+        "\nIn addition, every service serves `/healthz`, `/readyz` and `/metrics`, and the gateway "
         "`/openapi.json`. Fields, and\nwhich of them are refused: "
-        "[reference/http.md](reference/http.md). Some routes need a model of their kind, such as "
-        "one that\nembeds.\n"
+        "[reference/http.md](reference/http.md). Some routes need a model of a certain kind, such "
+        "as\nan embedding model.\n"
     )
-    yield "SGLang's routes that are not served answer 404 with a code and the reason:\n"
+    yield "SGLang's other routes are answered with 404, a code and the reason:\n"
     by_reason: dict[tuple[str, str], list[str]] = {}
     for absent in ABSENT:
         by_reason.setdefault((absent.why, absent.reason), []).append(absent.path)
@@ -305,13 +311,14 @@ def _models() -> Iterator[str]:
     yield from (
         f"* Devices (`--device`): {_code(devices)}. Refused: {_code(refused)}.",
         f"* Architectures: {len(FAMILIES)}, declared by {len(set(FAMILIES.values()))} families:"
-        " [reference/models.md](reference/models.md). Other causal models run through the"
-        " modules of transformers, where these can be used.",
+        " [reference/models.md](reference/models.md). Other causal models run through the modules"
+        " of transformers if a paged KV cache serves them:"
+        " [models.md](models.md#models-without-a-family).",
         f"* Models with a short name: {_code(MODELS)}.",
-        f"* Quantized checkpoints (`quant_method`): {_code(STORED)}. Not every architecture takes"
-        " each.",
+        f"* Quantized checkpoints (`quant_method`): {_code(STORED)}. Not every architecture"
+        " supports every method: [reference/models.md](reference/models.md#in-fewer-bits).",
         f"* Weights in memory (`--model-linear`): {_code(KEPT)}.",
-        f"* KV cache in fewer bits (`--kv-cache-dtype`): {_code(CACHE_DTYPES)}.",
+        f"* Quantized KV cache (`--kv-cache-dtype`): {_code(CACHE_DTYPES)}.",
         f"* GGUF files: architectures {_code(LAYOUTS)}; types "
         f"{_code(kind.name for kind in READABLE)}.",
         "",
@@ -319,10 +326,10 @@ def _models() -> Iterator[str]:
 
 
 def _outputs() -> Iterator[str]:
-    yield "## Tool calls, thinking and metrics\n"
+    yield "## Tool calls, reasoning and metrics\n"
     for title, formats, flag in (
-        ("Formats of tool calls", TOOL_FORMATS, "--tool-call-parser"),
-        ("Formats of thinking", REASONING_FORMATS, "--reasoning-parser"),
+        ("Tool call formats", TOOL_FORMATS, "--tool-call-parser"),
+        ("Reasoning formats", REASONING_FORMATS, "--reasoning-parser"),
     ):
         known = sorted(name for one in formats for name in one.names)
         missing = values().get(flag, {})
@@ -330,7 +337,7 @@ def _outputs() -> Iterator[str]:
         yield f"* {title} (`{flag}`), {len(known)} names: {_code(known)}.{tail}"
     shown = [family for family in catalog.FAMILIES.values() if family.sglang]
     yield (
-        f"* Metrics: {len(catalog.FAMILIES)}, of which {len(shown)} have SGLang's name too:"
+        f"* Metrics: {len(catalog.FAMILIES)}, of which {len(shown)} also have SGLang's name:"
         " [metrics.md](metrics.md).\n"
     )
 
@@ -340,18 +347,19 @@ def _arguments() -> Iterator[str]:
     served = [one for one in arguments() if one.status != "refused"]
     tested = sum(bool(one.test) for one in served)
     yield (
-        "* `works`: the argument takes effect, or describes what holds without it.\n"
+        "* `works`: the argument takes effect, or asks for what is the case anyway.\n"
         "* `partly`: some of its values are refused.\n"
-        "* `refused`: it is refused with a reason, unless its value changes nothing.\n\n"
+        "* `refused`: the server does not start and prints the reason, unless the value is the "
+        "default.\n\n"
         f"{tested} of the {len(served)} arguments that work, wholly or partly, have a test that "
-        "compares a start with the\nargument and one without it. One by one: "
+        "compares a start with the\nargument with one without it. One by one: "
         "`antiphon config arguments --json` or\n"
         "[reference/configuration.md](reference/configuration.md).\n"
     )
     groups: dict[str, list[Row]] = {}
     for row in rows():
         groups.setdefault(row.group, []).append(row)
-    head = ("group", "works", "partly", "refused", "most common reasons of refusal")
+    head = ("group", "works", "partly", "refused", "most common reasons for refusal")
     body = [(name, *_counts(of), _reasons(of)) for name, of in groups.items()]
     yield from table(head, [*body, ("all", *_counts(rows()), "")])
     yield ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from antiphon.config.fields import groups
 from antiphon.gateway.http import reference as http_reference
 from antiphon.model_worker.model import reference as model_reference
 from antiphon.wire.base import Role
-from antiphon.wire.routes import CLIENT, NAME, ROUTES, Spread
+from antiphon.wire.routes import CLIENT, NAME, ROUTES, Call, Spread
 
 ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
 FOLDERS = {role: "model_worker" if role is Role.WORKER else str(role) for role in Role}
 
 
@@ -32,6 +34,33 @@ def test_a_services_readme_names_what_it_answers_and_says_how_it_fails(role: Rol
             words = [subject, subject.replace(f"<{role}>", "<instance>")]
             assert any(word in text for word in words), route.name
     assert "**When it dies**" in text
+
+
+def test_readme_lists_every_subject_with_its_kind():
+    rows = [line.split("|")[1:4] for line in README.splitlines() if line.startswith("| `")]
+    listed: dict[str, str] = {}
+    for names, kind, _ in rows:
+        subject = ""
+        for name in re.findall(r"`([^`]+)`", names):
+            subject = subject.rpartition(".")[0] + name if name.startswith(".") else name
+            listed[subject] = re.findall(r"\w+", kind)[0]
+    routes = {re.sub(r"\{(\w+)\}", r"<\1>", route.subject): route for route in ROUTES}
+    assert listed == {
+        subject: "call" if isinstance(route, Call) else "feed" for subject, route in routes.items()
+    }
+
+
+def test_readme_says_of_every_service_whether_it_has_a_caller():
+    callers = status_page.senders()
+    for role in Role:
+        (line,) = re.findall(rf"^\| \[{FOLDERS[role]}\].*$", README, re.MULTILINE)
+        assert ("no service calls it yet" in line) == (not callers[role]), role
+    picture = next(block for block in README.split("```") if "-- HTTP, NATS --" in block)
+    unused = picture.strip().splitlines()[-1]
+    assert "no service calls them yet" in unused
+    for role in Role:
+        assert FOLDERS[role] in picture
+        assert (FOLDERS[role] in unused) == (not callers[role]), role
 
 
 @pytest.mark.parametrize("role", Role)

@@ -54,15 +54,15 @@ _ERRORS: Mapping[Why, type[InvalidRequest]] = {
 }
 _POST, _GET = ("POST",), ("GET",)
 _BOTH = ("GET", "POST")
-_UPDATE = "weights are read when a worker starts, and are not replaced while it runs"
-_TRAINER = "weights are not taken from a trainer; start workers with the new ones"
+_UPDATE = "weights are read when a worker starts; restart it to serve a new checkpoint"
+_TRAINER = "weights are not received from a trainer; restart the workers with a new checkpoint"
 _LORA = "LoRA adapters are not built"
-_MEMORY = "a worker keeps its memory until it ends; there is no device memory to hand back"
-_EXPERTS = "which experts tokens go through is not recorded"
+_MEMORY = "a worker keeps its memory until it ends, and has no device memory to release"
+_EXPERTS = "which experts tokens are routed to is not recorded"
 _PROFILE = "the profiler is not built; traces and metrics show where time goes"
-_HICACHE = "the cache has one level; there is no storage backend to attach"
-_CORPUS = "speculative decoding is not built, nor are its corpora"
-_AUDIO = "the models read and write text"
+_HICACHE = "the KV cache has one level, without a storage backend"
+_CORPUS = "speculative decoding, which would use the corpus, is not built"
+_AUDIO = "models read and write text only"
 
 ABSENT: tuple[AbsentRoute, ...] = (
     *(
@@ -82,9 +82,7 @@ ABSENT: tuple[AbsentRoute, ...] = (
         )
     ),
     AbsentRoute(_GET, "/get_remote_instance_transfer_engine_info", "gpu_only", _TRAINER),
-    AbsentRoute(
-        _BOTH, "/get_weights_by_name", "not_built", "no service but a worker has the weights"
-    ),
+    AbsentRoute(_BOTH, "/get_weights_by_name", "not_built", "workers do not return their weights"),
     *(
         AbsentRoute(_BOTH, path, "gpu_only", _MEMORY)
         for path in ("/release_memory_occupation", "/resume_memory_occupation")
@@ -107,17 +105,24 @@ ABSENT: tuple[AbsentRoute, ...] = (
             "/dump_expert_distribution_record",
         )
     ),
-    AbsentRoute(_BOTH, "/freeze_gc", "by_design", "every process tunes its collector at its start"),
     AbsentRoute(
-        _BOTH, "/set_trace_level", "by_design", "a trace has one level; the caller samples it"
+        _BOTH, "/freeze_gc", "by_design", "every service sets its garbage collector at start"
+    ),
+    AbsentRoute(
+        _BOTH,
+        "/set_trace_level",
+        "by_design",
+        "traces have one level; --telemetry-trace-ratio sets how many there are",
     ),
     AbsentRoute(
         ("POST", "PUT"),
         "/set_internal_state",
         "by_design",
-        "settings are chosen at the start, and the same in every process",
+        "settings are fixed while the server runs; restart it with new ones",
     ),
-    AbsentRoute(_BOTH, "/slow_down", "by_design", "a server has no way to be made slower"),
+    AbsentRoute(
+        _BOTH, "/slow_down", "by_design", "slowing the server down on purpose is not supported"
+    ),
     AbsentRoute(("GET", "PUT", "DELETE"), "/hicache/storage-backend", "not_built", _HICACHE),
     AbsentRoute(_POST, "/hicache/storage-backend/clear", "not_built", _HICACHE),
     AbsentRoute(_BOTH, "/clear_hicache_storage_backend", "not_built", _HICACHE),
@@ -125,19 +130,20 @@ ABSENT: tuple[AbsentRoute, ...] = (
     AbsentRoute(_POST, "/add_external_corpus", "not_built", _CORPUS),
     AbsentRoute(_POST, "/remove_external_corpus", "not_built", _CORPUS),
     AbsentRoute(_GET, "/list_external_corpora", "not_built", _CORPUS),
+    AbsentRoute(_POST, "/pd_role_switch", "not_built", "prefill and decode run in the same worker"),
     AbsentRoute(
-        _POST, "/pd_role_switch", "not_built", "prefill and decode are not on separate workers"
-    ),
-    AbsentRoute(
-        _POST, "/vertex_generate", "not_built", "Vertex AI's form is not read: POST /generate"
+        _POST,
+        "/vertex_generate",
+        "not_built",
+        "Vertex AI's request format is not supported; use POST /generate",
     ),
     AbsentRoute(_POST, "/v1/audio/transcriptions", "not_built", _AUDIO),
     AbsentRoute(_GET, "/v1/realtime", "not_built", _AUDIO),
     AbsentRoute(
-        _POST, "/v1/decisions", "not_built", "POST /v1/score gives the probabilities of labels"
+        _POST, "/v1/decisions", "not_built", "use POST /v1/score for the probabilities of labels"
     ),
     AbsentRoute(
-        _POST, "/v1/systemone", "not_built", "POST /v1/chat/completions answers conversations"
+        _POST, "/v1/systemone", "not_built", "use POST /v1/chat/completions for conversations"
     ),
 )
 
