@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import torch
-from tests.bench.prose import RESULTS, WINDOW, WINDOWS, Report, perplexity, perplexity_of, windows
+from tests.bench.prose import (
+    PROSE,
+    RESULTS,
+    WINDOW,
+    WINDOWS,
+    Report,
+    perplexity,
+    perplexity_of,
+    windows,
+)
+
+from antiphon.config.models import packaged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+PROSE_SHA256 = "7f6e256410627120f85ae5f40de5646162c665fe4cc08d5c49542c471e7c7f12"
 
 
 def test_perplexity_of_a_guess_among_all_tokens_is_their_number() -> None:
@@ -38,6 +52,15 @@ def test_windows_are_the_first_tokens_of_the_text() -> None:
     assert [token for window in windows(ids) for token in window] == ids[:-7]
     with pytest.raises(AssertionError, match="the text has 5 tokens"):
         windows(ids[:5])
+
+
+def test_committed_perplexities_are_of_the_pinned_text_and_file() -> None:
+    report = msgspec.json.decode(RESULTS.read_bytes(), type=Report)
+    wheel = packaged(report.model)
+    assert wheel is not None
+    assert report.file_sha256 == wheel.member_sha256
+    found = hashlib.sha256(PROSE.read_bytes()).hexdigest()
+    assert found == PROSE_SHA256, "measure again: the text is another"
 
 
 def test_committed_perplexities_are_those_of_transformers() -> None:
