@@ -143,5 +143,6 @@ def check(ask: Ask) -> None:
     check_patterns(ask.stop.patterns, ask.choices)
     grammar = ask.sampling.grammar
     if grammar is not None and len(grammar.text) > GRAMMAR_TEXT_MAX:
-        text = f"{ask.grammar_field} is longer than {GRAMMAR_TEXT_MAX} characters"
+        length = len(grammar.text)
+        text = f"{ask.grammar_field}: {length} characters; the limit is {GRAMMAR_TEXT_MAX}"
         raise InvalidRequest(text, param=ask.grammar_field)

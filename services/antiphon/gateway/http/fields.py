@@ -6,6 +6,7 @@ A field that nobody documents is ignored, as in SGLang, and counted.
 
 from __future__ import annotations
 
+import operator
 import re
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -17,14 +18,18 @@ from antiphon.gateway.http import limits
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sized
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$")
 _NOT_ONE_OF = re.compile(r"Invalid enum value")
-_TOO_LONG = re.compile(r"Expected `array` of length <= (\d+)")
+_TOO_LONG = re.compile(r"Expected `(array|object|str)` of length <= (\d+)")
+_OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` (<=|<|>=|>) (-?[\d.e+-]+)")
+_WITHIN_BOUND = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
+_SHOWN = 40
+"""How many digits of a number that is out of range are shown."""
 _STEP = re.compile(r"\.(\w+)|\[(\d+)?(?:\.\.\.)?\]")
 _WITHIN = re.compile(r"(?:missing required|contains unknown) field `([^`]+)`")
 
@@ -87,7 +92,9 @@ def decode(json: bytes | msgspec.Raw, kind: type[T], field: str = "") -> T:
         return _decoder(kind).decode(json)
     except msgspec.ValidationError as error:
         text = str(error)
-        raise _too_long(json, text, field) or _invalid(text, field, kind) from error
+        invalid = _invalid(text, field, kind)
+        found = _too_long(json, text, field) or _out_of_range(json, text, invalid)
+        raise found or invalid from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         # Bytes that are not UTF-8 and numbers of thousands of digits are a ValueError.
         text = f"{field or 'the body'} is not valid JSON: {error}"
@@ -109,17 +116,27 @@ def _check_text(body: bytes) -> None:
 
 def _invalid(text: str, field: str, kind: type) -> InvalidRequest:
     """Name the field, whose path msgspec puts at the end of the text, and the values allowed."""
-    at = _AT.search(text)
-    inner = at[1] if at else ""
-    joint = "." if field and inner and not inner.startswith("[") else ""
-    path = f"{field}{joint}{inner}"
+    path = _path(text, field)
     within = _WITHIN.search(text)
     if within:
         path = f"{path}.{within[1]}" if path else within[1]
     what = _AT.sub("", text)
-    if _NOT_ONE_OF.match(text) and (allowed := _values_at(kind, inner)):
+    if _NOT_ONE_OF.match(text) and (allowed := _values_at(kind, _inner_path(text))):
         what = f"{what}; allowed are {', '.join(map(repr, allowed))}"
     return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+def _path(text: str, field: str) -> str:
+    """The place that msgspec names, from the body on."""
+    inner = _inner_path(text)
+    joint = "." if field and inner and not inner.startswith("[") else ""
+    return f"{field}{joint}{inner}"
+
+
+def _inner_path(text: str) -> str:
+    """The place that msgspec names, from the value on that is decoded."""
+    at = _AT.search(text)
+    return at[1] if at else ""
 
 
 def _values_at(kind: type, place: str) -> list[object]:
@@ -180,17 +197,41 @@ def _check_amounts(fields: Mapping[str, msgspec.Raw], unknown: int) -> None:
 
 
 def _too_long(json: bytes | msgspec.Raw, text: str, field: str) -> InvalidRequest | None:
-    """Count the list that has too many entries: msgspec names the limit alone."""
+    """Count what is too long: msgspec names the limit alone."""
     found = _TOO_LONG.search(text)
     if found is None:
         return None
-    most = int(found[1])
-    place = text.partition("`$")[2].rpartition("`")[0]
-    found = _at(msgspec.json.decode(json), place)
-    count = max(len(cast("list[object]", each)) for each in found if isinstance(each, list))
-    name = field or place.removesuffix("[...]").lstrip(".")
-    where = f"{name}: {count}" if name else str(count)
-    return InvalidRequest(f"{where} entries; the limit is {most}", param=name or None)
+    kind, most = found[1], int(found[2])
+    sizes = [len(each) for each in _named(json, text) if isinstance(each, _SIZED[kind])]
+    if not sizes:
+        return None  # a key of an object, which has no place of its own
+    path, unit = _path(text, field), "characters" if kind == "str" else "entries"
+    where = f"{path}: {max(sizes)}" if path else str(max(sizes))
+    return InvalidRequest(f"{where} {unit}; the limit is {most}", param=path or None)
+
+
+def _out_of_range(
+    json: bytes | msgspec.Raw, text: str, invalid: InvalidRequest
+) -> InvalidRequest | None:
+    """Show the number that is out of range beside the bound."""
+    found = _OUT_OF_RANGE.search(text)
+    if found is None:
+        return None
+    within, bound = _WITHIN_BOUND[found[1]], msgspec.json.decode(found[2])
+    for each in _named(json, text):
+        if type(each) in {int, float} and not within(cast("float", each), bound):
+            shown = str(each)
+            cut = f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
+            return InvalidRequest(f"{invalid.message}, got {cut}", param=invalid.param)
+    return None
+
+
+_SIZED: Mapping[str, type[Sized]] = {"array": list, "object": dict, "str": str}
+
+
+def _named(json: bytes | msgspec.Raw, text: str) -> list[object]:
+    """What stands at the place that msgspec names."""
+    return _at(msgspec.json.decode(json), text.partition("`$")[2].rpartition("`")[0])
 
 
 def _at(value: object, place: str) -> list[object]:

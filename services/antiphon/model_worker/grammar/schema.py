@@ -192,7 +192,7 @@ def _strings(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
     patterns = schema.get("patternProperties")
     for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
         if isinstance(pattern, str) and len(pattern) > PATTERN_MAX:
-            yield "pattern", f"is longer than {PATTERN_MAX} characters"
+            yield "pattern", f"has {len(pattern)} characters; the limit is {PATTERN_MAX}"
         if isinstance(pattern, str) and _ESCAPED.search(_OTHERS.sub("", pattern)):
             # It is held to the text of the JSON string, in which these are written otherwise.
             yield "pattern", "may not name quotes, backslashes and control characters"

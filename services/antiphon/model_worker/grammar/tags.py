@@ -70,8 +70,9 @@ def _node(node: Json, whitespace_max: int, depth: int) -> Json:
         message = f"grammar: {kind} is not supported; tags are found in the text"
         raise InvalidRequest(message, param="grammar")
     for word, characters_max in (("pattern", PATTERN_MAX), ("grammar", RULES_MAX)):
-        if len(str(node.get(word, ""))) > characters_max:
-            message = f"grammar: {word} is longer than {characters_max} characters"
+        length = len(str(node.get(word, "")))
+        if length > characters_max:
+            message = f"grammar: {word} has {length} characters; the limit is {characters_max}"
             raise InvalidRequest(message, param="grammar")
     return {word: _node(part, whitespace_max, depth + 1) for word, part in node.items()}
 

@@ -310,7 +310,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int,
     if ids:
         raise InvalidRequest("a list of ids, or of prompts; not of both", param="prompt")
     if len(prompt) > PROMPTS_MAX:
-        raise InvalidRequest(f"at most {PROMPTS_MAX} prompts", param="prompt")
+        text = f"prompt: {len(prompt)} prompts; the limit is {PROMPTS_MAX}"
+        raise InvalidRequest(text, param="prompt")
     return list(_each(prompt))
 
 

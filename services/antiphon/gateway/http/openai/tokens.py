@@ -197,7 +197,8 @@ class Tokens:
         if len(lists) != len(body.tokens):
             raise InvalidRequest("token ids, or lists of them; not both", param="tokens")
         if len(lists) > PROMPTS_MAX:
-            raise InvalidRequest(f"at most {PROMPTS_MAX} lists", param="tokens")
+            text = f"tokens: {len(lists)} lists; the limit is {PROMPTS_MAX}"
+            raise InvalidRequest(text, param="tokens")
         count = sum(map(len, lists))
         if count > _IDS_MAX:
             raise InvalidRequest(f"tokens: {count} ids; the limit is {_IDS_MAX}", param="tokens")

@@ -148,6 +148,8 @@ def _grammar(kind: GrammarKind, tree: Json) -> Grammar:
     except RecursionError as error:
         raise InvalidRequest("tools: nested too deep", param="tools") from error
     if len(text) > GRAMMAR_TEXT_MAX:
-        message = f"tools: their schemas are longer than {GRAMMAR_TEXT_MAX} characters"
+        message = (
+            f"tools: their schemas have {len(text)} characters; the limit is {GRAMMAR_TEXT_MAX}"
+        )
         raise InvalidRequest(message, param="tools")
     return Grammar(kind=kind, text=text)
