@@ -113,3 +113,10 @@ def test_value_of_another_kind_is_refused_without_a_count(body: bytes) -> None:
         fields.decode(body, CompletionBody)
     assert re.search(r", got [-\d]", refused.value.message) is None
     assert "; the limit is" not in refused.value.message
+
+
+def test_value_beyond_its_limit_is_refused_before_a_number_of_any_length() -> None:
+    body = b'{"prompt": "a", "n": 1000, "top_k": ' + b"9" * 5000 + b"}"
+    with pytest.raises(InvalidRequest) as refused:
+        fields.decode(body, CompletionBody)
+    assert refused.value.param == "n"

@@ -231,7 +231,11 @@ _SIZED: Mapping[str, type[Sized]] = {"array": list, "object": dict, "str": str}
 
 def _named(json: bytes | msgspec.Raw, text: str) -> list[object]:
     """What stands at the place that msgspec names."""
-    return _at(msgspec.json.decode(json), text.partition("`$")[2].rpartition("`")[0])
+    try:
+        body = msgspec.json.decode(json)
+    except msgspec.DecodeError:  # a number beyond 64 bits, behind the value that was refused
+        return []
+    return _at(body, text.partition("`$")[2].rpartition("`")[0])
 
 
 def _at(value: object, place: str) -> list[object]:
