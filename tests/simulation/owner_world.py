@@ -13,15 +13,15 @@ from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
     Announce,
-    AskText,
     Cancel,
     Deliver,
     Ended,
+    FetchText,
     Finished,
-    Said,
     Submit,
+    TextDelta,
 )
-from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.testing.clock import ManualClock
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.errors import DeadlineExceeded
@@ -65,10 +65,10 @@ class Heard:
         self.ended: Ended | None = None
         self.ended_at = 0.0
 
-    def hear(self, event: Accepted | Said | Finished | Ended, at: float) -> None:
+    def hear(self, event: Accepted | TextDelta | Finished | Ended, at: float) -> None:
         assert self.ended is None, f"{event} after the end"
         match event:
-            case Said():
+            case TextDelta():
                 assert event.text_offset == len(self.text.encode())
                 self.text += event.text
             case Finished():
@@ -136,7 +136,9 @@ class World:
         self.random = random.Random(seed)
         self.loss = loss
         self.clock = ManualClock()
-        self.owner = Owner(ME, MODEL, self.clock, Limits(unread_bytes_max=4096, open_list_s=0.5))
+        self.owner = Owner(
+            ME, MODEL, self.clock, OwnerLimits(unread_bytes_max=4096, open_list_s=0.5)
+        )
         self.term = Term(number=1, scheduler=LEADER)
         self.detokenizer = Detokenizer("first", self.term)
         self.heard: dict[RequestId, Heard] = {}
@@ -173,7 +175,7 @@ class World:
         """Heartbeats, which are lost like anything else."""
         now = self.detokenizer
         streams = (StreamSeq(receiver=ME.instance, seq=now.seq),)
-        self.send(lambda: self.do(self.owner.detokenizer_spoke(now.process, streams)))
+        self.send(lambda: self.do(self.owner.detokenizer_heartbeat(now.process, streams)))
         self.later(0.5, self.beat)
 
     def step(self) -> None:
@@ -215,14 +217,14 @@ class World:
                     self._call(action.message.request_id, self._submitted(action.message))
                 case Cancel():
                     self._cancel(action.message.request_id)
-                case AskText():
+                case FetchText():
                     self._ask(action)
 
     def _deliver(self, action: Deliver) -> None:
         heard = self.heard[action.request_id]
         heard.hear(action.event, self.clock.now())
-        if isinstance(action.event, Said):
-            self.owner.read(action.request_id, len(action.event.text.encode()))
+        if isinstance(action.event, TextDelta):
+            self.owner.mark_consumed(action.request_id, len(action.event.text.encode()))
 
     def _submitted(self, message: SubmitRequest) -> Callable[[], SubmitAccepted]:
         def queue() -> SubmitAccepted:
@@ -259,7 +261,7 @@ class World:
             lambda: self.do(self.owner.cancel_answered(request_id, accepted=accepted)),
         )
 
-    def _ask(self, action: AskText) -> None:
+    def _ask(self, action: FetchText) -> None:
         self.asks += 1
         answered = (
             action.detokenizer == self.detokenizer.process and self.random.random() >= self.loss

@@ -12,8 +12,8 @@ from antiphon.bus.errors import BusDown
 from antiphon.detokenizer.actions import SendResend, SendStop, SendText
 from antiphon.detokenizer.machine import Detokenizer
 from antiphon.detokenizer.unfolding import READS
-from antiphon.gateway.owner.actions import Announce, AskText, Cancel, Deliver, Said, Submit
-from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.gateway.owner.actions import Announce, Cancel, Deliver, FetchText, Submit, TextDelta
+from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.output import Output, Run
@@ -209,7 +209,7 @@ class GatewayNode(Node):
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.owner = Owner(
-            self.process, MODEL, self.clock, Limits(unread_bytes_max=1 << 20, open_list_s=0.5)
+            self.process, MODEL, self.clock, OwnerLimits(unread_bytes_max=1 << 20, open_list_s=0.5)
         )
         self._deliver = deliver
         self.peers.watch(self._watch)
@@ -235,7 +235,7 @@ class GatewayNode(Node):
     def _on_notice(self, batch: NoticeBatch) -> None:
         offset_ms = self.peers.offset_ms(batch.leader.scheduler)
         if offset_ms is not None:
-            self._act(self.owner.noticed(batch, offset_ms))
+            self._act(self.owner.notice_arrived(batch, offset_ms))
 
     def _watch(self, change: Change, peer: Peer) -> None:
         beat = peer.beat
@@ -243,7 +243,7 @@ class GatewayNode(Node):
             if change is Change.DIED:
                 self._act(self.owner.detokenizer_died(peer.process))
             else:
-                self._act(self.owner.detokenizer_spoke(peer.process, beat.streams))
+                self._act(self.owner.detokenizer_heartbeat(peer.process, beat.streams))
         elif beat.role is Role.SCHEDULER:
             self._act(self.owner.leader_changed(self.peers.leading(MODEL)))
 
@@ -252,15 +252,15 @@ class GatewayNode(Node):
             match action:
                 case Deliver(request_id, event):
                     self._deliver(request_id, event)
-                    if isinstance(event, Said):
-                        self.owner.read(request_id, event.size_bytes)
+                    if isinstance(event, TextDelta):
+                        self.owner.mark_consumed(request_id, event.size_bytes)
                 case Announce(message):
                     self.say(OPEN, message, model=MODEL)
                 case Submit(message):
                     self._submit(message)
                 case Cancel(message):
                     self._cancel(message)
-                case AskText(detokenizer, message):
+                case FetchText(detokenizer, message):
                     self._ask(detokenizer, message)
 
     def _submit(self, message: SubmitRequest) -> None:

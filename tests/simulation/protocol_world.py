@@ -21,7 +21,7 @@ from tests.simulation.protocol_nodes import (
 )
 
 from antiphon.gateway.owner.actions import Accepted, Ended, Finished, StreamEvent
-from antiphon.gateway.owner.actions import Said as Text
+from antiphon.gateway.owner.actions import TextDelta as Text
 from antiphon.wire.base import Process, Term
 from antiphon.wire.bounds import INT64_MAX
 from antiphon.wire.codec import pack_ids

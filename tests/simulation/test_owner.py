@@ -20,12 +20,12 @@ from tests.simulation.owner_world import (
 from antiphon.gateway.owner.actions import (
     Action,
     Announce,
-    AskText,
     Cancel,
     Deliver,
     Ended,
-    Said,
+    FetchText,
     Submit,
+    TextDelta,
 )
 from antiphon.wire.base import Attempt
 from antiphon.wire.errors import (
@@ -175,7 +175,7 @@ def test_cancel_is_given_up_when_the_tombstone_has_gone() -> None:
 
 def test_client_that_does_not_read_loses_its_request() -> None:
     world, say = talking("")
-    world.owner.read = lambda request_id, size: None  # type: ignore[method-assign]
+    world.owner.mark_consumed = lambda request_id, size: None  # type: ignore[method-assign]
     say(2, text="x" * 4096, n=1)
     assert heard(world).ended is None
     say(3, text="y", n=1, begin=4096)
@@ -186,12 +186,12 @@ def test_client_that_does_not_read_loses_its_request() -> None:
 
 def test_notice_of_the_leader_ends_a_request_unless_a_later_attempt_is_shown() -> None:
     world, say = talking("text")
-    world.do(world.owner.noticed(notice(world, n=0)))
+    world.do(world.owner.notice_arrived(notice(world, n=0)))
     assert heard(world).ended is None
     stale = msgspec.structs.replace(notice(world, n=1), not_after_unix_ms=0)
-    world.do(world.owner.noticed(stale))
+    world.do(world.owner.notice_arrived(stale))
     assert heard(world).ended is None
-    world.do(world.owner.noticed(notice(world, n=1)))
+    world.do(world.owner.notice_arrived(notice(world, n=1)))
     assert isinstance(end(world).error, WorkerLost)
     say(2, text=" late", n=1, begin=4)
     assert heard(world).text == "text"
@@ -204,13 +204,13 @@ def test_what_waits_is_not_submitted_again_every_few_seconds() -> None:
 
 def test_what_the_leader_has_forgotten_is_submitted_to_it_again() -> None:
     world = waiting()
-    world.do(world.owner.noticed(lacking(world)))
-    world.do(world.owner.noticed(lacking(world)))
+    world.do(world.owner.notice_arrived(lacking(world)))
+    world.do(world.owner.notice_arrived(lacking(world)))
     assert resubmitted(world, for_s=1.0) == ["r"]
-    world.do(world.owner.noticed(lacking(world)))
+    world.do(world.owner.notice_arrived(lacking(world)))
     assert resubmitted(world, for_s=1.0) == [], "it is under way"
     world.do(world.owner.submit_answered(RequestId("r"), accepted(world)))
-    world.do(world.owner.noticed(lacking(world)))
+    world.do(world.owner.notice_arrived(lacking(world)))
     assert resubmitted(world, for_s=1.0) == ["r"]
 
 
@@ -218,7 +218,7 @@ def test_what_another_leader_lacks_is_not_its_to_ask_for() -> None:
     world = waiting()
     newer = msgspec.structs.replace(world.term, number=2)
     stranger = msgspec.structs.replace(lacking(world), leader=newer)
-    world.do(world.owner.noticed(stranger))
+    world.do(world.owner.notice_arrived(stranger))
     assert resubmitted(world, for_s=1.0) == []
 
 
@@ -242,7 +242,7 @@ def test_a_forged_term_is_heeded_no_longer_than_it_is_claimed(number: int) -> No
     world.do(world.owner.leader_changed(world.term))
     world.do(world.owner.leader_changed(msgspec.structs.replace(world.term, number=number)))
     world.do(world.owner.leader_changed(world.term))
-    world.do(world.owner.noticed(notice(world, n=1)))
+    world.do(world.owner.notice_arrived(notice(world, n=1)))
     assert isinstance(end(world).error, WorkerLost)
 
 
@@ -260,7 +260,7 @@ def test_the_term_of_an_answer_does_not_outlast_the_next_heartbeat() -> None:
     answer = msgspec.structs.replace(accepted(world), term=forged)
     world.do(world.owner.submit_answered(RequestId("r"), answer))
     world.do(world.owner.leader_changed(world.term))
-    world.do(world.owner.noticed(lacking(world)))
+    world.do(world.owner.notice_arrived(lacking(world)))
     assert resubmitted(world, for_s=1.0) == ["r"]
 
 
@@ -289,9 +289,9 @@ def test_row_beyond_the_text_is_dropped_and_asked_for() -> None:
     )
     batch = TextBatch(detokenizer=world.detokenizer.process, gateway=ME, seq=2, rows=(row,))
     actions = world.owner.text_arrived(batch)
-    asked = [action.message for action in actions if isinstance(action, AskText)]
+    asked = [action.message for action in actions if isinstance(action, FetchText)]
     assert [place.text_offset for place in asked[0].places] == [2]
-    assert not any(isinstance(a, Deliver) and isinstance(a.event, Said) for a in actions)
+    assert not any(isinstance(a, Deliver) and isinstance(a.event, TextDelta) for a in actions)
 
 
 def test_lost_tail_shows_in_the_heartbeats() -> None:
@@ -299,9 +299,9 @@ def test_lost_tail_shows_in_the_heartbeats() -> None:
     sender = world.detokenizer.process
     streams = (StreamSeq(receiver=ME.instance, seq=2),)
     # The first one may have overtaken the batch that it counts.
-    assert world.owner.detokenizer_spoke(sender, streams) == []
-    actions = world.owner.detokenizer_spoke(sender, streams)
-    assert [type(action) for action in actions] == [AskText]
+    assert world.owner.detokenizer_heartbeat(sender, streams) == []
+    actions = world.owner.detokenizer_heartbeat(sender, streams)
+    assert [type(action) for action in actions] == [FetchText]
 
 
 def test_end_is_announced_at_once() -> None:

@@ -23,7 +23,7 @@ from antiphon.config.models import MODELS
 from antiphon.config.quantization_file import METHODS as STORED
 from antiphon.config.reasons import REFUSED
 from antiphon.config.sglang import Row, arguments, rows, values
-from antiphon.gateway.http.native.absent import ABSENT
+from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 from antiphon.layers.methods import METHODS as KEPT

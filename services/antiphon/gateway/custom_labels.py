@@ -55,7 +55,7 @@ class CustomLabels:
             given = msgspec.json.decode(text, type=dict[str, str | int | float | bool | None])
         except (msgspec.DecodeError, UnicodeError):
             return self.none
-        values = tuple([_shown(given.get(name)) for name in self.names])
+        values = tuple([_bounded(given.get(name)) for name in self.names])
         if values in self._seen or values == self.none:
             return values
         size = sum(len(value.encode()) for value in values)
@@ -66,5 +66,5 @@ class CustomLabels:
         return values
 
 
-def _shown(value: object) -> str:
+def _bounded(value: object) -> str:
     return "" if value is None else str(value)[:_VALUE_MAX]

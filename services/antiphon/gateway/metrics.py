@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from antiphon.config.metrics import MetricsConfig
     from antiphon.gateway.owner.actions import Ended
-    from antiphon.gateway.stream import Stream
+    from antiphon.gateway.stream.stream import RequestStream
     from antiphon.telemetry.catalog import Family
     from antiphon.telemetry.metrics import Metrics
     from antiphon.wire.ids import TenantId
@@ -60,10 +60,10 @@ class GatewayMetrics:
         def histogram(family: Family) -> Histogram:
             return metrics.histogram(family, *names, buckets=bounds_of(family))
 
-        self._first = histogram(catalog.TIME_TO_FIRST_TOKEN)
-        self._gap = histogram(catalog.INTER_TOKEN_LATENCY)
+        self._ttft = histogram(catalog.TIME_TO_FIRST_TOKEN)
+        self._inter_token_latency = histogram(catalog.INTER_TOKEN_LATENCY)
         self._per_token = histogram(catalog.TIME_PER_OUTPUT_TOKEN)
-        self._whole = histogram(catalog.E2E_REQUEST_LATENCY)
+        self._e2e_latency = histogram(catalog.E2E_REQUEST_LATENCY)
         stages = metrics.histogram(catalog.PER_STAGE_LATENCY)
         self._tokenize = stages.labels("tokenize")
         self._dispatch = stages.labels("api_server_dispatch")
@@ -87,7 +87,7 @@ class GatewayMetrics:
             ("outcome",),
             registry=metrics.registry,
         )
-        self.asked = Counter(
+        self.text_resumes = Counter(
             "antiphon_text_resumes",
             "Times that missing text was requested from a detokenizer.",
             registry=metrics.registry,
@@ -95,18 +95,18 @@ class GatewayMetrics:
         self._tenants: set[TenantId] = set()
         self._gaps: dict[tuple[str, ...], list[float]] = {}
 
-    def note_gap(self, stream: Stream, seconds: float) -> None:
+    def observe_inter_token_latency(self, stream: RequestStream, seconds: float) -> None:
         """Note the time between two tokens of a request; each does it, so it must be cheap."""
         self._gaps.setdefault(stream.labels, []).append(seconds)
 
-    def first_token(self, stream: Stream, seconds: float) -> None:
+    def observe_ttft(self, stream: RequestStream, seconds: float) -> None:
         """The first token of a request has come."""
-        _with(self._first, stream.labels).observe(seconds)
+        _with(self._ttft, stream.labels).observe(seconds)
 
-    def settle(self) -> None:
+    def flush_inter_token_latencies(self) -> None:
         """Show the gaps that were noted: twice a second, and when they are read."""
         for labels, gaps in self._gaps.items():
-            histogram = _with(self._gap, labels)
+            histogram = _with(self._inter_token_latency, labels)
             for seconds in gaps:
                 histogram.observe(seconds)
         self._gaps.clear()
@@ -115,24 +115,24 @@ class GatewayMetrics:
         """Serve the number of open requests."""
         self._open.set_function(count)
 
-    def know(self, tenants: Iterable[TenantId]) -> None:
+    def add_tenants(self, tenants: Iterable[TenantId]) -> None:
         """Give tenants labels of their own, as long as there are any."""
         for tenant in tenants:
             if len(self._tenants) < TENANTS_MAX:
                 self._tenants.add(tenant)
 
     @contextmanager
-    def refusals(self, tenant: TenantId | None = None) -> Generator[None]:
+    def count_rejections(self, tenant: TenantId | None = None) -> Generator[None]:
         """Log and count the error that ends a request inside, before it is open."""
         try:
             yield
         except EngineError as error:
-            self._refused(error, tenant)
+            self._count_rejection(error, tenant)
             raise
 
-    def ended(self, stream: Stream, end: Ended) -> None:
+    def observe_finished(self, stream: RequestStream, end: Ended) -> None:
         """A request that was open has its terminal."""
-        outcome = end.error.code if end.error else str(stream.reason)
+        outcome = end.error.code if end.error else str(stream.finish_reason)
         usage, labels = end.usage, stream.labels
         self._requests.labels(outcome, *labels).inc()
         if outcome in _ABORTED:
@@ -146,25 +146,25 @@ class GatewayMetrics:
         sizes = (usage.prompt_tokens, uncached, usage.completion_tokens)
         for histogram, size in zip(self._sizes, sizes, strict=bool(self._sizes)):
             _with(histogram, labels).observe(size)
-        self._timed(stream, usage.completion_tokens)
+        self._observe_times(stream, usage.completion_tokens)
         tenant = self._label(stream.submit.tenant)
         self._tenant_requests.labels(tenant, outcome).inc()
         self._tenant_tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
         self._tenant_tokens.labels(tenant, "completion").inc(usage.completion_tokens)
-        log.info("request ended", extra=_line(stream, end, outcome))
+        log.info("request ended", extra=_log_fields(stream, end, outcome))
 
-    def _timed(self, stream: Stream, tokens: int) -> None:
+    def _observe_times(self, stream: RequestStream, tokens: int) -> None:
         assert stream.ended_at is not None
-        _with(self._whole, stream.labels).observe(stream.ended_at - stream.came_at)
-        self._tokenize.observe(stream.opened_at - stream.came_at)
+        _with(self._e2e_latency, stream.labels).observe(stream.ended_at - stream.received_at)
+        self._tokenize.observe(stream.submitted_at - stream.received_at)
         if stream.accepted_at is not None:
-            self._dispatch.observe(stream.accepted_at - stream.opened_at)
+            self._dispatch.observe(stream.accepted_at - stream.submitted_at)
             self._process.observe(stream.ended_at - stream.accepted_at)
-        if stream.said_at is not None and tokens > 1:
-            seconds = (stream.ended_at - stream.said_at) / (tokens - 1)
+        if stream.first_token_at is not None and tokens > 1:
+            seconds = (stream.ended_at - stream.first_token_at) / (tokens - 1)
             _with(self._per_token, stream.labels).observe(seconds)
 
-    def _refused(self, error: EngineError, tenant: TenantId | None) -> None:
+    def _count_rejection(self, error: EngineError, tenant: TenantId | None) -> None:
         self._rejected.labels(error.code).inc()
         if tenant is not None:
             self._tenant_requests.labels(self._label(tenant), error.code).inc()
@@ -204,20 +204,20 @@ def _bounds(config: MetricsConfig, family: Family) -> tuple[float, ...]:
     return token_bounds(config.prompt_tokens_buckets, family.name)
 
 
-def _line(stream: Stream, end: Ended, outcome: str) -> dict[str, object]:
+def _log_fields(stream: RequestStream, end: Ended, outcome: str) -> dict[str, object]:
     line: dict[str, object] = {
         "request_id": stream.submit.request_id,
         "key": stream.name[1] if stream.name else None,
-        "door": stream.door,
+        "door": stream.api,
         "tenant": stream.submit.tenant,
         "outcome": outcome,
         "prompt_tokens": end.usage.prompt_tokens,
         "completion_tokens": end.usage.completion_tokens,
-        "encode_ms": _ms(stream.came_at, stream.opened_at),
-        "submit_ms": _ms(stream.opened_at, stream.accepted_at),
-        "queue_ms": _ms(stream.accepted_at, stream.said_at),
-        "first_ms": _ms(stream.came_at, stream.said_at),
-        "total_ms": _ms(stream.came_at, stream.ended_at),
+        "encode_ms": _ms(stream.received_at, stream.submitted_at),
+        "submit_ms": _ms(stream.submitted_at, stream.accepted_at),
+        "queue_ms": _ms(stream.accepted_at, stream.first_token_at),
+        "first_ms": _ms(stream.received_at, stream.first_token_at),
+        "total_ms": _ms(stream.received_at, stream.ended_at),
     }
     if end.error is not None:
         line["reason"] = end.error.message

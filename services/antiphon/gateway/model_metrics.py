@@ -56,7 +56,7 @@ class FamilyTotal(NamedTuple):
     series: list[Total]
 
 
-class _Life(msgspec.Struct):
+class _ProcessReport(msgspec.Struct):
     """One life of a process, as it last reported."""
 
     role: Role
@@ -101,7 +101,7 @@ class ModelMetrics:
         self._own = own
         self._by_worker = by_worker
         self._custom = custom
-        self._lives: OrderedDict[Process, _Life] = OrderedDict()
+        self._lives: OrderedDict[Process, _ProcessReport] = OrderedDict()
         self._parts: OrderedDict[Process, _Parts] = OrderedDict()
         self._folded: dict[tuple[str, Labels, str, tuple[float, ...]], Total] = {}
         self._folded_lives: OrderedDict[Process, None] = OrderedDict()
@@ -133,7 +133,7 @@ class ModelMetrics:
         """All metrics of the model as they are now, in the order of the catalog."""
         own = self._own()
         now = self._now()
-        lives = [*self._lives.values(), _Life(own.role, own.process, own.families, 0, now)]
+        lives = [*self._lives.values(), _ProcessReport(own.role, own.process, own.families, 0, now)]
         fresh = {id(life) for life in (*self._fresh(), lives[-1])}
         sums = {key: msgspec.structs.replace(total) for key, total in self._folded.items()}
         for life in lives:
@@ -161,7 +161,7 @@ class ModelMetrics:
         return tuple([one for part in sorted(found.families) for one in found.families[part]])
 
     def _put(self, report: MetricsReport, families: tuple[MetricFamily, ...]) -> None:
-        self._lives[report.process] = _Life(
+        self._lives[report.process] = _ProcessReport(
             report.role, report.process, families, report.metrics_port, self._now()
         )
         self._lives.move_to_end(report.process)
@@ -183,7 +183,7 @@ class ModelMetrics:
             self._folded_lives.popitem(last=False)
         return True
 
-    def _fresh(self) -> list[_Life]:
+    def _fresh(self) -> list[_ProcessReport]:
         """The lives whose gauges count: of each process the one that reported last."""
         since = self._now() - FRESH_S
         newest = {life.process.instance: life for life in self._lives.values()}
@@ -194,7 +194,7 @@ class ModelMetrics:
         sums: dict[tuple[str, Labels, str, tuple[float, ...]], Total],
         family: Family,
         given: MetricFamily,
-        life: _Life,
+        life: _ProcessReport,
     ) -> None:
         width = len(family.labels) + (self._custom if family.custom else 0)
         worker = life.process.instance if self._by_worker and life.role is Role.WORKER else ""

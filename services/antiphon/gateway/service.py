@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING
 
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.driver import Driver
-from antiphon.gateway.encode import TokenizerCalls
-from antiphon.gateway.entrance import Entrance
+from antiphon.gateway.access.keys_file import KeysFile
 from antiphon.gateway.exposition import Exposition
-from antiphon.gateway.http.body_reader import BodyReader
-from antiphon.gateway.http.counting import counting
-from antiphon.gateway.http.detached import Detached
-from antiphon.gateway.http.doors import operations
-from antiphon.gateway.http.guard import guard, is_admin
-from antiphon.gateway.http.operation import routes
-from antiphon.gateway.http.root_path import prefix_of
-from antiphon.gateway.http.server import http_server
-from antiphon.gateway.keys_file import KeysFile
+from antiphon.gateway.http.core.app import http_server
+from antiphon.gateway.http.core.auth import auth_middleware, is_admin
+from antiphon.gateway.http.core.body_reader import BodyReader
+from antiphon.gateway.http.core.detached import DetachedTasks
+from antiphon.gateway.http.core.operation import routes
+from antiphon.gateway.http.core.request_metrics import metrics_middleware
+from antiphon.gateway.http.core.root_path import prefix_of
+from antiphon.gateway.http.families import all_operations
 from antiphon.gateway.metrics import GatewayMetrics
-from antiphon.gateway.nats.embed import Embeds
-from antiphon.gateway.nats.generate import Generations
-from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.gateway.nats.embeddings import NatsEmbeddingEndpoints
+from antiphon.gateway.nats.generate import NatsGenerationEndpoints
+from antiphon.gateway.owner.driver import OwnerDriver
+from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.gateway.request_log.crash_dump import dump_on_quit
 from antiphon.gateway.request_log.request_log import RequestLog
+from antiphon.gateway.requests.submission import Submission
+from antiphon.gateway.requests.tokenizer_client import TokenizerClient
 from antiphon.service.endpoint import Follow
 from antiphon.service.metrics_feed import report_of
 from antiphon.service.model import served_name, served_names
@@ -78,29 +78,33 @@ class GatewayService:
         )
         metrics = GatewayMetrics(runtime.metrics, self._settings.metrics)
         self._model_metrics = self._show_model(runtime)
-        runtime.metrics.settle_with(metrics.settle)
+        runtime.metrics.settle_with(metrics.flush_inter_token_latencies)
         keys = KeysFile(rules.keys_file) if rules.keys_file else None
         access = Access(rules, keys.read() if keys else Tenants(), runtime.clock.now)
-        metrics.know(access.names)
-        limits = Limits(unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s)
+        metrics.add_tenants(access.names)
+        limits = OwnerLimits(
+            unread_bytes_max=gateway.unread_bytes_max, open_list_s=gateway.open_list_s
+        )
         owner = Owner(runtime.process, self._model, runtime.clock, limits)
-        self._driver = driver = Driver(owner, runtime, self._model, metrics)
-        tokenizers = TokenizerCalls(runtime, self._model)
+        self._driver = driver = OwnerDriver(owner, runtime, self._model, metrics)
+        tokenizers = TokenizerClient(runtime, self._model)
         self._request_log = requests = RequestLog(runtime, self._model)
         await asyncio.to_thread(requests.check_folders)
-        self._entrance = entrance = Entrance(
+        self._submission = submission = Submission(
             runtime, self._model, driver, tokenizers, metrics, access, requests
         )
-        self._generations = Generations(runtime, self._model, entrance, driver, metrics, access)
-        self._embeds = Embeds(
-            served_names(self._settings), entrance, driver, tokenizers, metrics, access
+        self._generations = NatsGenerationEndpoints(
+            runtime, self._model, submission, driver, metrics, access
         )
-        self._detached = detached = Detached(runtime.group)
+        self._embeds = NatsEmbeddingEndpoints(
+            served_names(self._settings), submission, driver, tokenizers, metrics, access
+        )
+        self._detached = detached = DetachedTasks(runtime.group)
         bodies = BodyReader()
-        served = operations(
+        served = all_operations(
             runtime,
             self._model,
-            entrance,
+            submission,
             driver,
             tokenizers,
             metrics,
@@ -113,8 +117,8 @@ class GatewayService:
         metrics.watch_open(lambda: driver.open_count)
         probes = probe_routes(runtime.health, runtime.metrics, partial(is_admin, access))
         paths = (*routes(served), *probes)
-        watch = guard(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
-        counts = counting(metrics)
+        watch = auth_middleware(access, served, metrics, header_bytes_max=gateway.header_bytes_max)
+        counts = metrics_middleware(metrics)
         prefix = prefix_of(gateway.root_path, (route.path for route in paths))
         server = http_server(gateway, paths, watch, rules.origins, counts, prefix)
         async with bodies, server as self.port:
@@ -122,7 +126,7 @@ class GatewayService:
             if keys is not None:
                 runtime.group.create_task(keys.follow(access, metrics))
             try:
-                with self._dumps_requests():
+                with self._start_crash_dump():
                     yield
             finally:
                 driver.close(Unavailable("this gateway has left", retry_after_s=1.0))
@@ -133,8 +137,8 @@ class GatewayService:
         """Requests of NATS clients, text of detokenizers, notices of the leader, and aborts."""
         address = {"gateway": self._runtime.process.instance}
         return (
-            Follow(route=TEXT, apply=self._driver.take_text, address=address),
-            Follow(route=NOTICE, apply=self._driver.take_notice, address=address),
+            Follow(route=TEXT, apply=self._driver.on_text_batch, address=address),
+            Follow(route=NOTICE, apply=self._driver.on_notice, address=address),
             Follow(route=ABORT, apply=self._on_abort, address={"model": self._model}),
             Follow(route=METRICS, apply=self._model_metrics.take),
             *self._generations.endpoints(),
@@ -142,7 +146,7 @@ class GatewayService:
         )
 
     @contextmanager
-    def _dumps_requests(self) -> Generator[None]:
+    def _start_crash_dump(self) -> Generator[None]:
         """Leave the requests in a file if the gateway crashes, where there is a folder for it."""
         requests = self._request_log
         if requests.crash_dump is None:
@@ -169,7 +173,7 @@ class GatewayService:
         if self._runtime.peers.is_late(message.not_after_unix_ms, sender):
             self._runtime.metrics.late.labels(ABORT.name).inc()
         else:
-            self._entrance.abort(message.prefix, tenant=message.tenant, exact=message.exact)
+            self._submission.abort(message.prefix, tenant=message.tenant, exact=message.exact)
 
     def model(self) -> ModelName | None:
         """The model that it is the door of."""

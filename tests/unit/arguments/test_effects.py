@@ -23,9 +23,9 @@ from antiphon.config.resolve import Plan, resolve
 from antiphon.config.states import States
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.ask import Sampling
 from antiphon.gateway.parsing.formats import formats_of
-from antiphon.gateway.sampling import Seeds
+from antiphon.gateway.requests.generation_request import SamplingOptions
+from antiphon.gateway.requests.sampling import Seeds
 from antiphon.model_worker import checksums
 from antiphon.model_worker.batching.open import open_batching
 from antiphon.model_worker.cache.eviction import STRATEGIES
@@ -213,7 +213,7 @@ def test_key_is_asked_for(flag: str) -> None:
     def refused(settings: Settings) -> bool:
         access = Access(settings.access, Tenants(), lambda: 0.0)
         try:
-            access.caller(None, admin=True)
+            access.authenticate(None, admin=True)
         except (Unauthorized, Forbidden):
             return True
         return False
@@ -320,7 +320,9 @@ def test_random_seed_repeats_the_seeds_that_are_drawn() -> None:
     def drawn_alike(settings: Settings) -> bool:
         """Whether two starts draw the same seeds, and requests of one start different ones."""
         first, second = (Seeds.of(settings, InstanceId("gateway-0")) for _ in range(2))
-        one, two = ([seeds.fill(Sampling()).seed for _ in range(3)] for seeds in (first, second))
+        one, two = (
+            [seeds.fill(SamplingOptions()).seed for _ in range(3)] for seeds in (first, second)
+        )
         assert len(set(one)) == 3
         return one == two
 

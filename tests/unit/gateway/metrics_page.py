@@ -11,8 +11,8 @@ from tests.wire.examples import EXAMPLES
 
 from antiphon.gateway.exposition import Exposition
 from antiphon.gateway.metrics import GatewayMetrics
-from antiphon.gateway.owner.actions import Accepted, Ended, Said
-from antiphon.gateway.stream import Stream
+from antiphon.gateway.owner.actions import Accepted, Ended, TextDelta
+from antiphon.gateway.stream.stream import RequestStream
 from antiphon.service.metrics_feed import families
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from antiphon.config.settings import Settings
-    from antiphon.gateway.access.tenant import Hold
+    from antiphon.gateway.access.limits import QuotaReservation
 
 MODEL = ModelName("toy")
 GATEWAY = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
@@ -45,7 +45,7 @@ class Door:
         self.now = 100.0
         self.metrics = Metrics()
         self.counted = GatewayMetrics(self.metrics, settings.metrics)
-        self.metrics.settle_with(self.counted.settle)
+        self.metrics.settle_with(self.counted.flush_inter_token_latencies)
         self.page = Exposition.of(
             settings.metrics, MODEL, GATEWAY, lambda: self.now, lambda: report(self.metrics)
         )
@@ -58,19 +58,19 @@ class Door:
         """
         self.counted.custom.read(headers or {})
         submit = cast("SubmitRequest", EXAMPLES[SubmitRequest])
-        trace, hold = span("x").start(), cast("Hold", _Hold())
-        stream = Stream(submit, trace, hold, door="chat", came_at=0.0, opened_at=0.1)
+        trace, hold = span("x").start(), cast("QuotaReservation", _Hold())
+        stream = RequestStream(submit, trace, hold, api="chat", received_at=0.0, submitted_at=0.1)
         stream.labels = self.counted.custom.current()
         stream.put(Accepted(), 0.15)
         for index, now in enumerate((0.3, 0.6, 0.9)):
-            if stream.spoke_at is None:
-                self.counted.first_token(stream, now)
+            if stream.last_token_at is None:
+                self.counted.observe_ttft(stream, now)
             else:
-                self.counted.note_gap(stream, now - stream.spoke_at)
-            stream.put(Said(choice=0, text_offset=index, text="x"), now)
+                self.counted.observe_inter_token_latency(stream, now - stream.last_token_at)
+            stream.put(TextDelta(choice=0, text_offset=index, text="x"), now)
         end = Ended(usage=Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=10))
         stream.put(end, 0.9)
-        self.counted.ended(stream, end)
+        self.counted.observe_finished(stream, end)
 
     def text(self, *, private: bool = False) -> str:
         class Collected:

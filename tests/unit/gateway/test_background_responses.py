@@ -14,9 +14,9 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, SCRIPT, House, house
 from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
 
-from antiphon.gateway import owners
-from antiphon.gateway.http.openai.responses import journal
-from antiphon.gateway.http.openai.responses.journal import Journal
+from antiphon.gateway import gateway_liveness as owners
+from antiphon.gateway.http.openai.responses import event_log as journal
+from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
 from antiphon.gateway.service import GatewayService
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import running
@@ -249,10 +249,10 @@ async def test_stream_that_cannot_be_followed_further_ends_with_an_error_event(
     async with two.session.post(two.first.url + RESPONSES, json=body) as reply:
         await reply.content.readuntil(b"\n\n")
 
-        async def lost(_: Journal, __: int) -> None:
+        async def lost(_: ResponseEventLog, __: int) -> None:
             raise Unavailable("the store is away")
 
-        monkeypatch.setattr(Journal, "_next", lost)
+        monkeypatch.setattr(ResponseEventLog, "_next", lost)
         rest = (await reply.read()).decode()
     assert "event: error\n" in rest
     assert json.loads(blocks(rest)[-1].partition("data: ")[2])["code"] == "unavailable"

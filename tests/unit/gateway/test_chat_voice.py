@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import pytest
 
-from antiphon.gateway.http.openai.chat_voice import ChatVoice
+from antiphon.gateway.http.core.sse import event
 from antiphon.gateway.http.openai.replies import ChatChunk, ChatChunkChoice, Delta
-from antiphon.gateway.http.openai.telling import Telling
-from antiphon.gateway.http.openai.voice import Header
-from antiphon.gateway.http.sse import event
-from antiphon.gateway.owner.actions import Said
+from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+from antiphon.gateway.http.openai.write import CompletionHeader
+from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
+from antiphon.gateway.owner.actions import TextDelta
 
 if TYPE_CHECKING:
-    from antiphon.gateway.stream import Stream
+    from antiphon.gateway.stream.stream import RequestStream
 
-HEADER = Header(id='id "1"', created=7, model="models/\\x", weight_version="default")
+HEADER = CompletionHeader(id='id "1"', created=7, model="models/\\x", weight_version="default")
 
 
 @pytest.mark.parametrize("text", ["a", ' "quoted" ', "\\", "\n\r\t", "\0", "ü 世 👋🏽", "{}</s>"])
 def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
-    stream = cast("Stream", SimpleNamespace(inside=False))
-    voice = ChatVoice(HEADER, [stream], Telling(choices=2), cached=False)
+    stream = cast("RequestStream", SimpleNamespace(starts_in_reasoning=False))
+    voice = ChatResponseWriter(HEADER, [stream], OpenAiResponseOptions(choices=2), cached=False)
     for choice in (1, 0, 1):
         anew = ChatChunk(
             id=HEADER.id,
@@ -32,6 +32,6 @@ def test_a_chunk_of_content_is_the_same_written_anew(text: str) -> None:
             model=HEADER.model,
             choices=[ChatChunkChoice(index=choice, delta=Delta(content=text))],
         )
-        said = Said(choice, 0, text)
+        said = TextDelta(choice, 0, text)
         assert voice.chunks(0, [said]) == event(msgspec.json.encode(anew))
-    assert voice.chunks(0, [Said(0, 0, "")]) == b""
+    assert voice.chunks(0, [TextDelta(0, 0, "")]) == b""

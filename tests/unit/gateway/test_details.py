@@ -9,7 +9,7 @@ from tests.unit.gateway.cluster import HIDDEN_SIZE, MODEL, House, house
 from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post
 
-from antiphon.gateway.details import TEXT_BYTES
+from antiphon.gateway.requests.token_output_budget import TEXT_BYTES
 from antiphon.wire.errors import ErrorReply
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
 from antiphon.wire.ids import ClientKey
@@ -38,7 +38,7 @@ async def refused(at: House, path: str, body: Body) -> str:
     assert f"at most {MAX} (gateway.details_bytes_max)" in message
     assert message.startswith(f"{error['param']}: ")
     assert len(at.cluster.submits) < len(body.get("prompt", ("one",)))  # type: ignore[arg-type]
-    assert at.service._entrance.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
     return cast("str", error["param"])
 
 

@@ -15,7 +15,7 @@ from tests.unit.gateway.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, vectors
 from antiphon.client.vectors import BATCH, CALLS_MAX
-from antiphon.gateway.nats.embed import VECTORS_BYTES_MAX
+from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
 from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
 from antiphon.wire.base import Usage
@@ -184,7 +184,7 @@ async def test_one_text_that_fails_ends_them_all(
         at.cluster.row_error = WorkerLost("lost")
     with pytest.raises(error):
         await client.embed(MODEL, ["fine", *texts])
-    assert at.service._entrance.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_model_that_generates_says_so(at: House, client: Client) -> None:

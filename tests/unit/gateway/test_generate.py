@@ -422,9 +422,9 @@ async def test_client_that_comes_back_in_time_keeps_its_request(
     submitted = at.cluster.submits[0]
     await at.cluster.say(submitted, at.cluster.row(submitted, 2))
     held = at.service._generations._by_id[submitted.request_id]  # pyright: ignore[reportPrivateUsage]
-    await until(lambda: held.looked_for)
+    await until(lambda: held.probing)
     await client.listen()
-    await until(lambda: not held.looked_for)
+    await until(lambda: not held.probing)
     at.cluster.go.set()
     await client.first(GenerateEnd)
     assert at.cluster.cancelled == []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from antiphon.config.tenants import TenantConfig
-from antiphon.gateway.access.tenant import Hold, Tenant
-from antiphon.gateway.nats.generation import Generation
-from antiphon.gateway.owner.actions import Ended, Finished, Said
-from antiphon.gateway.stream import Stream
+from antiphon.gateway.access.limits import QuotaReservation, Tenant
+from antiphon.gateway.nats.generation import NatsGeneration
+from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
+from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span
 from antiphon.wire.base import FinishReason, Process, Usage
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 GATEWAY = Process(instance=InstanceId("gateway-0"), incarnation=Incarnation("1"))
 
 
-def generation() -> Generation:
+def generation() -> NatsGeneration:
     request = GenerateRequest(key=ClientKey("k"), model=ModelName("m"), prompt="hi")
     submit = SubmitRequest(
         request_id=RequestId("r"),
@@ -41,24 +41,24 @@ def generation() -> Generation:
         sampling=SamplingParams(max_new_tokens=8),
         deadline_unix_ms=0,
     )
-    made = Generation(request, DEFAULT_TENANT, b"", cast("Delivery", None))
-    hold = Hold(Tenant(DEFAULT_TENANT, TenantConfig(), 0.0))
+    made = NatsGeneration(request, DEFAULT_TENANT, b"", cast("Delivery", None))
+    hold = QuotaReservation(Tenant(DEFAULT_TENANT, TenantConfig(), 0.0))
     trace = span("test").start()
-    made.enter(Stream(submit, trace, hold, door="generate", came_at=0.0, opened_at=0.0))
+    made.open(RequestStream(submit, trace, hold, api="generate", received_at=0.0, submitted_at=0.0))
     return made
 
 
 def test_terminal_is_said_again_only_with_all_the_text_before_it() -> None:
     told = generation()
     for event in (
-        Said(0, 0, "hello"),
+        TextDelta(0, 0, "hello"),
         Finished(0, FinishReason.STOP, None, 5),
         Ended(Usage(prompt_tokens=1, completion_tokens=1)),
     ):
         told.stream.put(event, 0.0)
-    assert list(told.again(())) == []  # it waits in the stream, its text with it
-    told.hear_all(told.stream.rest())
-    text, end = told.again(())
+    assert list(told.replay(())) == []  # it waits in the stream, its text with it
+    told.record_all(told.stream.get_nowait())
+    text, end = told.replay(())
     assert isinstance(end, GenerateEnd)
     assert (end.choices[0].text_bytes, end.choices[0].finish_reason) == (5, FinishReason.STOP)
     assert getattr(text, "text", None) == "hello"

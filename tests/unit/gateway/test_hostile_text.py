@@ -123,15 +123,15 @@ async def test_call_that_fails_by_a_bug_does_not_end_the_gateway(
 async def test_text_row_that_cannot_be_shown_ends_its_request_alone(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, broken = owner_request.Request.apply, list[str]()
+    real, broken = owner_request.OwnedRequest.apply, list[str]()
 
-    def apply(self: owner_request.Request, row: Any) -> Any:
+    def apply(self: owner_request.OwnedRequest, row: Any) -> Any:
         if not broken or self.id in broken:
             broken.append(self.id)
             raise AssertionError("a bug, on purpose")
         return real(self, row)
 
-    monkeypatch.setattr(owner_request.Request, "apply", apply)
+    monkeypatch.setattr(owner_request.OwnedRequest, "apply", apply)
     async with httpx.AsyncClient(base_url=at.url) as http:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
         reply = await http.post("/v1/chat/completions", json=body)

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.gateway import encode
+from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart
 from antiphon.testing.services import running
@@ -512,7 +512,7 @@ async def test_error_after_the_first_text_is_an_event_and_then_done(at: House) -
 async def test_no_tokenizer_is_503_and_names_no_subject(
     at: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(encode, "CARD_TIMEOUT_S", 0.0)
     at.cluster.encode_error = Unavailable("nobody serves tokenizer.encode")
     status, reply, headers = await post(at, CHAT, {"messages": HI})
     error = cast("dict[str, str]", reply["error"])

@@ -13,10 +13,10 @@ import pytest
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, Body, client, post
 
-from antiphon.gateway.http import doors
-from antiphon.gateway.http.anthropic.voice import MessagesVoice
-from antiphon.gateway.http.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
-from antiphon.gateway.http.openai.chat_voice import ChatVoice
+from antiphon.gateway.http import families as doors
+from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
+from antiphon.gateway.http.core.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
+from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.service.clock import SystemClock
 from antiphon.testing.clock import ManualClock
 from antiphon.testing.wait import until
@@ -25,8 +25,8 @@ from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from antiphon.gateway.chorus import Chorus
-    from antiphon.gateway.http.voice import Voice
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.stream.group import StreamGroup
 
 COMMENT = b": ping"
 BODIES: dict[str, Body] = {
@@ -159,7 +159,7 @@ async def test_sdks_read_a_stream_that_begins_with_pings(
         await until(lambda: bool(sent))
         hands.at.cluster.go.set()
 
-    sent = pings_sent(monkeypatch, MessagesVoice)
+    sent = pings_sent(monkeypatch, MessagesResponseWriter)
     async with (
         asyncio.TaskGroup() as group,
         anthropic.AsyncAnthropic(base_url=hands.at.url, api_key="none", max_retries=0) as one,
@@ -182,7 +182,7 @@ async def test_openai_sdk_reads_a_stream_that_begins_with_pings(
         await until(lambda: bool(sent))
         hands.at.cluster.go.set()
 
-    sent = pings_sent(monkeypatch, ChatVoice)
+    sent = pings_sent(monkeypatch, ChatResponseWriter)
     async with asyncio.TaskGroup() as group, client(hands.at) as opened:
         group.create_task(later())
         chunks = await opened.chat.completions.create(
@@ -192,12 +192,12 @@ async def test_openai_sdk_reads_a_stream_that_begins_with_pings(
     assert text == "".join(SCRIPT)
 
 
-def pings_sent(monkeypatch: pytest.MonkeyPatch, kind: type[Voice]) -> list[bytes]:
+def pings_sent(monkeypatch: pytest.MonkeyPatch, kind: type[ResponseWriter]) -> list[bytes]:
     """What is sent as pings from here on."""
     sent: list[bytes] = []
     ping = kind.ping
 
-    def noted(voice: Voice) -> bytes:
+    def noted(voice: ResponseWriter) -> bytes:
         sent.append(ping(voice))
         return sent[-1]
 
@@ -209,49 +209,49 @@ class Played:
     """A chorus of streams of which only the acceptance counts."""
 
     def __init__(self, *accepted_at: float | None) -> None:
-        self.streams = [SimpleNamespace(came_at=0.0, accepted_at=at) for at in accepted_at]
+        self.streams = [SimpleNamespace(received_at=0.0, accepted_at=at) for at in accepted_at]
         self.nudges = 0
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         self.nudges += 1
 
 
 def test_headers_are_due_half_a_second_after_a_request_came() -> None:
     clock = ManualClock()
-    with Keepalive(clock).watch(cast("Chorus", Played(0.1))) as silence:
+    with Keepalive(clock).watch(cast("StreamGroup", Played(0.1))) as silence:
         clock.advance(HEADERS_S - 0.05)
-        assert not silence.over
+        assert not silence.is_due
         clock.advance(0.06)
-        assert silence.over
+        assert silence.is_due
 
 
 def test_silence_is_counted_from_acceptance_then_from_what_was_sent() -> None:
     clock = ManualClock()
     keepalive = Keepalive(clock)
     chorus = Played(0.0, None)
-    with keepalive.watch(cast("Chorus", chorus)) as silence:
+    with keepalive.watch(cast("StreamGroup", chorus)) as silence:
         clock.advance(3.0)
-        assert not silence.over
+        assert not silence.is_due
         chorus.streams[1].accepted_at = clock.now()
         clock.advance(REFUSAL_S - 0.05)
-        assert not silence.over
+        assert not silence.is_due
         clock.advance(0.06)
-        assert silence.over
-        silence.sent()
+        assert silence.is_due
+        silence.reset()
         clock.advance(PING_S - 0.1)
-        keepalive.look()
+        keepalive.check()
         assert chorus.nudges == 0
         clock.advance(0.1)
-        keepalive.look()
+        keepalive.check()
         assert chorus.nudges == 1
-    keepalive.look()
+    keepalive.check()
     assert chorus.nudges == 1
 
 
 def test_headers_do_not_wait_for_a_leader_for_ever() -> None:
     clock = ManualClock()
-    with Keepalive(clock).watch(cast("Chorus", Played(None))) as silence:
+    with Keepalive(clock).watch(cast("StreamGroup", Played(None))) as silence:
         clock.advance(ACCEPT_S - 0.1)
-        assert not silence.over
+        assert not silence.is_due
         clock.advance(0.1)
-        assert silence.over
+        assert silence.is_due

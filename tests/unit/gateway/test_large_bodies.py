@@ -22,11 +22,11 @@ from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 
 from antiphon.config.parsing import ToolParser
-from antiphon.gateway.http import body_reader, fields, limits
-from antiphon.gateway.http.body_reader import BodyReader, Done, Job, done_with
+from antiphon.gateway.http.core import body_reader, fields, limits
+from antiphon.gateway.http.core.body_reader import BodyJob, BodyReader, BodyResult, run_job
 from antiphon.gateway.http.native.parsing import ParseBody
-from antiphon.gateway.http.openai import reading
-from antiphon.gateway.http.openai.responses import responses
+from antiphon.gateway.http.openai import parse as reading
+from antiphon.gateway.http.openai.responses import endpoints as responses
 from antiphon.service.process_pool import ProcessPool
 from antiphon.testing.wait import until
 from antiphon.wire.codec import decode, encode
@@ -251,13 +251,13 @@ async def _status(session: aiohttp.ClientSession, method: str, url: str, body: b
 async def test_large_conversation_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python makes of a body that was let in is made in a thread, beside the loop."""
     threads: list[str] = []
-    chat = reading.chat
+    chat = reading.parse_chat
 
     def noted(*args: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
         return chat(*args, **options)
 
-    monkeypatch.setattr(reading, "chat", noted)
+    monkeypatch.setattr(reading, "parse_chat", noted)
     turns = [{"role": "user", "content": "a"}] * MESSAGES_MAX
     async with house() as at:
         body = {"model": MODEL, "messages": turns}
@@ -270,13 +270,13 @@ async def test_large_conversation_is_read_in_a_thread(monkeypatch: pytest.Monkey
 
 async def test_long_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    apart = BodyReader.apart
+    apart = BodyReader.run_in_thread
 
     async def noted(self: BodyReader, work: Any, tenant: str) -> Any:
         threads.append("apart")
         return await apart(self, work, tenant)
 
-    monkeypatch.setattr(BodyReader, "apart", noted)
+    monkeypatch.setattr(BodyReader, "run_in_thread", noted)
     long = "<|python_tag|>" * 1000
     async with house(tool_call_parser=ToolParser.LLAMA3) as at:
         at.cluster.script = ("a", long)
@@ -288,8 +288,8 @@ async def test_long_answer_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_child_keeps_the_kind_of_an_error_and_its_field() -> None:
-    job = Job(f"{ParseBody.__module__}:{ParseBody.__qualname__}", {}, "", b'{"text": 1}')
-    done = msgspec.msgpack.decode(done_with(msgspec.msgpack.encode(job)), type=Done)
+    job = BodyJob(f"{ParseBody.__module__}:{ParseBody.__qualname__}", {}, "", b'{"text": 1}')
+    done = msgspec.msgpack.decode(run_job(msgspec.msgpack.encode(job)), type=BodyResult)
     assert done.error is not None
     error = decode_error(done.error)
     assert (error.status, error.param) == (400, "text")
@@ -361,10 +361,10 @@ async def test_thread_takes_tenants_in_turns(*, leaves: bool) -> None:
         assert go.wait(20)
 
     async with BodyReader() as reader, asyncio.TaskGroup() as group:
-        held = group.create_task(reader.apart(first, "a"))
+        held = group.create_task(reader.run_in_thread(first, "a"))
         await asyncio.to_thread(begun.wait, 20)
         for name in ("a1", "a2", "b1"):
-            group.create_task(reader.apart(partial(order.append, name), name[0]))
+            group.create_task(reader.run_in_thread(partial(order.append, name), name[0]))
         await asyncio.sleep(0)
         if leaves:
             held.cancel()
@@ -379,7 +379,7 @@ async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read
     monkeypatch.setattr(body_reader, "_LARGE_MAX", 1)
     begun, go = threading.Event(), threading.Event()
     bodies: list[int] = []
-    chat = reading.chat
+    chat = reading.parse_chat
 
     def held(*args: Any, **options: Any) -> Any:
         begun.set()
@@ -392,7 +392,7 @@ async def test_tenant_with_too_many_large_bodies_is_refused_before_they_are_read
         bodies.append(len(job))
         return await run(self, job, **options)
 
-    monkeypatch.setattr(reading, "chat", held)
+    monkeypatch.setattr(reading, "parse_chat", held)
     monkeypatch.setattr(ProcessPool, "run", noted)
     body = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}]})
     body += b" " * limits.LOOP_BYTES_MAX
@@ -421,13 +421,13 @@ async def _keyed_post(at: House, path: str, body: bytes, tenant: str) -> tuple[i
 
 async def test_items_are_counted_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    asked = responses.asked
+    asked = responses.prepare_responses_request
 
     def noted(*args: Any) -> Any:
         threads.append(threading.current_thread().name)
         return asked(*args)
 
-    monkeypatch.setattr(responses, "asked", noted)
+    monkeypatch.setattr(responses, "prepare_responses_request", noted)
     body = msgspec.json.encode({"input": [{"role": "user", "content": "a"}] * 100})
     async with house() as at:
         status, reply = await post(at, "/v1/responses/input_tokens", body)

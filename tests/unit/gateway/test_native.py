@@ -16,7 +16,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 from tests.unit.gateway.test_http import post, stream
 
 from antiphon.config.sglang import rows
-from antiphon.gateway.http.native.absent import ABSENT
+from antiphon.gateway.http.native.absent_routes import ABSENT
 from antiphon.testing.services import client_bus
 from antiphon.testing.wait import until
 from antiphon.wire.abort import AbortRequests

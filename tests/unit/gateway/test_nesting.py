@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.gateway.http import fields
+from antiphon.gateway.http.core import fields
 from antiphon.gateway.http.native import parsing
-from antiphon.gateway.http.openai.bodies import ChatBody
-from antiphon.gateway.http.openai.reading import chat
+from antiphon.gateway.http.openai.parse import parse_chat
+from antiphon.gateway.http.openai.schema import ChatBody
 from antiphon.gateway.parsing.formats import Formats
 from antiphon.gateway.parsing.reasoning.constraint import after_thinking
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
@@ -36,7 +36,7 @@ def test_a_chat_is_read_or_refused(said: str, field: str) -> None:
         deep = said.replace("DEEP", "[" * depth + "]" * depth)
         body = '{"messages": [{"role": "user", "content": "hi"}], ' + deep + "}"
         try:
-            chat(fields.read(body.encode(), ChatBody, {})[0], FORMATS)
+            parse_chat(fields.read(body.encode(), ChatBody, {})[0], FORMATS)
         except InvalidRequest as error:
             refused.add((error.param or "").partition("[")[0])
     assert refused

@@ -342,7 +342,7 @@ async def test_an_aborted_request_ends_well(at: House) -> None:
         driver = at.service._driver  # pyright: ignore[reportPrivateUsage]
         await until(lambda: driver.open_count == 1)
         (one,) = driver.streams()
-        await until(lambda: one.said_at is not None)
+        await until(lambda: one.first_token_at is not None)
         driver.abort(one)
 
     async with asyncio.TaskGroup() as group:

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, client, post
 
-from antiphon.gateway.http.pooling import INPUTS_MAX
-from antiphon.gateway.pooling import OPEN_MAX
+from antiphon.gateway.http.core.pooling import INPUTS_MAX
+from antiphon.gateway.requests.pooling import OPEN_MAX
 from antiphon.testing.wait import until
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.details import pack_floats
@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_takes_its_batch_along(at: House) -> None:
         asked.cancel()
     await until(lambda: len(at.cluster.cancelled) == OPEN_MAX and not at.cluster.open)
     assert len(at.cluster.submits) == OPEN_MAX
-    assert at.service._entrance.idle  # pyright: ignore[reportPrivateUsage]
+    assert at.service._submission.idle  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_one_text_that_fails_ends_them_all(at: House) -> None:

@@ -23,7 +23,7 @@ from antiphon.config.access import AccessConfig
 from antiphon.config.errors import ConfigError
 from antiphon.config.request_log import RequestLogConfig
 from antiphon.gateway.request_log import crash_dump, request_log, writer
-from antiphon.gateway.request_log.record import Cut
+from antiphon.gateway.request_log.record import TextTruncator
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.request_log.writer import RecordWriter
 from antiphon.gateway.service import GatewayService
@@ -402,7 +402,7 @@ def test_a_line_after_one_that_the_disk_cut_is_whole(tmp_path: Path) -> None:
 def test_a_cut_goes_no_further_into_a_value_than_it_shows() -> None:
     many: dict[str, object] = {str(index): "x" * 9 for index in range(100_000)}
     for value in (many, [many], {"inner": many}, list(many)):
-        assert len(json.dumps(Cut(100).value(value))) < 500
+        assert len(json.dumps(TextTruncator(100).value(value))) < 500
 
 
 def test_each_hour_has_a_file(tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ async def crash(at: House) -> None:
     at.cluster.hold_at = 2
     async with asyncio.TaskGroup() as group:
         group.create_task(ask())
-        await until(lambda: any(each.said_at for each in at.service._driver.streams()))
+        await until(lambda: any(each.first_token_at for each in at.service._driver.streams()))
         at.service._runtime.group.create_task(fail())
         await at.gateway.gone.wait()
 

@@ -14,21 +14,21 @@ from hypothesis import strategies as some
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 
+from antiphon.gateway.http.openai.responses.event_builder import ResponseEventBuilder
 from antiphon.gateway.http.openai.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
     ItemAdded,
     ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
     ReasoningDone,
     ResponseEvent,
-    TextDelta,
-    TextDone,
 )
 from antiphon.gateway.http.openai.responses.items import CallItem, CustomCallItem, OutputItem
-from antiphon.gateway.http.openai.responses.teller import Teller
 from antiphon.gateway.parsing.events import (
     CallArguments,
     CallBegin,
@@ -384,8 +384,8 @@ def joined(parts: list[Content | Reasoning | tuple[list[str], bool]]) -> list[Ev
 @given(answers())
 def test_whatever_is_said_each_item_begins_grows_and_ends_as_its_deltas(said: list[Event]) -> None:
     numbers = itertools.count()
-    teller = Teller(lambda: next(numbers))
-    told = [event for each in said for event in teller.hear(each)]
+    teller = ResponseEventBuilder(lambda: next(numbers))
+    told = [event for each in said for event in teller.add(each)]
     told += teller.end("completed")
     assert [event.sequence_number for event in told] == list(range(len(told)))
     follower = Follower()
@@ -417,12 +417,12 @@ class Follower:
                 assert event.item_id == self.open
                 assert not self.part
                 self.part = True
-            case TextDelta() | ReasoningDelta() | ArgumentsDelta():
+            case OutputTextDelta() | ReasoningDelta() | ArgumentsDelta():
                 assert event.item_id == self.open
                 assert self.closed is None
                 assert self.part or isinstance(event, ArgumentsDelta)
                 self.grown += event.delta
-            case TextDone() | ReasoningDone():
+            case OutputTextDone() | ReasoningDone():
                 assert event.text == self.grown
                 self.closed = event.text
             case ArgumentsDone():
@@ -441,7 +441,7 @@ class Follower:
                 raise AssertionError(event)
 
 
-def _texts(teller: Teller) -> list[tuple[str, str]]:
+def _texts(teller: ResponseEventBuilder) -> list[tuple[str, str]]:
     told: list[tuple[str, str]] = []
     for item in teller.items:
         if isinstance(item, CallItem):

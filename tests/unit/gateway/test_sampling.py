@@ -9,8 +9,8 @@ from tests.unit.gateway.cluster import house
 from tests.unit.gateway.test_http import post
 
 from antiphon.config.model import ModelConfig
-from antiphon.gateway.ask import Ask
-from antiphon.gateway.sampling import answer_tokens
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.requests.sampling import answer_tokens
 from antiphon.wire.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 CONTEXTS = {100, 400}
 
 
-def ask(tokens_max: int | None = None, tokens_default: int | None = None) -> Ask:
-    return Ask(door="test", model=None, tokens_max=tokens_max, tokens_default=tokens_default)
+def ask(tokens_max: int | None = None, tokens_default: int | None = None) -> GenerationRequest:
+    return GenerationRequest(
+        door="test", model=None, tokens_max=tokens_max, tokens_default=tokens_default
+    )
 
 
 def test_what_the_client_says_is_bounded_by_the_largest_worker() -> None:

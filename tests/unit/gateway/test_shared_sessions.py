@@ -12,11 +12,11 @@ from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_stored_responses import joining
 
 from antiphon.config.sessions import SessionsConfig
-from antiphon.gateway import owners
+from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.service import GatewayService
-from antiphon.gateway.sessions.session import Place
+from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.gateway.sessions.sessions import Sessions
-from antiphon.gateway.sessions.shelf import shelf
+from antiphon.gateway.sessions.store import session_store
 from antiphon.service.clock import SystemClock
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import client_bus, running
@@ -122,7 +122,7 @@ async def test_what_a_dead_gateway_ran_is_forgotten(
     assert await two.say(0, "a", "s", name="1") == 200
     async with client_bus(joining(server)(), "gateway-9", party=Role.GATEWAY) as bus:
         dying = Sessions(
-            shelf(SessionsConfig(), bus),
+            session_store(SessionsConfig(), bus),
             bus.process,
             SystemClock().unix_ms,
             lambda *_: False,
@@ -130,8 +130,8 @@ async def test_what_a_dead_gateway_ran_is_forgotten(
             keep_s=60.0,
             timeout_s=60.0,
         )
-        await dying.begin(DEFAULT_TENANT, Place("s", "1"), "2", 20)
-        await dying.accept(DEFAULT_TENANT, Place("s", "1"), "2")
+        await dying.begin(DEFAULT_TENANT, SessionPosition("s", "1"), "2", 20)
+        await dying.accept(DEFAULT_TENANT, SessionPosition("s", "1"), "2")
     assert await two.say(1, "c" * 20, "s", name="3", rid="1") == 400, "there is no room"
     assert await two.say(1, "c", "s", name="3", rid="2") == 400, "it has not ended"
     monkeypatch.setattr(owners, "SETTLE_S", 0.0)

@@ -16,7 +16,7 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.store import Store
 from antiphon.gateway.http.openai.responses.items import InputText, MessageItem
 from antiphon.gateway.http.openai.responses.paging import page_of
-from antiphon.gateway.http.openai.responses.records import Record
+from antiphon.gateway.http.openai.responses.store import StoredResponse
 from antiphon.testing.nats import NatsServer
 from antiphon.testing.services import QUICK
 from antiphon.testing.wait import until
@@ -186,7 +186,7 @@ def test_a_page_of_nothing_is_empty() -> None:
 def test_a_record_of_an_earlier_version_is_read() -> None:
     """What is kept outlives the version that kept it: fields may come, and none may go."""
 
-    record = msgspec.json.decode(KEPT, type=Record)
+    record = msgspec.json.decode(KEPT, type=StoredResponse)
     assert record.response.id == "resp_1"
     assert record.items == [MessageItem(id="msg_1", role="user", content=[InputText(text="hi")])]
 

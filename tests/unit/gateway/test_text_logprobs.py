@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.http.openai.logprobs import text_logprobs
+from antiphon.gateway.http.core.logprobs import text_logprobs
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import DetailPiece, TokenDetails, pack_floats
 

@@ -15,13 +15,13 @@ from tests.simulation.owner_world import MODEL, submission
 from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.ask import Ask
-from antiphon.gateway.http.native.bodies import GenerateBody
-from antiphon.gateway.http.native.reading import Telling, generate
-from antiphon.gateway.http.native.told import Told
-from antiphon.gateway.http.native.voice import GenerateVoice
-from antiphon.gateway.owner.actions import Finished, Said
-from antiphon.gateway.stream import Stream
+from antiphon.gateway.http.core.generate_reply import GenerateReplyWriter
+from antiphon.gateway.http.native.parse import GenerateResponseOptions, parse_generate
+from antiphon.gateway.http.native.schema import GenerateBody
+from antiphon.gateway.http.native.write import GenerateResponseWriter
+from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span
 from antiphon.testing.clock import ManualClock
 from antiphon.wire.base import FinishReason
@@ -31,10 +31,10 @@ from antiphon.wire.details import DetailPiece, TokenDetail, TokenDetails, pack_f
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ASK = Ask(door="native", model=None)
+ASK = GenerationRequest(door="native", model=None)
 PROMPT = (7, 8, 9)
 WORDS = ('"Hi"', "\n", "wörld", "👋", "\\", "", "!")
-EVERYTHING = Telling(
+EVERYTHING = GenerateResponseOptions(
     logprobs=True, start=0, top=2, named_ids=(1,), texts=True, hidden="full", prompt_ids=True
 )
 
@@ -53,7 +53,7 @@ def details(count: int) -> TokenDetails:
     )
 
 
-def said(every: TokenDetails, start: int, stop: int) -> Said:
+def said(every: TokenDetails, start: int, stop: int) -> TextDelta:
     """Tokens `start` to `stop`, counted from the first of the prompt that is told of."""
     widths = [len(column) // every.count for column in every.columns]
     columns = (c[w * start : w * stop] for c, w in zip(every.columns, widths, strict=True))
@@ -63,10 +63,10 @@ def said(every: TokenDetails, start: int, stop: int) -> Said:
         texts={token: f"<{token}>" for token in range(60)},
     )
     text = "".join(WORDS[n % len(WORDS)] for n in range(max(0, start - 2), max(0, stop - 2)))
-    return Said(0, 0, text, None, piece)
+    return TextDelta(0, 0, text, None, piece)
 
 
-def fields(told: Told) -> dict[str, object]:
+def fields(told: GenerateReplyWriter) -> dict[str, object]:
     return json.loads(msgspec.json.encode(told.reply | told.meta))
 
 
@@ -80,19 +80,19 @@ def fields(told: Told) -> dict[str, object]:
 def test_pieces_say_what_the_whole_says(count, places, hidden, start):
     telling = msgspec.structs.replace(EVERYTHING, hidden=hidden, start=start)
     every = details(count)
-    whole = Told(telling, PROMPT)
-    whole.hear(said(every, 0, count))
-    told = Told(telling, PROMPT)
+    whole = GenerateReplyWriter(telling, PROMPT)
+    whole.add(said(every, 0, count))
+    told = GenerateReplyWriter(telling, PROMPT)
     at = sorted({0, count, *(place % (count + 1) for place in places)})
     for a, b in itertools.pairwise(at):
-        told.hear(said(every, a, b))
+        told.add(said(every, a, b))
     assert fields(told) == fields(whole)
     assert (told.ids, "".join(told.texts)) == (whole.ids, "".join(whole.texts))
 
 
 def test_the_prompt_comes_first_and_its_first_token_follows_nothing():
-    told = Told(EVERYTHING, PROMPT, "<7>")
-    told.hear(said(details(4), 0, 4))
+    told = GenerateReplyWriter(EVERYTHING, PROMPT, "<7>")
+    told.add(said(details(4), 0, 4))
     heard = fields(told)
     assert heard["text"] == "".join(WORDS[:2])
     assert heard["output_ids"] == [20, 21]
@@ -104,11 +104,11 @@ def test_the_prompt_comes_first_and_its_first_token_follows_nothing():
 
 
 def test_what_is_new_begins_where_it_was_told_to():
-    told = Told(EVERYTHING, PROMPT)
-    told.hear(said(details(5), 0, 1))
+    told = GenerateReplyWriter(EVERYTHING, PROMPT)
+    told.add(said(details(5), 0, 1))
     assert len(fields(told)["input_token_logprobs"]) == 2  # type: ignore[arg-type]
     told.restart()
-    told.hear(said(details(5), 1, 4))
+    told.add(said(details(5), 1, 4))
     heard = fields(told)
     assert heard["input_token_logprobs"] == [[-0.5, 9, "<9>"]]
     assert heard["output_ids"] == [20, 21]
@@ -130,26 +130,28 @@ def test_each_token_is_worked_on_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TokenDetails, "each", counted)
     count = 200
     every = details(count)
-    told = Told(msgspec.structs.replace(EVERYTHING, hidden=""), PROMPT)
+    told = GenerateReplyWriter(msgspec.structs.replace(EVERYTHING, hidden=""), PROMPT)
     for n in range(count):
-        told.hear(said(every, n, n + 1))
+        told.add(said(every, n, n + 1))
         msgspec.json.encode(told.reply | told.meta)
     assert worked_on == count
     assert len(told.ids) == count - 2
 
 
-def voice(news: bool = False, **sampling: object) -> GenerateVoice:
+def voice(news: bool = False, **sampling: object) -> GenerateResponseWriter:
     body = msgspec.convert({"text": "abc", "sampling_params": sampling}, GenerateBody)
-    hold = Access(AccessConfig(), Tenants(), ManualClock().now).begin(ASK, MODEL)
+    hold = Access(AccessConfig(), Tenants(), ManualClock().now).admit(ASK, MODEL)
     submit = msgspec.structs.replace(submission("r", ManualClock()), prompt_ids=pack_ids(PROMPT))
-    stream = Stream(submit, span("t", None), hold, door="native", came_at=0, opened_at=0)
-    return GenerateVoice(
-        generate(body),
+    stream = RequestStream(
+        submit, span("t", None), hold, api="native", received_at=0, submitted_at=0
+    )
+    return GenerateResponseWriter(
+        parse_generate(body),
         [stream],
         firsts=[None],
         rank_of=lambda _: None,
         weight_version="",
-        news=news,
+        incremental=news,
     )
 
 

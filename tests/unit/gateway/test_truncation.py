@@ -13,8 +13,8 @@ from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, post
 from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vectors
 
-from antiphon.gateway.encode import truncated
-from antiphon.gateway.entrance import ANSWER_ROOM
+from antiphon.gateway.requests.submission import RESERVED_OUTPUT_TOKENS
+from antiphon.gateway.requests.tokenizer_client import truncated
 from antiphon.testing.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 Body = dict[str, object]
-KEPT = CONTEXT_TOKENS - ANSWER_ROOM
+KEPT = CONTEXT_TOKENS - RESERVED_OUTPUT_TOKENS
 LONG = "".join(chr(ord("a") + index % 26) for index in range(3 * CONTEXT_TOKENS))
 IDS = list(LONG.encode())
 TURNS = [{"role": "user", "content": LONG}]
@@ -67,7 +67,7 @@ async def test_long_prompt_loses_its_end_if_that_is_allowed(path: str, body: Bod
         assert status == 200, reply
         assert prompt(at) == IDS[:KEPT]
         (submit,) = at.cluster.submits
-        assert submit.sampling.max_new_tokens == ANSWER_ROOM
+        assert submit.sampling.max_new_tokens == RESERVED_OUTPUT_TOKENS
     async with truncating(allowed=False) as at:
         status, reply, _ = await post(at, path, body)
         assert status == 400
@@ -129,7 +129,9 @@ async def test_min_tokens_are_lowered_with_the_limit() -> None:
         body = {"prompt": LONG, "max_tokens": 100, "min_tokens": 50}
         assert (await post(at, COMPLETE, body))[0] == 200
         (submit,) = at.cluster.submits
-    assert submit.sampling.min_new_tokens == submit.sampling.max_new_tokens == ANSWER_ROOM
+    assert (
+        submit.sampling.min_new_tokens == submit.sampling.max_new_tokens == RESERVED_OUTPUT_TOKENS
+    )
 
 
 @pytest.mark.parametrize("given", [LONG, IDS], ids=("text", "ids"))
@@ -138,7 +140,7 @@ async def test_prompt_is_truncated_to_what_the_largest_worker_holds(given: str |
         at.cluster.worker_context = 20
         await until(lambda: _worker_context(at) == 20)
         assert (await post(at, COMPLETE, {"prompt": given}))[0] == 200
-        assert prompt(at) == IDS[: 20 - ANSWER_ROOM]
+        assert prompt(at) == IDS[: 20 - RESERVED_OUTPUT_TOKENS]
 
 
 async def test_tiny_context_keeps_a_token() -> None:
@@ -159,7 +161,7 @@ def _worker_context(at: House) -> int | None:
 async def test_truncation_is_logged_with_both_lengths(
     given: str | list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "antiphon.gateway.entrance")
+    caplog.set_level(logging.WARNING, "antiphon.gateway.requests.submission")
     async with truncating() as at:
         await post(at, COMPLETE, {"prompt": "short"})
         assert not caplog.records

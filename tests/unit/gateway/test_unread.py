@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from tests.simulation.owner_world import LEADER, ME, MODEL, submission
 
-from antiphon.gateway.owner.actions import Action, Deliver, Ended, Said
-from antiphon.gateway.owner.machine import Limits, Owner
+from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
+from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.testing.clock import ManualClock
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
@@ -28,9 +28,9 @@ class Desk:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.owner = Owner(
-            ME, MODEL, self.clock, Limits(unread_bytes_max=BYTES_MAX, open_list_s=0.5)
+            ME, MODEL, self.clock, OwnerLimits(unread_bytes_max=BYTES_MAX, open_list_s=0.5)
         )
-        self.unread: list[Said] = []
+        self.unread: list[TextDelta] = []
         self.ended: Ended | None = None
         self.seq = 0
         self.told = -(len(PROMPT) - 1)
@@ -44,7 +44,7 @@ class Desk:
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Deliver) and isinstance(action.event, Said):
+            if isinstance(action, Deliver) and isinstance(action.event, TextDelta):
                 self.unread.append(action.event)
             elif isinstance(action, Deliver) and isinstance(action.event, Ended):
                 self.ended = action.event
@@ -67,7 +67,7 @@ class Desk:
 
     def read(self, pieces: int) -> None:
         for said in self.unread[:pieces]:
-            self.owner.read(RequestId("r"), said.size_bytes)
+            self.owner.mark_consumed(RequestId("r"), said.size_bytes)
         del self.unread[:pieces]
 
     def wait(self, seconds: float) -> None:

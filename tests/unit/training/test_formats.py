@@ -9,7 +9,7 @@ import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.model_worker.training.dialogue import Call, Message, Skill, said, schema
@@ -33,7 +33,7 @@ def read(case: Case, answer: str) -> Message:
     tools = read_tools([cast("Json", schema(tool)) for tool in case.chat.tools])
     parser = AnswerParser(
         tools=tool_format(habits.tools) if tools else None,
-        offer=Offer(schemas={tool.name: tool.parameters for tool in tools}),
+        offer=OfferedTools(schemas={tool.name: tool.parameters for tool in tools}),
         reasoning=reasoning_format(habits.reasoning),
         inside=case.chat.thinks,
     )

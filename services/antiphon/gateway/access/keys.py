@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from antiphon.wire.ids import TenantId
 
 
-class Rank(IntEnum):
+class AccessLevel(IntEnum):
     """What a caller may do beside asking."""
 
     TENANT = 0
@@ -29,7 +29,7 @@ class Caller:
     """Whose call it is."""
 
     tenant: TenantId
-    rank: Rank
+    level: AccessLevel
 
 
 class Keyring:

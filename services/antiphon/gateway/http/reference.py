@@ -11,30 +11,31 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from antiphon.config.markdown import table
-from antiphon.gateway.http.anthropic import refused as anthropic
-from antiphon.gateway.http.anthropic.bodies import CountBody, MessagesBody
-from antiphon.gateway.http.native import control, generation, parsing
-from antiphon.gateway.http.native import refused as native
-from antiphon.gateway.http.native.bodies import GenerateBody
-from antiphon.gateway.http.native.encoding import EncodeBody
-from antiphon.gateway.http.ollama import library
-from antiphon.gateway.http.ollama import refused as ollama
-from antiphon.gateway.http.ollama.bodies import OllamaChatBody, OllamaGenerateBody
-from antiphon.gateway.http.ollama.embedding import OllamaEmbedBody, OllamaEmbeddingBody
-from antiphon.gateway.http.openai import refused as openai
-from antiphon.gateway.http.openai.bodies import ChatBody, CompletionBody
-from antiphon.gateway.http.openai.classifying import ClassifyBody
+from antiphon.gateway.http.anthropic import unsupported as anthropic
+from antiphon.gateway.http.anthropic.schema import CountBody, MessagesBody
+from antiphon.gateway.http.native import control, parsing
+from antiphon.gateway.http.native import endpoints as generation
+from antiphon.gateway.http.native import unsupported as native
+from antiphon.gateway.http.native.encode import EncodeBody
+from antiphon.gateway.http.native.schema import GenerateBody
+from antiphon.gateway.http.ollama import models as library
+from antiphon.gateway.http.ollama import unsupported as ollama
+from antiphon.gateway.http.ollama.embeddings import OllamaEmbedBody, OllamaEmbeddingBody
+from antiphon.gateway.http.ollama.schema import OllamaChatBody, OllamaGenerateBody
+from antiphon.gateway.http.openai import unsupported as openai
+from antiphon.gateway.http.openai.classify import ClassifyBody
 from antiphon.gateway.http.openai.embeddings import EmbeddingBody
-from antiphon.gateway.http.openai.reranking import RerankBody
-from antiphon.gateway.http.openai.responses.bodies import ResponsesBody
-from antiphon.gateway.http.openai.responses.refused import RESPONSES
-from antiphon.gateway.http.openai.scoring import ScoreBody
-from antiphon.gateway.http.openai.tokens import DetokenizeBody, TokenizeBody
+from antiphon.gateway.http.openai.rerank import RerankBody
+from antiphon.gateway.http.openai.responses.schema import ResponsesBody
+from antiphon.gateway.http.openai.responses.unsupported import RESPONSES
+from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.score import ScoreBody
+from antiphon.gateway.http.openai.tokenize import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from antiphon.gateway.http.fields import Refused
+    from antiphon.gateway.http.core.fields import UnsupportedField
 
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 
@@ -42,7 +43,7 @@ Schema = dict[str, object]
 
 _WIDE = 2**31 - 1
 
-BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, Refused]], ...] = (
+BODIES: tuple[tuple[str, type[msgspec.Struct], Mapping[str, UnsupportedField]], ...] = (
     ("/v1/chat/completions", ChatBody, openai.CHAT),
     ("/v1/completions", CompletionBody, openai.COMPLETION),
     ("/v1/messages", MessagesBody, anthropic.MESSAGES),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.ask import Ask, Sampling
-from antiphon.gateway.nats.generation import Generation
+from antiphon.gateway.nats.generation import NatsGeneration
 from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
-from antiphon.gateway.owner.actions import Ended, Said
-from antiphon.gateway.stream import check
+from antiphon.gateway.owner.actions import Ended, TextDelta
+from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
+from antiphon.gateway.stream.stream import raise_if_failed
 from antiphon.service.endpoint import Answer
 from antiphon.service.model import served_names
 from antiphon.service.tasks import isolated
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.driver import Driver
-    from antiphon.gateway.entrance import Entrance
     from antiphon.gateway.metrics import GatewayMetrics
     from antiphon.gateway.owner.actions import StreamEvent
+    from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.requests.submission import Submission
     from antiphon.service.endpoint import Endpoint
     from antiphon.service.service import Runtime
     from antiphon.wire.generate import GenerateRequest, GenerateText
@@ -54,35 +54,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KEPT_S = 10.0
+_RETAINED_S = 10.0
 """How long after its end a request can be retried or resumed."""
-_KEPT_MAX = 1024
-_LEFT = Unavailable("this gateway is leaving", retry_after_s=0.0)
+_RETAINED_MAX = 1024
+_LEAVING = Unavailable("this gateway is leaving", retry_after_s=0.0)
 _PINGS = 6
 _PING_S = 0.5
 
 
-class Generations:
+class NatsGenerationEndpoints:
     """Every request that came over NATS, and those that have ended lately."""
 
     def __init__(
         self,
         runtime: Runtime,
         model: ModelName,
-        entrance: Entrance,
-        driver: Driver,
+        submission: Submission,
+        driver: OwnerDriver,
         metrics: GatewayMetrics,
         access: Access,
     ) -> None:
         self._runtime = runtime
         self._model = model
-        self._entrance = entrance
+        self._submission = submission
         self._driver = driver
         self._metrics = metrics
         self._access = access
-        self._by_name: dict[tuple[TenantId, ClientKey], Generation] = {}
-        self._by_id: dict[RequestId, Generation] = {}
-        self._kept: list[Generation] = []
+        self._by_name: dict[tuple[TenantId, ClientKey], NatsGeneration] = {}
+        self._by_id: dict[RequestId, NatsGeneration] = {}
+        self._retained: list[NatsGeneration] = []
         self._live = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,100 +109,102 @@ class Generations:
     async def close(self) -> None:
         """Tell the end to whoever has not heard it; the tasks that would have are gone."""
         for generation in list(self._by_id.values()):
-            if not generation.told:
-                generation.hear_all(generation.stream.rest())
-                await self._send(generation, generation.again(()))
+            if not generation.end_sent:
+                generation.record_all(generation.stream.get_nowait())
+                await self._send(generation, generation.replay(()))
 
     async def _generate(self, request: GenerateRequest, delivery: Delivery) -> GenerateAccepted:
-        with self._metrics.refusals():
-            tenant = self._access.member(request.api_key, tenant_of(delivery))
+        with self._metrics.count_rejections():
+            tenant = self._access.authenticate_tenant(request.api_key, tenant_of(delivery))
         request = msgspec.structs.replace(request, api_key=None)  # it is not kept
-        with self._metrics.refusals(tenant):
-            ask = _ask(request, tenant)
+        with self._metrics.count_rejections(tenant):
+            gen_request = _ask(request, tenant)
             known = self._by_name.get((tenant, request.key))
             digest = _digest(request)
             if known is not None and known.digest == digest:
                 return await self._retry(known, delivery)
-            if known is not None and not known.told:
+            if known is not None and not known.end_sent:
                 raise DuplicateRequest(
                     f"a request with the key '{request.key}' is running", param="key"
                 )
-            self._access.knock(tenant)
-        generation = Generation(request, tenant, digest, delivery)
+            self._access.count_request(tenant)
+        generation = NatsGeneration(request, tenant, digest, delivery)
         self._by_name[tenant, request.key] = generation
         try:
-            events = await self._enter(generation, ask)
+            events = await self._open(generation, gen_request)
         except BaseException as error:
-            generation.refusal = error if isinstance(error, EngineError) else _LEFT
+            generation.refusal = error if isinstance(error, EngineError) else _LEAVING
             self._drop(generation)
             raise
         finally:
-            generation.entered.set()
+            generation.opened.set()
         self._runtime.group.create_task(isolated(self._pump, generation, events))
         return generation.accepted(self._runtime.process.instance)
 
-    async def _retry(self, known: Generation, delivery: Delivery) -> GenerateAccepted:
+    async def _retry(self, known: NatsGeneration, delivery: Delivery) -> GenerateAccepted:
         """Answer as the first time, and say again what was said to an inbox that may be another."""
-        await known.entered.wait()  # ends with the first try, at the latest at its deadline
+        await known.opened.wait()  # ends with the first try, at the latest at its deadline
         if known.refusal is not None:
             raise known.refusal
         known.delivery = delivery
-        self._runtime.group.create_task(isolated(self._send, known, known.again(())))
+        self._runtime.group.create_task(isolated(self._send, known, known.replay(())))
         return known.accepted(self._runtime.process.instance)
 
-    async def _enter(self, generation: Generation, ask: Ask) -> list[StreamEvent]:
+    async def _open(
+        self, generation: NatsGeneration, gen_request: GenerationRequest
+    ) -> list[StreamEvent]:
         """Open the request and wait until the leader has it; return what has come by then."""
-        stream = await self._entrance.enter(ask, self._entrance.detail_room())
+        stream = await self._submission.submit(gen_request, self._submission.token_output_budget())
         try:
-            events = await stream.take()
-            check(events)
+            events = await stream.get()
+            raise_if_failed(events)
         except BaseException:
-            self._entrance.leave(stream)
+            self._submission.release(stream)
             raise
-        generation.enter(stream)
+        generation.open(stream)
         self._by_id[generation.id] = generation
         self._live += 1
         self._idle.clear()
         return events
 
-    async def _pump(self, generation: Generation, events: list[StreamEvent]) -> None:
+    async def _pump(self, generation: NatsGeneration, events: list[StreamEvent]) -> None:
         """Tell a client everything until its end."""
 
         def unheard() -> None:
-            generation.unheard = True
-            if not generation.looked_for and not generation.told:
-                generation.looked_for = True
-                self._runtime.group.create_task(isolated(self._look_for, generation, probe))
+            generation.undelivered = True
+            if not generation.probing and not generation.end_sent:
+                generation.probing = True
+                self._runtime.group.create_task(isolated(self._probe_client, generation, probe))
 
         try:
             with self._runtime.bus.probe(unheard) as probe:
-                while not generation.told:
-                    await self._tell(generation, events, probe=probe)
-                    if not generation.told:
-                        events = await generation.stream.take()
+                while not generation.end_sent:
+                    await self._forward(generation, events, probe=probe)
+                    if not generation.end_sent:
+                        events = await generation.stream.get()
         except Exception:
             log.exception("generation failed", extra={"request_id": generation.id})
-            self._driver.leave(generation.stream, Internal("internal error"))
-            generation.hear_all(generation.stream.rest())
-            await self._send(generation, generation.again(()))
-            generation.told = True
-        self._entrance.leave(generation.stream)
-        self._keep(generation)
+            self._driver.cancel(generation.stream, Internal("internal error"))
+            generation.record_all(generation.stream.get_nowait())
+            await self._send(generation, generation.replay(()))
+            generation.end_sent = True
+        self._submission.release(generation.stream)
+        self._retain(generation)
 
-    async def _tell(
-        self, generation: Generation, events: Iterable[StreamEvent], *, probe: str | None
+    async def _forward(
+        self, generation: NatsGeneration, events: Iterable[StreamEvent], *, probe: str | None
     ) -> None:
         # All is kept before any is sent: if this task ends halfway, `again` still knows the rest.
-        for event, message in [(event, generation.hear(event)) for event in events]:
+        for event, message in [(event, generation.record(event)) for event in events]:
             if message is not None:
                 await self._send(generation, (message,), probe=probe)
-            if isinstance(event, Said):
-                self._driver.read(generation.stream, event)
-            generation.told |= isinstance(event, Ended)
+            if isinstance(event, TextDelta):
+                self._driver.mark_consumed(generation.stream, event)
+            generation.end_sent |= isinstance(event, Ended)
 
     async def _send(
         self,
-        generation: Generation,
+        generation: NatsGeneration,
         messages: Iterable[GenerateText | GenerateEnd],
         *,
         probe: str | None = None,
@@ -215,20 +217,20 @@ class Generations:
             extra = {"request_id": generation.id, "code": error.code}
             log.info("client not told", extra=extra)
 
-    async def _look_for(self, generation: Generation, probe: str) -> None:
+    async def _probe_client(self, generation: NatsGeneration, probe: str) -> None:
         """Cancel a request whose client hears nothing for 3 s on a link that works."""
         silent = 0
-        while silent < _PINGS and not generation.told:
-            generation.unheard = False
+        while silent < _PINGS and not generation.end_sent:
+            generation.undelivered = False
             await self._send(generation, (generation.ping(),), probe=probe)
             await asyncio.sleep(_PING_S)
-            if not generation.unheard and self._runtime.bus.link.up:
-                generation.looked_for = False
+            if not generation.undelivered and self._runtime.bus.link.up:
+                generation.probing = False
                 return
-            silent = silent + 1 if generation.unheard else 0
-        if not generation.told:
+            silent = silent + 1 if generation.undelivered else 0
+        if not generation.end_sent:
             log.info("client has vanished", extra={"request_id": generation.id})
-            self._driver.leave(generation.stream)
+            self._driver.cancel(generation.stream)
 
     async def _control(
         self, message: GenerateResume | GenerateCancel, delivery: Delivery
@@ -237,28 +239,28 @@ class Generations:
         if generation is None or generation.tenant != tenant_of(delivery):
             raise InvalidRequest("no such request is known here", param="request_id")
         if isinstance(message, GenerateCancel):
-            self._driver.leave(generation.stream)
+            self._driver.cancel(generation.stream)
         else:
-            for again in list(generation.again(message.places)):
+            for again in list(generation.replay(message.places)):
                 await _respond(generation.delivery, again, None)
         return GenerateDone(request_id=message.request_id)
 
-    def _keep(self, generation: Generation) -> None:
+    def _retain(self, generation: NatsGeneration) -> None:
         """Remember an ended request for a while: its client may have missed the end."""
         self._live -= 1
         if self._live == 0:
             self._idle.set()
-        self._kept.append(generation)
-        asyncio.get_running_loop().call_later(_KEPT_S, self._drop, generation)
-        if len(self._kept) > _KEPT_MAX:
-            self._drop(self._kept[0])
+        self._retained.append(generation)
+        asyncio.get_running_loop().call_later(_RETAINED_S, self._drop, generation)
+        if len(self._retained) > _RETAINED_MAX:
+            self._drop(self._retained[0])
 
-    def _drop(self, generation: Generation) -> None:
+    def _drop(self, generation: NatsGeneration) -> None:
         name = (generation.tenant, generation.request.key)
         if self._by_name.get(name) is generation:
             del self._by_name[name]
-        if generation in self._kept:
-            self._kept.remove(generation)
+        if generation in self._retained:
+            self._retained.remove(generation)
             del self._by_id[generation.id]
 
 
@@ -283,13 +285,13 @@ def _digest(request: GenerateRequest) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
-def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
+def _ask(request: GenerateRequest, tenant: TenantId) -> GenerationRequest:
     given = (request.messages, request.prompt, request.prompt_ids)
     if sum(each is not None for each in given) != 1:
         raise InvalidRequest("give exactly one of messages, prompt and prompt_ids", param="prompt")
     if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
         raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
-    return Ask(
+    return GenerationRequest(
         door="generate",
         model=request.model,
         messages=request.messages,
@@ -301,7 +303,7 @@ def _ask(request: GenerateRequest, tenant: TenantId) -> Ask:
         cache_salt=cache_salt(request.cache_salt),
         tokens_max=request.max_tokens,
         choices=request.n,
-        sampling=Sampling(
+        sampling=SamplingOptions(
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,

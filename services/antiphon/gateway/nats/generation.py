@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.owner.actions import Ended, Finished, Said
+from antiphon.gateway.owner.actions import Ended, Finished, TextDelta
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
 from antiphon.wire.details import DetailPiece, DetailStore
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Delivery
     from antiphon.gateway.owner.actions import StreamEvent
-    from antiphon.gateway.stream import Stream
+    from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.generate import GenerateRequest, TextPlace
     from antiphon.wire.ids import InstanceId, RequestId, TenantId
 
 _PIECE_BYTES_MAX = 128 * 1024
 
 
-class Generation:
+class NatsGeneration:
     """Keeps what was said of a request until some time after its end. No bus and no clock.
 
     Attributes:
@@ -43,18 +43,18 @@ class Generation:
         self.tenant = tenant
         self.digest = digest
         self.delivery = delivery
-        self.entered = asyncio.Event()
+        self.opened = asyncio.Event()
         self.refusal: EngineError | None = None
-        self.told = False
-        self.unheard = False
-        self.looked_for = False
-        self._stream: Stream | None = None
-        self._spoken: list[_Spoken] = []
+        self.end_sent = False
+        self.undelivered = False
+        self.probing = False
+        self._stream: RequestStream | None = None
+        self._collected: list[_CollectedText] = []
         self._finished: dict[int, Finished] = {}
         self._ended: Ended | None = None
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> RequestStream:
         """Where its events come from, once it has entered."""
         assert self._stream is not None
         return self._stream
@@ -64,10 +64,10 @@ class Generation:
         """The request's name in the cluster."""
         return self.stream.submit.request_id
 
-    def enter(self, stream: Stream) -> None:
+    def open(self, stream: RequestStream) -> None:
         """The request is open."""
         self._stream = stream
-        self._spoken = [_Spoken() for _ in range(stream.submit.choices)]
+        self._collected = [_CollectedText() for _ in range(stream.submit.choices)]
 
     def accepted(self, gateway: InstanceId) -> GenerateAccepted:
         """The answer to each try."""
@@ -79,11 +79,11 @@ class Generation:
             details_from=submit.sampling.details_from(id_count(submit.prompt_ids)),
         )
 
-    def hear(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
+    def record(self, event: StreamEvent) -> GenerateText | GenerateEnd | None:
         """Keep what an event says, and write it for the client if it is news for it."""
         match event:
-            case Said():
-                self._spoken[event.choice].add(event)
+            case TextDelta():
+                self._collected[event.choice].add(event)
                 if self.request.stream:
                     piece = (event.text_offset, event.text, event.details)
                     return self._piece(event.choice, *piece)
@@ -96,12 +96,12 @@ class Generation:
                 pass
         return None
 
-    def hear_all(self, events: Iterable[StreamEvent]) -> None:
+    def record_all(self, events: Iterable[StreamEvent]) -> None:
         """Keep what events say, for `again`."""
         for event in events:
-            self.hear(event)
+            self.record(event)
 
-    def again(self, places: Iterable[TextPlace]) -> Iterator[GenerateText | GenerateEnd]:
+    def replay(self, places: Iterable[TextPlace]) -> Iterator[GenerateText | GenerateEnd]:
         """Write what lies beyond some places, and the terminal once it was heard.
 
         Raises:
@@ -109,8 +109,8 @@ class Generation:
         """
         starts = {place.choice: place for place in places}
         if self.request.stream:
-            for choice, spoken in enumerate(self._spoken):
-                for piece in spoken.beyond(starts.get(choice)):
+            for choice, collected in enumerate(self._collected):
+                for piece in collected.after(starts.get(choice)):
                     yield self._piece(choice, *piece)
         # A terminal that waits in the stream still has text before it, which it would leave out.
         if self._ended is not None:
@@ -118,7 +118,7 @@ class Generation:
 
     def ping(self) -> GenerateText:
         """Something to say that changes nothing, to see whether anybody listens."""
-        return self._piece(0, len(self._spoken[0].text), "", None)
+        return self._piece(0, len(self._collected[0].text), "", None)
 
     def _piece(
         self, choice: int, text_offset: int, text: str, details: DetailPiece | None
@@ -134,27 +134,29 @@ class Generation:
     def _end(self, ended: Ended) -> GenerateEnd:
         return GenerateEnd(
             request_id=self.id,
-            choices=tuple(self._choice_end(choice) for choice in range(len(self._spoken))),
+            choices=tuple(self._choice_end(choice) for choice in range(len(self._collected))),
             usage=ended.usage,
             error=None if ended.error is None else encode_error(ended.error),
         )
 
     def _choice_end(self, choice: int) -> ChoiceEnd:
         finished = self._finished.get(choice)
-        spoken, streamed = self._spoken[choice], self.request.stream
-        details = spoken.details
+        collected, streamed = self._collected[choice], self.request.stream
+        details = collected.details
         return ChoiceEnd(
             choice=choice,
             finish_reason=finished.reason if finished else FinishReason.ERROR,
-            text_bytes=len(spoken.text),
-            text=None if streamed else spoken.text.decode(),
-            details=None if streamed or not details else spoken.piece(details.first, details.end),
+            text_bytes=len(collected.text),
+            text=None if streamed else collected.text.decode(),
+            details=None
+            if streamed or not details
+            else collected.piece(details.first, details.end),
             details_end=details.end,
             matched_stop=finished.matched_stop if finished else None,
         )
 
 
-class _Spoken:
+class _CollectedText:
     """All that was said of one choice."""
 
     def __init__(self) -> None:
@@ -163,7 +165,7 @@ class _Spoken:
         self._texts: dict[int, str] = {}
         self._written: dict[int, bytes] = {}
 
-    def add(self, said: Said) -> None:
+    def add(self, said: TextDelta) -> None:
         self.text += said.text.encode()
         if said.details is not None:
             if not self.details:
@@ -172,7 +174,7 @@ class _Spoken:
             self._texts |= said.details.texts
             self._written |= said.details.written
 
-    def beyond(self, place: TextPlace | None) -> Iterator[tuple[int, str, DetailPiece | None]]:
+    def after(self, place: TextPlace | None) -> Iterator[tuple[int, str, DetailPiece | None]]:
         """What lies beyond a place, as (offset, text, details), text first."""
         start = place.text_offset if place else 0
         try:

@@ -16,7 +16,7 @@ class Accepted(msgspec.Struct, frozen=True):
     """The leader has queued the request. Not sent when text or the end comes first."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """The next text of a choice, with nothing missing before it; `text_offset` in UTF-8 bytes.
 
     `details` are of its next tokens, where the request wanted any; then the text may be empty.
@@ -54,7 +54,7 @@ class Ended(msgspec.Struct, frozen=True):
     error: EngineError | None = None
 
 
-StreamEvent = Accepted | Said | Finished | Ended
+StreamEvent = Accepted | TextDelta | Finished | Ended
 
 
 class Deliver(msgspec.Struct, frozen=True):
@@ -82,11 +82,11 @@ class Announce(msgspec.Struct, frozen=True):
     message: OpenList
 
 
-class AskText(msgspec.Struct, frozen=True):
+class FetchText(msgspec.Struct, frozen=True):
     """Call a detokenizer for what is missing; the outcome goes to `Owner.text_answered`."""
 
     detokenizer: Process
     message: ResumeText
 
 
-Action = Deliver | Submit | Cancel | Announce | AskText
+Action = Deliver | Submit | Cancel | Announce | FetchText

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.owner import rules
+from antiphon.gateway.owner import retry_rules as rules
 from antiphon.gateway.owner.actions import (
     Accepted,
     Action,
     Announce,
-    AskText,
     Cancel,
     Deliver,
     Ended,
-    Said,
+    FetchText,
     Submit,
+    TextDelta,
 )
-from antiphon.gateway.owner.feeds import Feeds
-from antiphon.gateway.owner.ledger import Ledger
-from antiphon.gateway.owner.request import Request, failed
+from antiphon.gateway.owner.open_list import OpenListBuilder
+from antiphon.gateway.owner.request import OwnedRequest, is_failure
+from antiphon.gateway.owner.stream_gaps import StreamGaps
 from antiphon.gateway.owner.timers import Timers
 from antiphon.wire.base import Process
 from antiphon.wire.errors import (
@@ -56,40 +56,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class OwnerLimits(msgspec.Struct, frozen=True):
     """Bounds of one owner; `unread_bytes_max` is per request."""
 
     unread_bytes_max: int
     open_list_s: float
 
 
-class _Cancelling:
+class _PendingCancel:
     def __init__(self, message: CancelRequest, until: float) -> None:
         self.message = message
         self.until = until
         self.tries = 0
 
 
-_List = tuple[Literal["list"]]
-_OfRequest = tuple[Literal["deadline", "submit", "cancel", "unread"], RequestId]
-_OfFeed = tuple[Literal["feed"], Process]
-_LIST: _List = ("list",)
+_ListTimer = tuple[Literal["list"]]
+_RequestTimer = tuple[Literal["deadline", "submit", "cancel", "unread"], RequestId]
+_ResumeTimer = tuple[Literal["feed"], Process]
+_LIST_TIMER: _ListTimer = ("list",)
 
 
 class Owner:
     """Every open request of one gateway. Each event method returns what is to be done, in order."""
 
-    def __init__(self, process: Process, model: ModelName, clock: Clock, limits: Limits) -> None:
+    def __init__(
+        self, process: Process, model: ModelName, clock: Clock, limits: OwnerLimits
+    ) -> None:
         self._process = process
         self._clock = clock
         self._limits = limits
-        self._requests: dict[RequestId, Request] = {}
-        self._cancelling: dict[RequestId, _Cancelling] = {}
-        self._feeds = Feeds(process.instance)
+        self._requests: dict[RequestId, OwnedRequest] = {}
+        self._pending_cancels: dict[RequestId, _PendingCancel] = {}
+        self._gaps = StreamGaps(process.instance)
         self._term: Term | None = None
-        self._ledger = Ledger(process, model, clock, limits.open_list_s)
-        self._timers: Timers[_List | _OfRequest | _OfFeed] = Timers()
-        self._timers.set(_LIST, clock.now())
+        self._open_list = OpenListBuilder(process, model, clock, limits.open_list_s)
+        self._timers: Timers[_ListTimer | _RequestTimer | _ResumeTimer] = Timers()
+        self._timers.set(_LIST_TIMER, clock.now())
         self._actions: list[Action] = []
 
     @property
@@ -109,17 +111,17 @@ class Owner:
         """Own a new request until its one `Ended` was delivered."""
         assert submit.request_id not in self._requests
         now = self._clock.now()
-        request = Request(submit, now)
+        request = OwnedRequest(submit, now)
         self._requests[request.id] = request
         left_s = (submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
         self._timers.set(("deadline", request.id), now + left_s)
-        self._ledger.note(request)
+        self._open_list.add(request)
         # The list goes first: a leader must not see a request run that nobody has open.
         self._announce()
         self._submit(request)
-        return self._take()
+        return self._take_actions()
 
-    def read(self, request_id: RequestId, size: int) -> None:
+    def mark_consumed(self, request_id: RequestId, size: int) -> None:
         """The client has taken so many bytes of what was said."""
         request = self._requests.get(request_id)
         if request is not None:
@@ -129,8 +131,8 @@ class Owner:
         """End a request because its client left, or for another reason of our own."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._abandon(request, error or Cancelled("the client left"))
-        return self._take()
+            self._end_and_cancel(request, error or Cancelled("the client left"))
+        return self._take_actions()
 
     def abort(self, request_id: RequestId) -> list[Action]:
         """End a request well, each choice that goes on as aborted: somebody else wants it so."""
@@ -138,14 +140,14 @@ class Owner:
         if request is not None:
             for event in request.abort():
                 self._actions.append(Deliver(request.id, event))
-            self._abandon(request, None)
-        return self._take()
+            self._end_and_cancel(request, None)
+        return self._take_actions()
 
     def close(self, error: EngineError) -> list[Action]:
         """End everything that is open: this process leaves."""
         for request in list(self._requests.values()):
-            self._abandon(request, error)
-        return self._take()
+            self._end_and_cancel(request, error)
+        return self._take_actions()
 
     # Events of the bus.
 
@@ -155,71 +157,71 @@ class Owner:
         """Take the leader's answer to a submit; no answer is an error too."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.asking = False
+            request.submitting = False
             if isinstance(answer, SubmitAccepted):
                 self._accept(request, answer.term)
-            elif rules.passes(answer, accepted=request.accepted):
+            elif rules.is_retryable(answer, accepted=request.accepted):
                 self._retry(request, answer)
             else:
                 self._end(request, answer)
-        return self._take()
+        return self._take_actions()
 
     def cancel_answered(self, request_id: RequestId, *, accepted: bool) -> list[Action]:
         """Take the leader's answer to a cancel, or its silence."""
-        cancelling = self._cancelling.get(request_id)
+        cancelling = self._pending_cancels.get(request_id)
         if cancelling is not None:
-            at = self._clock.now() + rules.pause_s(cancelling.tries)
+            at = self._clock.now() + rules.retry_delay_s(cancelling.tries)
             if accepted or at > cancelling.until:
-                del self._cancelling[request_id]
+                del self._pending_cancels[request_id]
             else:
                 cancelling.tries += 1
                 self._timers.set(("cancel", request_id), at)
-        return self._take()
+        return self._take_actions()
 
     def text_arrived(self, batch: TextBatch) -> list[Action]:
         """Show what is new in a batch, and ask for what is missing before it."""
         if batch.gateway != self._process:
             return []  # for an earlier life of ours
         sender = batch.detokenizer
-        self._feeds.arrive(sender, batch.seq)
-        torn = self._feeds.torn(sender)
+        self._gaps.on_batch(sender, batch.seq)
+        torn = self._gaps.has_gap(sender)
         for row in batch.rows:
             request = self._requests.get(row.request_id)
             if request is not None:
-                self._show_row(request, row, sender)
-                torn = torn or request.lacks_text
+                self._apply_row_isolated(request, row, sender)
+                torn = torn or request.has_gap
         if torn:
-            self._mend(sender)
-        return self._take()
+            self._resume_if_needed(sender)
+        return self._take_actions()
 
     def text_answered(self, detokenizer: Process, *, answered: bool) -> list[Action]:
         """Take the outcome of asking a detokenizer for missing text."""
-        if self._feeds.asking(detokenizer):
-            self._feeds.settle(detokenizer, answered=answered)
-            pause_s = rules.RESENT_S if answered else rules.ASK_AGAIN_S
+        if self._gaps.resuming(detokenizer):
+            self._gaps.end_resume(detokenizer, answered=answered)
+            pause_s = rules.RESUME_WAIT_S if answered else rules.RESUME_RETRY_S
             self._timers.set(("feed", detokenizer), self._clock.now() + pause_s)
-        return self._take()
+        return self._take_actions()
 
-    def detokenizer_spoke(
+    def detokenizer_heartbeat(
         self, detokenizer: Process, streams: tuple[StreamSeq, ...]
     ) -> list[Action]:
         """Take a heartbeat, which names the last batch sent to us."""
-        self._feeds.hear(detokenizer, streams)
-        if self._feeds.torn(detokenizer):
-            self._mend(detokenizer)
-        return self._take()
+        self._gaps.on_heartbeat(detokenizer, streams)
+        if self._gaps.has_gap(detokenizer):
+            self._resume_if_needed(detokenizer)
+        return self._take_actions()
 
     def detokenizer_died(self, detokenizer: Process) -> list[Action]:
         """End what a dead detokenizer was saying: what it had accepted is lost."""
-        self._feeds.forget(detokenizer)
+        self._gaps.forget(detokenizer)
         self._timers.drop(("feed", detokenizer))
         for request in list(self._requests.values()):
             if request.detokenizer == detokenizer:
                 lost = Unavailable("the answer was lost with a process", retry_after_s=1.0)
-                self._abandon(request, lost)
-        return self._take()
+                self._end_and_cancel(request, lost)
+        return self._take_actions()
 
-    def noticed(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
+    def notice_arrived(self, batch: NoticeBatch, offset_ms: int = 0) -> list[Action]:
         """End what the leader has given up, unless a later attempt is being shown.
 
         What it had accepted and lacks now is submitted again; anything else is under way to it.
@@ -232,16 +234,16 @@ class Owner:
             return []
         for lost in batch.requests:
             request = self._requests.get(lost.request_id)
-            if request is not None and not request.beyond(lost.attempt):
+            if request is not None and not request.is_past(lost.attempt):
                 self._end(request, decode_error(lost.error))
         forgotten = [
             request
             for request_id in batch.lacking
             if (request := self._requests.get(request_id)) is not None
-            if request.rests and request.term == batch.leader
+            if request.is_settled and request.term == batch.leader
         ]
         self._submit_soon(forgotten)
-        return self._take()
+        return self._take_actions()
 
     def leader_changed(self, leading: Term | None) -> list[Action]:
         """Take in which term leads, by what living schedulers claim; called with each heartbeat.
@@ -255,7 +257,7 @@ class Owner:
             if leading is not None:
                 others = [each for each in self._requests.values() if each.term != leading]
                 self._submit_soon(others)
-        return self._take()
+        return self._take_actions()
 
     def tick(self) -> list[Action]:
         """Do what is due by now."""
@@ -263,148 +265,152 @@ class Owner:
         while (key := self._timers.pop_due(now)) is not None:
             match key:
                 case ("list",):
-                    self._timers.set(_LIST, now + self._limits.open_list_s)
-                    self._actions.append(Announce(self._ledger.whole()))
+                    self._timers.set(_LIST_TIMER, now + self._limits.open_list_s)
+                    self._actions.append(Announce(self._open_list.whole()))
                 case ("feed", detokenizer):
-                    self._check(detokenizer)
+                    self._fetch_missing_text(detokenizer)
                 case ("cancel", request_id):
-                    self._actions.append(Cancel(self._cancelling[request_id].message))
+                    self._actions.append(Cancel(self._pending_cancels[request_id].message))
                 case ("submit", request_id):
                     self._submit_due(self._requests[request_id])
                 case ("deadline", request_id):
                     request = self._requests[request_id]
-                    self._abandon(request, DeadlineExceeded("the request's deadline has passed"))
+                    self._end_and_cancel(
+                        request, DeadlineExceeded("the request's deadline has passed")
+                    )
                 case ("unread", request_id):
-                    self._unread_due(self._requests[request_id])
-        return self._take()
+                    self._check_unread(self._requests[request_id])
+        return self._take_actions()
 
-    def farewell(self) -> OpenList:
+    def final_open_list(self) -> OpenList:
         """The whole list once more, for the last message of a process."""
-        return self._ledger.whole()
+        return self._open_list.whole()
 
     # Submitting.
 
-    def _submit(self, request: Request) -> None:
-        request.asking = True
+    def _submit(self, request: OwnedRequest) -> None:
+        request.submitting = True
         self._timers.drop(("submit", request.id))
         self._actions.append(Submit(request.submission(self._clock.now())))
 
-    def _submit_due(self, request: Request) -> None:
+    def _submit_due(self, request: OwnedRequest) -> None:
         """Submit again: no leader was found, or none was heard of the request for long."""
         now = self._clock.now()
         if request.accepted and request.term == self._term and request.tries == 0:
-            quiet_until = request.heard_at + request.quiet_s
+            quiet_until = request.last_event_at + request.silence_s
             if now < quiet_until:
                 self._timers.set(("submit", request.id), quiet_until)
                 return
-            request.quiet_s = min(2 * request.quiet_s, rules.QUIET_MAX_S)
-        if not request.asking:
+            request.silence_s = min(2 * request.silence_s, rules.SILENCE_MAX_S)
+        if not request.submitting:
             self._submit(request)
 
-    def _accept(self, request: Request, term: Term) -> None:
-        self._know(request)
+    def _accept(self, request: OwnedRequest, term: Term) -> None:
+        self._mark_accepted(request)
         request.tries = 0
         request.term = term
         if self._term is None:
             self._term = term  # until a heartbeat says which one leads
-        pause_s = request.quiet_s if term == self._term else rules.STALE_LEADER_S
+        pause_s = request.silence_s if term == self._term else rules.STALE_LEADER_S
         self._timers.set(("submit", request.id), self._clock.now() + pause_s)
 
-    def _submit_soon(self, requests: Iterable[Request]) -> None:
+    def _submit_soon(self, requests: Iterable[OwnedRequest]) -> None:
         """Submit these again, whatever was heard of them meanwhile, one after the other."""
         for number, request in enumerate(requests):
             request.tries = max(request.tries, 1)
             self._timers.set(("submit", request.id), self._clock.now() + number * rules.PACE_S)
 
-    def _know(self, request: Request) -> None:
+    def _mark_accepted(self, request: OwnedRequest) -> None:
         """Note that a leader has the request: it said so, or text came."""
         if not request.accepted:
             request.accepted = True
-            request.quiet_s = rules.UNHEARD_S
+            request.silence_s = rules.QUEUED_SILENCE_S
             self._actions.append(Deliver(request.id, Accepted()))
 
-    def _retry(self, request: Request, error: EngineError) -> None:
+    def _retry(self, request: OwnedRequest, error: EngineError) -> None:
         now = self._clock.now()
-        if not request.accepted and now - request.opened_at >= rules.SUBMIT_PATIENCE_S:
+        if not request.accepted and now - request.opened_at >= rules.SUBMIT_TIMEOUT_S:
             # It may yet sit in a queue whose answer was lost, so the leader is told.
-            self._abandon(request, rules.nobody(error))
+            self._end_and_cancel(request, rules.no_scheduler_error(error))
             return
-        least_s = rules.QUIET_S if request.accepted else rules.pause_s(request.tries)
+        least_s = rules.SILENCE_S if request.accepted else rules.retry_delay_s(request.tries)
         pause_s = max(least_s, error.retry_after_s or 0.0)
         request.tries += 1
         self._timers.set(("submit", request.id), now + pause_s)
 
     # Text.
 
-    def _show_row(self, request: Request, row: TextRow, detokenizer: Process) -> None:
+    def _apply_row_isolated(
+        self, request: OwnedRequest, row: TextRow, detokenizer: Process
+    ) -> None:
         """Show a row. One that fails ends its own request: the rows beside it are of others."""
         try:
-            self._show(request, row, detokenizer)
+            self._apply_row(request, row, detokenizer)
         except Exception:
             log.exception("text row failed", extra={"request_id": request.id})
             if request.id in self._requests:
-                self._abandon(request, Internal("internal error"))
+                self._end_and_cancel(request, Internal("internal error"))
 
-    def _show(self, request: Request, row: TextRow, detokenizer: Process) -> None:
+    def _apply_row(self, request: OwnedRequest, row: TextRow, detokenizer: Process) -> None:
         before = request.attempt
         if not request.follow(row, detokenizer):
             return
         if request.attempt != before:
-            self._ledger.note(request)
-        request.heard_at = self._clock.now()
-        self._know(request)
-        if failed(row):
+            self._open_list.add(request)
+        request.last_event_at = self._clock.now()
+        self._mark_accepted(request)
+        if is_failure(row):
             error = decode_error(row.error) if row.error else Internal("the worker gave no reason")
             self._end(request, error)
             return
         try:
             for event in request.apply(row):
                 self._actions.append(Deliver(request.id, event))
-                if isinstance(event, Said):
-                    request.quiet_s = rules.QUIET_S
+                if isinstance(event, TextDelta):
+                    request.silence_s = rules.SILENCE_S
                     request.unread.put(event)
         except Internal as error:
-            self._abandon(request, error)
+            self._end_and_cancel(request, error)
             return
         if request.finished:
             self._end(request)
         elif request.unread.answer_bytes > self._limits.unread_bytes_max:
-            self._drop_slow(request)
+            self._end_slow_client(request)
         elif request.unread.has_prompt and not self._timers.armed(("unread", request.id)):
             self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
 
-    def _unread_due(self, request: Request) -> None:
+    def _check_unread(self, request: OwnedRequest) -> None:
         """Look whether the client reads what was told of the prompt."""
-        if request.unread.stands(self._limits.unread_bytes_max):
-            self._drop_slow(request)
+        if request.unread.is_stalled(self._limits.unread_bytes_max):
+            self._end_slow_client(request)
         elif request.unread.has_prompt:
             self._timers.set(("unread", request.id), self._clock.now() + rules.PROMPT_READ_S)
 
-    def _drop_slow(self, request: Request) -> None:
+    def _end_slow_client(self, request: OwnedRequest) -> None:
         bytes_max = self._limits.unread_bytes_max
-        self._abandon(request, rules.slow(request.unread.size_bytes, bytes_max))
+        self._end_and_cancel(request, rules.slow_client_error(request.unread.size_bytes, bytes_max))
 
-    def _mend(self, detokenizer: Process) -> None:
+    def _resume_if_needed(self, detokenizer: Process) -> None:
         """Ask for what is missing; while that is under way, look again afterwards."""
-        key: _OfFeed = ("feed", detokenizer)
-        if not self._feeds.asking(detokenizer) and not self._timers.armed(key):
-            self._check(detokenizer)
+        key: _ResumeTimer = ("feed", detokenizer)
+        if not self._gaps.resuming(detokenizer) and not self._timers.armed(key):
+            self._fetch_missing_text(detokenizer)
 
-    def _check(self, detokenizer: Process) -> None:
+    def _fetch_missing_text(self, detokenizer: Process) -> None:
         said = [r for r in self._requests.values() if r.detokenizer == detokenizer]
-        if not self._feeds.torn(detokenizer) and not any(r.lacks_text for r in said):
+        if not self._gaps.has_gap(detokenizer) and not any(r.has_gap for r in said):
             return
-        self._feeds.ask(detokenizer)
+        self._gaps.begin_resume(detokenizer)
         message = ResumeText(
             detokenizer=detokenizer,
             gateway=self._process,
-            places=tuple(place for request in said for place in request.places()),
+            places=tuple(place for request in said for place in request.resume_offsets()),
         )
-        self._actions.append(AskText(detokenizer, message))
+        self._actions.append(FetchText(detokenizer, message))
 
     # The end.
 
-    def _abandon(self, request: Request, error: EngineError | None) -> None:
+    def _end_and_cancel(self, request: OwnedRequest, error: EngineError | None) -> None:
         """End a request that others may still work on: the leader is told to stop."""
         message = CancelRequest(
             request_id=request.id,
@@ -413,25 +419,25 @@ class Owner:
         )
         left_s = (request.submit.deadline_unix_ms - self._clock.unix_ms()) / 1000
         until = self._clock.now() + left_s + rules.TOMBSTONE_S
-        self._cancelling[request.id] = _Cancelling(message, until)
+        self._pending_cancels[request.id] = _PendingCancel(message, until)
         self._end(request, error)
         self._actions.append(Cancel(message))
 
-    def _end(self, request: Request, error: EngineError | None = None) -> None:
+    def _end(self, request: OwnedRequest, error: EngineError | None = None) -> None:
         """Write the one terminal. Whoever still works on it sees it missing from the open list."""
         del self._requests[request.id]
         self._timers.drop(("deadline", request.id))
         self._timers.drop(("submit", request.id))
         self._timers.drop(("unread", request.id))
-        self._ledger.close(request)
+        self._open_list.close(request)
         self._actions.append(Deliver(request.id, Ended(request.usage, error)))
 
     def _announce(self) -> None:
-        changes = self._ledger.changes()
+        changes = self._open_list.changes()
         if changes is not None:
             self._actions.append(Announce(changes))
 
-    def _take(self) -> list[Action]:
+    def _take_actions(self) -> list[Action]:
         self._announce()
         actions, self._actions = self._actions, []
         return actions

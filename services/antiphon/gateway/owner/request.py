@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.owner.actions import Finished, Said
-from antiphon.gateway.owner.unread import Unread
+from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.owner.unread_bytes import UnreadBytes
 from antiphon.wire.base import FinishReason, Usage
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Internal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.wire.text import Origin, TextRow
 
 
-class Choice:
+class OwnedChoice:
     """How much of one choice has been shown; places text by its byte offset, details by token."""
 
     def __init__(self, first_token: int = 0) -> None:
@@ -37,28 +37,28 @@ class Choice:
         self._tokens_known = first_token
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether the client has seen anything of it."""
         return bool(self.bytes_shown) or self.finished or self.tokens_shown > self._first_token
 
     @property
-    def lacks_text(self) -> bool:
+    def has_gap(self) -> bool:
         """Whether something beyond a hole has been seen."""
         beyond = self._bytes_known > self.bytes_shown or self._tokens_known > self.tokens_shown
         return beyond and not self.finished
 
-    def forget_holes(self) -> None:
+    def reset_gaps(self) -> None:
         """What was seen beyond a hole was another attempt's."""
         self._bytes_known, self._tokens_known = self.bytes_shown, self.tokens_shown
 
-    def joins(self, row: TextRow) -> bool:
+    def is_contiguous(self, row: TextRow) -> bool:
         """Whether nothing is missing before a row."""
         token_offset = self.tokens_shown if row.details is None else row.details.offset
         self._bytes_known = max(self._bytes_known, row.text_offset)
         self._tokens_known = max(self._tokens_known, token_offset)
         return row.text_offset <= self.bytes_shown and token_offset <= self.tokens_shown
 
-    def place(self, offset: int, text: str) -> str:
+    def append_text(self, offset: int, text: str) -> str:
         """Return what is new in `text`, which joins what was shown.
 
         Raises:
@@ -69,7 +69,7 @@ class Choice:
         self.bytes_shown += len(text) if text.isascii() else len(text.encode())
         return text
 
-    def place_details(self, piece: DetailPiece | None) -> DetailPiece | None:
+    def append_outputs(self, piece: DetailPiece | None) -> DetailPiece | None:
         """Return what is new in a piece that joins what was shown, if anything is."""
         if piece is None or piece.end <= self.tokens_shown:
             return None
@@ -78,7 +78,7 @@ class Choice:
         return piece
 
 
-class Request:
+class OwnedRequest:
     """Follows one attempt at a time and never splices two generations. Pure.
 
     Attributes:
@@ -95,18 +95,18 @@ class Request:
     def __init__(self, submit: SubmitRequest, now: float) -> None:
         self.submit = submit
         self.opened_at = now
-        self.heard_at = now
+        self.last_event_at = now
         self.attempt: Attempt | None = None
         self.detokenizer: Process | None = None
         self.accepted = False
         self.term: Term | None = None
-        self.asking = False
+        self.submitting = False
         self.tries = 0
-        self.quiet_s = 0.0
+        self.silence_s = 0.0
         self.usage = Usage()
-        self.unread = Unread()
+        self.unread = UnreadBytes()
         self._details_from = submit.sampling.details_from(id_count(submit.prompt_ids))
-        self._choices = [Choice(self._details_from or 0) for _ in range(submit.choices)]
+        self._choices = [OwnedChoice(self._details_from or 0) for _ in range(submit.choices)]
 
     @property
     def id(self) -> RequestId:
@@ -114,9 +114,9 @@ class Request:
         return self.submit.request_id
 
     @property
-    def shown(self) -> bool:
+    def has_output(self) -> bool:
         """Whether the client has seen anything of the followed attempt."""
-        return any(choice.begun for choice in self._choices)
+        return any(choice.started for choice in self._choices)
 
     @property
     def finished(self) -> bool:
@@ -124,24 +124,24 @@ class Request:
         return all(choice.finished for choice in self._choices)
 
     @property
-    def rests(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether a leader has it, for all that we know, and no submit is due or under way."""
-        return self.accepted and not self.asking and not self.tries
+        return self.accepted and not self.submitting and not self.tries
 
     @property
-    def lacks_text(self) -> bool:
+    def has_gap(self) -> bool:
         """Whether something was said beyond a hole."""
-        return any(choice.lacks_text for choice in self._choices)
+        return any(choice.has_gap for choice in self._choices)
 
     def submission(self, now: float) -> SubmitRequest:
         """The submit to send now: one that is sent again names the attempt that was shown."""
         return msgspec.structs.replace(
             self.submit,
-            attempt_floor=self.attempt if self.shown else None,
+            attempt_floor=self.attempt if self.has_output else None,
             waited_ms=round((now - self.opened_at) * 1000),
         )
 
-    def line(self) -> OpenRequest:
+    def open_list_entry(self) -> OpenRequest:
         """This request's line of an open list, as things stand."""
         return OpenRequest(
             request_id=self.id,
@@ -149,7 +149,7 @@ class Request:
             attempt=self.attempt,
         )
 
-    def places(self) -> Iterator[ChoicePlace]:
+    def resume_offsets(self) -> Iterator[ChoicePlace]:
         """How much of each choice has been shown, for the detokenizer to go on from."""
         for index, choice in enumerate(self._choices):
             yield ChoicePlace(
@@ -159,7 +159,7 @@ class Request:
                 token_offset=None if self._details_from is None else choice.tokens_shown,
             )
 
-    def beyond(self, attempt: Attempt | None) -> bool:
+    def is_past(self, attempt: Attempt | None) -> bool:
         """Whether a later attempt than this one is followed; every one is later than none."""
         return self.attempt is not None and (attempt is None or self.attempt > attempt)
 
@@ -174,15 +174,15 @@ class Request:
         if self.attempt is not None:
             if row.attempt < self.attempt:
                 return False
-            if self.shown and row.continues != self.attempt:
+            if self.has_output and row.continues != self.attempt:
                 return False
         self.attempt = row.attempt
         self.detokenizer = detokenizer
         for choice in self._choices:
-            choice.forget_holes()
+            choice.reset_gaps()
         return True
 
-    def apply(self, row: TextRow) -> Iterator[Said | Finished]:
+    def apply(self, row: TextRow) -> Iterator[TextDelta | Finished]:
         """Place one row of the followed attempt and yield what the client may see of it.
 
         Raises:
@@ -193,16 +193,16 @@ class Request:
         choice = self._choices[row.choice]
         if choice.finished:
             return
-        if not choice.joins(row):
+        if not choice.is_contiguous(row):
             return
         offset = choice.bytes_shown  # where what is new begins, whatever was said again before it
-        text = choice.place(row.text_offset, row.text)
-        details = choice.place_details(row.details)
+        text = choice.append_text(row.text_offset, row.text)
+        details = choice.append_outputs(row.details)
         if row.usage is not None:
             self.usage = row.usage
         choice.origins = row.origins or choice.origins
         if text or details:
-            yield Said(row.choice, offset, text, row.usage, details, choice.origins)
+            yield TextDelta(row.choice, offset, text, row.usage, details, choice.origins)
         if row.finish_reason is not None:
             choice.finished = True
             yield Finished(
@@ -222,7 +222,7 @@ class Request:
                 yield Finished(index, reason, None, choice.bytes_shown, choice.origins)
 
 
-def failed(row: TextRow) -> bool:
+def is_failure(row: TextRow) -> bool:
     """Whether a row ends its request with an error, whatever text came before it."""
     return row.error is not None or row.finish_reason is FinishReason.ERROR
 

@@ -20,19 +20,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from antiphon.gateway.parsing.event_sink import EventSink
 from antiphon.gateway.parsing.events import Collector, Event, Parsed
-from antiphon.gateway.parsing.machine import Machine
-from antiphon.gateway.parsing.output import Output
+from antiphon.gateway.parsing.incremental import IncrementalReader
 from antiphon.gateway.parsing.reasoning.format import ReasoningFormat, bare, thinking
 from antiphon.gateway.parsing.tools.format import ToolFormat, random_id
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.gateway.parsing.reader import Reader, Steps
 
-_NO_OFFER = Offer()
+_NO_OFFER = OfferedTools()
 
 
 class AnswerParser:
@@ -42,7 +42,7 @@ class AnswerParser:
         self,
         *,
         tools: ToolFormat | None = None,
-        offer: Offer = _NO_OFFER,
+        offer: OfferedTools = _NO_OFFER,
         reasoning: ReasoningFormat | None = None,
         inside: bool = False,
     ) -> None:
@@ -60,9 +60,9 @@ class AnswerParser:
         self._reasoning = None if channels else reasoning
         self._inside = inside
         call_id = tools.call_id if tools else random_id
-        self._out = Output(offer, call_id, separate_reasoning=reasoning is not None)
-        self._calls = Machine(self._read_calls)
-        self._thinking = Machine(self._read_thinking) if self._reasoning else None
+        self._out = EventSink(offer, call_id, separate_reasoning=reasoning is not None)
+        self._calls = IncrementalReader(self._read_calls)
+        self._thinking = IncrementalReader(self._read_thinking) if self._reasoning else None
 
     @property
     def held(self) -> int:

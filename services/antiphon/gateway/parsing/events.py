@@ -45,7 +45,7 @@ class CallEnd(msgspec.Struct, frozen=True):
 Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
-class Call(msgspec.Struct, frozen=True):
+class ParsedToolCall(msgspec.Struct, frozen=True):
     """A whole call; `arguments` is a JSON text if the model wrote one."""
 
     index: int
@@ -60,7 +60,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ParsedToolCall, ...] = ()
 
 
 class Collector:
@@ -96,7 +96,7 @@ class Collector:
             content="".join(self._content),
             reasoning="".join(self._reasoning),
             calls=tuple(
-                Call(begin.index, begin.id, begin.name, "".join(arguments), complete)
+                ParsedToolCall(begin.index, begin.id, begin.name, "".join(arguments), complete)
                 for begin, arguments, complete in rows
             ),
         )

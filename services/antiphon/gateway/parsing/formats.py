@@ -48,11 +48,11 @@ async def formats_of(
     Raises:
         EngineError: No tokenizer is there to say what the template shows.
     """
-    asks = (
+    gen_requests = (
         config.tool_call_parser == ToolParser.AUTO
         or config.reasoning_parser == ReasoningParser.AUTO
     )
-    tools, reasoning = parsers_of(config, await card(PATIENCE_S) if asks else None)
+    tools, reasoning = parsers_of(config, await card(PATIENCE_S) if gen_requests else None)
     return Formats(
         tools=None if tools is None else await _formed(tool_format(tools), writes),
         reasoning=None if reasoning is None else reasoning_format(reasoning),

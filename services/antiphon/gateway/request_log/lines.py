@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.request_log.record import Cut, Input
+from antiphon.gateway.request_log.record import RecordedInput, TextTruncator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,14 +98,16 @@ def _asked(record: RequestRecord, level: int) -> dict[str, object]:
     content = record.content
     if level >= TEXTS and content is not None:
         whole = level >= EVERYTHING
-        found["input"] = content if whole or not isinstance(content, Input) else content.cut()
+        found["input"] = (
+            content if whole or not isinstance(content, RecordedInput) else content.cut()
+        )
     return found
 
 
 def _output(record: RequestRecord, level: int) -> dict[str, object]:
     texts = ["".join(pieces) for pieces in record.texts]
     if level < EVERYTHING:
-        texts = [str(Cut().value(text)) for text in texts]
+        texts = [str(TextTruncator().value(text)) for text in texts]
     found: dict[str, object] = {"output": texts}
     # Below, a text that was cut ends in dots.
     return found | {"cut": True} if record.cut and level >= EVERYTHING else found

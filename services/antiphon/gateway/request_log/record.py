@@ -16,8 +16,8 @@ from antiphon.wire.tokenize import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from antiphon.gateway.ask import Ask
     from antiphon.gateway.owner.actions import Finished
+    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.wire.ids import RequestId
 
 CUT_CHARACTERS = 2048
@@ -35,7 +35,7 @@ _NO_SAMPLING = frozenset({"details"})
 _MORE = "..."
 
 
-class Input(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordedInput(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request was sent with. It refers to the texts of the request and copies none."""
 
     messages: tuple[ChatMessage, ...] | None = None
@@ -47,16 +47,16 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     chat_template_kwargs: str | None = None
 
     @classmethod
-    def of(cls, ask: Ask) -> Input:
+    def of(cls, gen_request: GenerationRequest) -> RecordedInput:
         """Take the input of a request."""
         return cls(
-            messages=ask.messages,
-            text=ask.prompt,
-            pair=ask.pair,
-            suffix=ask.suffix,
-            input_ids=ask.prompt_ids,
-            tools=ask.template.tools,
-            chat_template_kwargs=ask.template.options,
+            messages=gen_request.messages,
+            text=gen_request.prompt,
+            pair=gen_request.pair,
+            suffix=gen_request.suffix,
+            input_ids=gen_request.prompt_ids,
+            tools=gen_request.template.tools,
+            chat_template_kwargs=gen_request.template.options,
         )
 
     @property
@@ -72,12 +72,12 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def cut(self) -> Mapping[str, object]:
         """Write the first `CUT_CHARACTERS` of it."""
-        cut = Cut()
+        cut = TextTruncator()
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: cut.value(value) for name, value in fields.items() if value is not None}
 
 
-class Cut:
+class TextTruncator:
     """Cuts a value after so many characters of text in it; goes no further into it than that."""
 
     def __init__(self, characters: int = CUT_CHARACTERS) -> None:
@@ -131,7 +131,7 @@ class RequestRecord:
         api: By which API it came.
         received_unix_ms: When it came.
         sampling: The sampling parameters that it names, where these are logged.
-        content: Its input, where that is logged or dumped; cut already, or `Input`.
+        content: Its input, where that is logged or dumped; cut already, or `RecordedInput`.
         room: How many more characters of each output are kept.
         held_bytes: What it counts for among the texts that are held.
         texts: The output of each choice, in pieces; empty where outputs are not kept.
@@ -169,23 +169,25 @@ class RequestRecord:
         "usage",
     )
 
-    def __init__(self, ask: Ask, request_id: RequestId, received_unix_ms: int) -> None:
+    def __init__(
+        self, gen_request: GenerationRequest, request_id: RequestId, received_unix_ms: int
+    ) -> None:
         self.request_id = request_id
-        self.rid = str(request_id if ask.key is None else ask.key)
-        self.tenant = ask.tenant
-        self.api = ask.door
-        self.priority = ask.priority
-        self.choices = ask.choices
+        self.rid = str(request_id if gen_request.key is None else gen_request.key)
+        self.tenant = gen_request.tenant
+        self.api = gen_request.door
+        self.priority = gen_request.priority
+        self.choices = gen_request.choices
         self.received_unix_ms = received_unix_ms
         self.sampling: Mapping[str, object] | None = None
-        self.content: Input | Mapping[str, object] | None = None
-        self.room = [0] * ask.choices
+        self.content: RecordedInput | Mapping[str, object] | None = None
+        self.room = [0] * gen_request.choices
         self.held_bytes = _BASE_BYTES
-        self.texts: list[list[str]] = [[] for _ in range(ask.choices)]
+        self.texts: list[list[str]] = [[] for _ in range(gen_request.choices)]
         self.cut = False
         self.logged = False
-        self.private = ask.private
-        self.finish_reasons: list[str | None] = [None] * ask.choices
+        self.private = gen_request.private
+        self.finish_reasons: list[str | None] = [None] * gen_request.choices
         self.outcome: str | None = None
         self.error: str | None = None
         self.usage = Usage()
@@ -210,20 +212,24 @@ class RequestRecord:
         self.finish_reasons[event.choice] = str(event.reason)
 
 
-def sampling_of(ask: Ask) -> dict[str, object]:
+def sampling_of(gen_request: GenerationRequest) -> dict[str, object]:
     """The sampling parameters that a request names, under SGLang's names; long ones are cut."""
     found: dict[str, object] = {}
     for name, field in zip(
-        ask.sampling.__struct_fields__, msgspec.structs.fields(ask.sampling), strict=True
+        gen_request.sampling.__struct_fields__,
+        msgspec.structs.fields(gen_request.sampling),
+        strict=True,
     ):
-        value = getattr(ask.sampling, name)
+        value = getattr(gen_request.sampling, name)
         if name not in _NO_SAMPLING and value not in (None, {}, field.default):
-            found[_NAMES.get(name, name)] = Cut().value(value)
+            found[_NAMES.get(name, name)] = TextTruncator().value(value)
     named = {
-        "max_new_tokens": ask.tokens_max,
-        "n": ask.choices if ask.choices > 1 else None,
-        "stop": ask.stop.strings or None,
-        "stop_regex": ask.stop.patterns or None,
-        "dimensions": None if ask.pool is None else ask.pool.dimensions,
+        "max_new_tokens": gen_request.tokens_max,
+        "n": gen_request.choices if gen_request.choices > 1 else None,
+        "stop": gen_request.stop.strings or None,
+        "stop_regex": gen_request.stop.patterns or None,
+        "dimensions": None if gen_request.pool is None else gen_request.pool.dimensions,
     }
-    return found | {name: Cut().value(one) for name, one in named.items() if one is not None}
+    return found | {
+        name: TextTruncator().value(one) for name, one in named.items() if one is not None
+    }

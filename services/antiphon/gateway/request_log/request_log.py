@@ -15,13 +15,12 @@ from prometheus_client import Counter
 
 from antiphon.config.errors import ConfigError
 from antiphon.config.request_log import STDOUT, LogFormat, LogLevel, targets
-from antiphon.gateway.ask import PROBE_DOOR
-from antiphon.gateway.owner.actions import Finished, Said
+from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.request_log import lines
 from antiphon.gateway.request_log.crash_dump import CrashDump
 from antiphon.gateway.request_log.record import (
     CUT_CHARACTERS,
-    Input,
+    RecordedInput,
     RequestRecord,
     sampling_of,
 )
@@ -32,15 +31,16 @@ from antiphon.gateway.request_log.writer import (
     folder_of,
     make_folder,
 )
-from antiphon.gateway.stream import Stream
+from antiphon.gateway.requests.generation_request import PROBE_API
+from antiphon.gateway.stream.stream import RequestStream
 from antiphon.wire.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.gateway.access.tenant import Hold
-    from antiphon.gateway.ask import Ask
+    from antiphon.gateway.access.limits import QuotaReservation
     from antiphon.gateway.owner.actions import Ended, StreamEvent
+    from antiphon.gateway.requests.generation_request import GenerationRequest
     from antiphon.service.service import Runtime
     from antiphon.telemetry.tracing import Span
     from antiphon.wire.ids import RequestId
@@ -55,7 +55,7 @@ _QUEUED_BYTES = 2048
 """What a queued record counts for beside its texts."""
 
 
-class Target(Protocol):
+class LogTarget(Protocol):
     """Where lines go."""
 
     def write(self, line: bytes, unix_s: float) -> None:
@@ -67,7 +67,7 @@ class Target(Protocol):
         ...
 
 
-class Logging(msgspec.Struct, frozen=True, kw_only=True):
+class LoggingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What of requests is logged, and where: changed while the gateway runs."""
 
     enabled: bool
@@ -101,8 +101,8 @@ class RequestLog:
         self._open: dict[RequestId, RequestRecord] = {}
         self._finished: deque[RequestRecord] = deque()
         self._held_bytes = 0
-        self._targets: dict[str, Target] = {}
-        self.logging = Logging(
+        self._targets: dict[str, LogTarget] = {}
+        self.logging = LoggingOptions(
             enabled=config.enabled,
             level=config.level,
             format=config.format,
@@ -143,14 +143,14 @@ class RequestLog:
                 except OSError as error:
                     raise ConfigError(f"request_log: the folder {name}: {error}") from error
 
-    def begin(self, ask: Ask, request_id: RequestId) -> RequestRecord | None:
+    def begin(self, gen_request: GenerationRequest, request_id: RequestId) -> RequestRecord | None:
         """Begin the record of a request, if any is kept."""
         active = self.logging.enabled or self._exported is not None or self.crash_dump is not None
-        if not active or ask.door == PROBE_DOOR:
+        if not active or gen_request.door == PROBE_API:
             return None
-        record = RequestRecord(ask, request_id, self._clock.unix_ms())
+        record = RequestRecord(gen_request, request_id, self._clock.unix_ms())
         if not record.private:
-            self._take_input(record, ask)
+            self._take_input(record, gen_request)
         self._held_bytes += record.held_bytes
         self._open[request_id] = record
         if self.logging.enabled and not record.private:
@@ -170,26 +170,26 @@ class RequestLog:
     def follow(self, record: RequestRecord, event: StreamEvent) -> None:
         """Take what a request said."""
         match event:
-            case Said() if event.text and record.room[event.choice]:
+            case TextDelta() if event.text and record.room[event.choice]:
                 self._keep(record, event.choice, event.text)
             case Finished():
                 record.finish(event)
             case _:
                 pass
 
-    def end(self, record: RequestRecord, stream: Stream, event: Ended) -> None:
+    def end(self, record: RequestRecord, stream: RequestStream, event: Ended) -> None:
         """End the record of a request that was open."""
         assert stream.ended_at is not None
         record.usage = event.usage
-        record.outcome = event.error.code if event.error else str(stream.reason)
+        record.outcome = event.error.code if event.error else str(stream.finish_reason)
         record.error = event.error.message if event.error else None
-        record.e2e_s = stream.ended_at - stream.came_at
-        if stream.said_at is not None and stream.spoke_at is not None:
-            record.first_token_s = stream.said_at - stream.came_at
-            record.decode_s = stream.spoke_at - stream.said_at
+        record.e2e_s = stream.ended_at - stream.received_at
+        if stream.first_token_at is not None and stream.last_token_at is not None:
+            record.first_token_s = stream.first_token_at - stream.received_at
+            record.decode_s = stream.last_token_at - stream.first_token_at
         self._end(record)
 
-    def configure(self, wanted: Logging) -> None:
+    def configure(self, wanted: LoggingOptions) -> None:
         """Log otherwise from here on."""
         self.logging = wanted
         self._open_targets()
@@ -205,15 +205,15 @@ class RequestLog:
         """Write what is queued."""
         await self._writer.close()
 
-    def _take_input(self, record: RequestRecord, ask: Ask) -> None:
+    def _take_input(self, record: RequestRecord, gen_request: GenerationRequest) -> None:
         """Keep of the input, and prepare to keep of the output, what will be written of it."""
         level = self.logging.level if self.logging.enabled else -1
         whole = self.crash_dump is not None or level >= lines.EVERYTHING
         if whole or level >= lines.PARAMETERS:
-            record.sampling = sampling_of(ask)
+            record.sampling = sampling_of(gen_request)
         if not whole and level < lines.TEXTS:
             return
-        content = Input.of(ask)
+        content = RecordedInput.of(gen_request)
         if not whole:
             record.content = content.cut()
             record.room = [CUT_CHARACTERS + 1] * record.choices
@@ -274,7 +274,7 @@ class RequestLog:
         size: int,
         record: RequestRecord,
         line: Callable[[], dict[str, object]],
-        wanted: Sequence[Target],
+        wanted: Sequence[LogTarget],
         write: Callable[[dict[str, object]], bytes] = lines.as_json,
     ) -> None:
         unix_ms = record.ended_unix_ms or record.received_unix_ms
@@ -302,13 +302,13 @@ class RequestLog:
             if name not in kept:
                 self._writer.put(0, target.close)
 
-    def _target(self, name: str) -> Target:
+    def _target(self, name: str) -> LogTarget:
         if name == STDOUT:
             return StandardOutput()
         return HourlyFile(folder_of(name), f"requests_{self._instance}", ".log")
 
 
-class RecordedStream(Stream):
+class RecordedStream(RequestStream):
     """A stream whose events are recorded as well."""
 
     def __init__(
@@ -317,13 +317,15 @@ class RecordedStream(Stream):
         request_log: RequestLog,
         submit: SubmitRequest,
         trace: Span,
-        hold: Hold,
+        reservation: QuotaReservation,
         *,
-        door: str,
-        came_at: float,
-        opened_at: float,
+        api: str,
+        received_at: float,
+        submitted_at: float,
     ) -> None:
-        super().__init__(submit, trace, hold, door=door, came_at=came_at, opened_at=opened_at)
+        super().__init__(
+            submit, trace, reservation, api=api, received_at=received_at, submitted_at=submitted_at
+        )
         self._record = record
         self._request_log = request_log
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SessionPosition:
     """Where in a session a request stands, as the client says it."""
 
     session: str
@@ -29,7 +29,7 @@ class Place:
     drop_previous_output: bool = False
 
 
-class Node(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SessionNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request of a session.
 
     Attributes:
@@ -58,8 +58,8 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     characters_max: int
     idle_s: float
     used_at_unix_ms: int
-    nodes: dict[str, Node] = msgspec.field(default_factory=dict[str, Node])
-    entering: dict[str, Node] = msgspec.field(default_factory=dict[str, Node])
+    nodes: dict[str, SessionNode] = msgspec.field(default_factory=dict[str, SessionNode])
+    entering: dict[str, SessionNode] = msgspec.field(default_factory=dict[str, SessionNode])
     closed: bool = False
 
     @property
@@ -68,11 +68,11 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         held = (*self.nodes.values(), *self.entering.values())
         return sum(node.characters for node in held)
 
-    def over(self, unix_ms: int) -> bool:
+    def is_expired(self, unix_ms: int) -> bool:
         """Whether it was closed, or has rested for too long."""
         return self.closed or unix_ms - self.used_at_unix_ms > self.idle_s * 1000
 
-    def close(self) -> Mapping[str, Node]:
+    def close(self) -> Mapping[str, SessionNode]:
         """Have no requests any more; return those that were accepted."""
         held, self.nodes, self.entering, self.closed = self.nodes, {}, {}, True
         return held
@@ -85,9 +85,9 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         node = self.nodes.get(rid)
         if node is None or node.owner is not None:
-            raise unknown(rid, "is not known" if node is None else "has not ended")
+            raise unknown_request(rid, "is not known" if node is None else "has not ended")
 
-    def begin(self, place: Place, rid: str, node: Node) -> None:
+    def begin(self, place: SessionPosition, rid: str, node: SessionNode) -> None:
         """Keep room for a request, until it is accepted or has ended.
 
         Raises:
@@ -104,7 +104,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         node.above = place.rid
         self.entering[rid] = node
 
-    def accept(self, place: Place, rid: str) -> Mapping[str, Node]:
+    def accept(self, place: SessionPosition, rid: str) -> Mapping[str, SessionNode]:
         """Give a request its place in the tree, now that it runs; return what it replaces."""
         dropped = self._drop(self._replaced(place))
         node = self.entering.pop(rid)
@@ -113,7 +113,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.nodes[rid] = node
         return dropped
 
-    def end(self, rid: str, characters: int | None) -> Mapping[str, Node]:
+    def end(self, rid: str, characters: int | None) -> Mapping[str, SessionNode]:
         """Note how a request ended: with so much, or with nothing to go on from.
 
         Returns:
@@ -135,7 +135,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
                 if node.owner is not None and abandoned(node.owner, node.until_unix_ms):
                     del held[rid]
 
-    def _replaced(self, place: Place) -> set[str]:
+    def _replaced(self, place: SessionPosition) -> set[str]:
         """The requests that one at this place takes the place of, and all below them."""
         if not place.replace:
             return set()
@@ -156,11 +156,11 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _below(self, rid: str) -> list[str]:
         return [name for name, node in self.nodes.items() if node.above == rid]
 
-    def _drop(self, rids: Iterable[str]) -> Mapping[str, Node]:
+    def _drop(self, rids: Iterable[str]) -> Mapping[str, SessionNode]:
         return {rid: self.nodes.pop(rid) for rid in rids}
 
 
-def unknown(rid: str, state: str) -> InvalidRequest:
+def unknown_request(rid: str, state: str) -> InvalidRequest:
     """What is said of a request that cannot be gone on from."""
     text = f"request '{rid}' of the session {state}"
     return InvalidRequest(text, param="session_params.rid")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from antiphon.bus.store import PART_BYTES
-from antiphon.gateway.sessions.session import Node, Session, unknown
+from antiphon.gateway.sessions.session import Session, SessionNode, unknown_request
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from antiphon.gateway.sessions.session import Place
-    from antiphon.gateway.sessions.shelf import Shelf
+    from antiphon.gateway.sessions.session import SessionPosition
+    from antiphon.gateway.sessions.store import SessionStore
     from antiphon.wire.base import Process
     from antiphon.wire.ids import TenantId
 
@@ -30,7 +30,7 @@ SWAPS_MAX = 32
 """How often a change is tried over while others change the same session."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class StoredTurn(msgspec.Struct, frozen=True):
     """What was said in a request that has ended; int32, little-endian.
 
     Attributes:
@@ -51,7 +51,7 @@ class Sessions:
 
     def __init__(
         self,
-        shelf: Shelf,
+        store: SessionStore,
         process: Process,
         unix_ms: Callable[[], int],
         abandoned: Callable[[Process, int], bool],
@@ -63,7 +63,7 @@ class Sessions:
         """Nothing is read yet.
 
         Args:
-            shelf: Where sessions lie.
+            store: Where sessions lie.
             process: This gateway.
             unix_ms: The time.
             abandoned: Whether a gateway is gone, or has had all its time until then.
@@ -71,7 +71,7 @@ class Sessions:
             keep_s: How long the shelf keeps what was said.
             timeout_s: How long a request may take.
         """
-        self._shelf = shelf
+        self._store = store
         self._process = process
         self._unix_ms = unix_ms
         self._abandoned = abandoned
@@ -100,7 +100,7 @@ class Sessions:
         there, revision = await self._read(tenant, name)
         value = msgspec.msgpack.encode(session)
         # What was said in one of this name before is not found: it is none of its requests.
-        if there is None and await self._shelf.swap(tenant, name, value=value, revision=revision):
+        if there is None and await self._store.swap(tenant, name, value=value, revision=revision):
             return name
         raise InvalidRequest(f"session '{name}' is open", param="session_id")
 
@@ -117,7 +117,7 @@ class Sessions:
             raise _none(name, "session_id")
         await self._drop(tenant, name, held)
 
-    async def before(self, tenant: TenantId, place: Place) -> tuple[int, ...]:
+    async def previous_ids(self, tenant: TenantId, place: SessionPosition) -> tuple[int, ...]:
         """Return the ids that a new request goes on from.
 
         Raises:
@@ -130,22 +130,24 @@ class Sessions:
         if place.rid is None:
             return ()
         session.check_ended(place.rid)
-        value = await self._shelf.get(tenant, place.session, place.rid)
+        value = await self._store.get(tenant, place.session, place.rid)
         if value is None:
-            raise unknown(place.rid, "is kept no longer")
-        said = msgspec.msgpack.decode(value, type=Said)
+            raise unknown_request(place.rid, "is kept no longer")
+        said = msgspec.msgpack.decode(value, type=StoredTurn)
         ids = said.prompt_ids + (b"" if place.drop_previous_output else said.output_ids)
         kept = unpack_ids(ids)
         return tuple(kept[: place.offset] if place.offset else kept)
 
-    async def begin(self, tenant: TenantId, place: Place, rid: str, characters: int) -> None:
+    async def begin(
+        self, tenant: TenantId, place: SessionPosition, rid: str, characters: int
+    ) -> None:
         """Keep room for a request that goes on from a place, until `end`.
 
         Raises:
             InvalidRequest: The session is gone or full, or has a request of this name.
             Unavailable: It cannot be changed now.
         """
-        node = Node(
+        node = SessionNode(
             characters=characters,
             owner=self._process,
             until_unix_ms=self._unix_ms() + round(self._timeout_s * 1000),
@@ -158,14 +160,14 @@ class Sessions:
         if await self._change(tenant, place.session, begin) is None:
             raise _none(place.session, "session_params")
 
-    async def accept(self, tenant: TenantId, place: Place, rid: str) -> None:
+    async def accept(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
         """Give a request its place in the tree, now that it runs; drop what it replaces.
 
         Raises:
             Unavailable: It cannot be changed now.
         """
 
-        def accept(session: Session) -> Mapping[str, Node] | None:
+        def accept(session: Session) -> Mapping[str, SessionNode] | None:
             return session.accept(place, rid) if rid in session.entering else None
 
         dropped = await self._change(tenant, place.session, accept)
@@ -177,7 +179,7 @@ class Sessions:
     async def end(
         self,
         tenant: TenantId,
-        place: Place,
+        place: SessionPosition,
         rid: str,
         answer: tuple[tuple[int, ...], tuple[int, ...], str] | None,
     ) -> None:
@@ -188,11 +190,11 @@ class Sessions:
         """
         if answer is not None:
             prompt_ids, output_ids, _ = answer
-            said = Said(pack_ids(prompt_ids), pack_ids(output_ids))
+            said = StoredTurn(pack_ids(prompt_ids), pack_ids(output_ids))
             value = msgspec.msgpack.encode(said)
-            await self._shelf.put(tenant, place.session, rid, value=value)
+            await self._store.put(tenant, place.session, rid, value=value)
 
-        def end(session: Session) -> Mapping[str, Node] | None:
+        def end(session: Session) -> Mapping[str, SessionNode] | None:
             if rid not in session.entering and rid not in session.nodes:
                 return None
             return session.end(rid, None if answer is None else len(answer[2]))
@@ -200,19 +202,19 @@ class Sessions:
         dropped = await self._change(tenant, place.session, end)
         if dropped is None and answer is not None:
             # It was closed or replaced meanwhile, and what was said belongs to nothing.
-            await self._shelf.forget(tenant, place.session, rid)
+            await self._store.forget(tenant, place.session, rid)
         # By now another request may bear its name: only what went on from it is aborted.
         below = {name: node for name, node in (dropped or {}).items() if name != rid}
         await self._drop(tenant, place.session, below)
 
     async def _read(self, tenant: TenantId, name: str) -> tuple[Session | None, int]:
         """A session that is not over, and the revision of what is there."""
-        found = await self._shelf.read(tenant, name)
+        found = await self._store.read(tenant, name)
         if found is None:
             return None, 0
         value, revision = found
         session = msgspec.msgpack.decode(value, type=Session)
-        if session.over(self._unix_ms()):
+        if session.is_expired(self._unix_ms()):
             return None, revision
         session.prune(self._abandoned)
         return session, revision
@@ -234,18 +236,18 @@ class Sessions:
             if len(value) > PART_BYTES:
                 text = f"the session has {len(session.nodes)} requests, and no room for another"
                 raise InvalidRequest(text, param="session_params")
-            if await self._shelf.swap(tenant, name, value=value, revision=revision):
+            if await self._store.swap(tenant, name, value=value, revision=revision):
                 return changed
         raise Unavailable(f"session '{name}' changes all the time", retry_after_s=1.0)
 
-    async def _drop(self, tenant: TenantId, name: str, nodes: Mapping[str, Node]) -> None:
+    async def _drop(self, tenant: TenantId, name: str, nodes: Mapping[str, SessionNode]) -> None:
         """Forget what requests have said, aborting what runs."""
         for rid, node in nodes.items():
             if node.owner is None:
-                await self._shelf.forget(tenant, name, rid)
+                await self._store.forget(tenant, name, rid)
         await self._end_all(tenant, nodes)
 
-    async def _end_all(self, tenant: TenantId, nodes: Mapping[str, Node]) -> None:
+    async def _end_all(self, tenant: TenantId, nodes: Mapping[str, SessionNode]) -> None:
         for rid, node in nodes.items():
             if node.owner is not None:
                 await self._abort(tenant, rid, node.owner)

@@ -10,8 +10,8 @@ import pytest
 from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
-from antiphon.gateway.access.keys import Caller, Rank
-from antiphon.gateway.ask import Ask, Sampling
+from antiphon.gateway.access.keys import AccessLevel, Caller
+from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
 from antiphon.testing.clock import ManualClock
 from antiphon.wire.errors import (
     EngineError,
@@ -51,22 +51,22 @@ def access(
     return Access(config, found or Tenants(), (clock or ManualClock()).now)
 
 
-def ask(**fields: object) -> Ask:
-    plain = Ask(door="test", model=None, prompt="x", tenant=ACME)
+def ask(**fields: object) -> GenerationRequest:
+    plain = GenerationRequest(door="test", model=None, prompt="x", tenant=ACME)
     return msgspec.structs.replace(plain, **fields)
 
 
 def outcome(door: Access, key: str | None, *, admin: bool = False) -> object:
     try:
-        return door.caller(key, admin=admin)
+        return door.authenticate(key, admin=admin)
     except EngineError as error:
         return type(error)
 
 
 OPERATOR, ADMIN, TENANT = (
-    Caller(DEFAULT_TENANT, Rank.OPERATOR),
-    Caller(DEFAULT_TENANT, Rank.ADMIN),
-    Caller(ACME, Rank.TENANT),
+    Caller(DEFAULT_TENANT, AccessLevel.OPERATOR),
+    Caller(DEFAULT_TENANT, AccessLevel.ADMIN),
+    Caller(ACME, AccessLevel.TENANT),
 )
 KEYS = (None, "", "wrong", "sk-api", "sk-admin", "sk-acme")
 NO, NEVER = Unauthorized, Forbidden
@@ -117,69 +117,69 @@ def test_a_key_may_be_bytes_that_are_no_text() -> None:
 
 def test_who_claims_a_tenant_shows_its_key() -> None:
     door = access(tenants(), api_key="sk-api")
-    assert door.member("sk-acme", ACME) == ACME
-    assert door.member("sk-api", DEFAULT_TENANT) == DEFAULT_TENANT
+    assert door.authenticate_tenant("sk-acme", ACME) == ACME
+    assert door.authenticate_tenant("sk-api", DEFAULT_TENANT) == DEFAULT_TENANT
     for key, tenant in (("sk-acme", DEFAULT_TENANT), ("sk-api", ACME)):
         with pytest.raises(Forbidden):
-            door.member(key, tenant)
+            door.authenticate_tenant(key, tenant)
     with pytest.raises(Unauthorized):
-        door.member(None, ACME)
-    assert access().member(None, TenantId("anybody")) == "anybody"
+        door.authenticate_tenant(None, ACME)
+    assert access().authenticate_tenant(None, TenantId("anybody")) == "anybody"
 
 
 def test_calls_are_counted_by_the_minute() -> None:
     clock = ManualClock()
     door = access(tenants(requests_per_minute=30, requests_burst=2), clock)
-    door.knock(ACME)
-    door.knock(ACME)
+    door.count_request(ACME)
+    door.count_request(ACME)
     with pytest.raises(RateLimited, match="30 requests a minute") as caught:
-        door.knock(ACME)
+        door.count_request(ACME)
     assert caught.value.retry_after_s == pytest.approx(2.0)
     assert caught.value.details == {"limit": "requests_per_minute"}
-    door.knock(DEFAULT_TENANT)
+    door.count_request(DEFAULT_TENANT)
     clock.advance(2.0)
-    door.knock(ACME)
+    door.count_request(ACME)
 
 
 def test_places_are_freed_by_the_end_and_once() -> None:
     door = access(tenants(concurrency=2))
-    first, _ = door.begin(ask(), MODEL), door.begin(ask(), MODEL)
+    first, _ = door.admit(ask(), MODEL), door.admit(ask(), MODEL)
     with pytest.raises(RateLimited, match="2 requests at the same time"):
-        door.begin(ask(), MODEL)
+        door.admit(ask(), MODEL)
     first.end(0)
     first.end(0)
-    door.begin(ask(), MODEL)
+    door.admit(ask(), MODEL)
     with pytest.raises(RateLimited):
-        door.begin(ask(), MODEL)
+        door.admit(ask(), MODEL)
     with pytest.raises(InvalidRequest, match="may have 2 at a time"):
-        door.fits(ACME, 3)
+        door.check_concurrency(ACME, 3)
 
 
 def test_a_body_of_many_prompts_takes_no_more_places_than_there_are() -> None:
-    assert access(tenants(concurrency=2)).together(ACME, 64) == 2
-    assert access(tenants(concurrency=100)).together(ACME, 64) == 64
-    assert access(tenants()).together(ACME, 64) == 64
+    assert access(tenants(concurrency=2)).max_concurrent(ACME, 64) == 2
+    assert access(tenants(concurrency=100)).max_concurrent(ACME, 64) == 64
+    assert access(tenants()).max_concurrent(ACME, 64) == 64
 
 
 def test_tokens_are_reserved_whole_and_charged_as_used() -> None:
     clock = ManualClock()
     door = access(tenants(tokens_per_minute=600, tokens_burst=100), clock)
-    hold = door.begin(ask(), MODEL)
+    hold = door.admit(ask(), MODEL)
     wanted = ask(tokens_max=35, choices=2)
     assert door.reserve(hold, wanted, prompt_tokens=10, tokens_max=35) == 35
-    other = door.begin(ask(), MODEL)
+    other = door.admit(ask(), MODEL)
     with pytest.raises(RateLimited, match="600 tokens a minute") as caught:
         door.reserve(other, ask(tokens_max=30), prompt_tokens=10, tokens_max=30)
     assert caught.value.retry_after_s == pytest.approx(2.0)
     other.end(0)
     hold.end(30)
-    third = door.begin(ask(), MODEL)
+    third = door.admit(ask(), MODEL)
     assert door.reserve(third, ask(tokens_max=60), prompt_tokens=10, tokens_max=60) == 60
 
 
 def test_an_answer_without_a_limit_gets_what_a_full_bucket_holds() -> None:
     door = access(tenants(tokens_per_minute=600, tokens_burst=100))
-    hold = door.begin(ask(), MODEL)
+    hold = door.admit(ask(), MODEL)
     assert door.reserve(hold, ask(choices=2), prompt_tokens=10, tokens_max=4096) == 45
 
 
@@ -189,15 +189,15 @@ def test_an_answer_without_a_limit_gets_what_a_full_bucket_holds() -> None:
         (ask(tokens_max=91), 10, "max_tokens"),
         (ask(tokens_max=50, tokens_field="max_new_tokens", choices=2), 10, "max_new_tokens"),
         (ask(), 100, None),
-        (ask(sampling=Sampling(tokens_min=20)), 90, None),
+        (ask(sampling=SamplingOptions(tokens_min=20)), 90, None),
         (ask(tokens_max=0), 101, "max_tokens"),
     ],
 )
 def test_what_no_full_bucket_holds_is_the_clients_mistake(
-    wanted: Ask, prompt_tokens: int, param: str | None
+    wanted: GenerationRequest, prompt_tokens: int, param: str | None
 ) -> None:
     door = access(tenants(tokens_per_minute=600, tokens_burst=100))
-    hold = door.begin(wanted, MODEL)
+    hold = door.admit(wanted, MODEL)
     most = 4096 if wanted.tokens_max is None else wanted.tokens_max
     with pytest.raises(InvalidRequest, match="may use 100 at once") as caught:
         door.reserve(hold, wanted, prompt_tokens=prompt_tokens, tokens_max=most)
@@ -206,27 +206,27 @@ def test_what_no_full_bucket_holds_is_the_clients_mistake(
 
 def test_a_tenant_has_its_models_and_priorities() -> None:
     door = access(tenants(models=["toy"], priority=3, priority_max=5))
-    assert door.begin(ask(), MODEL).tenant.priority(None) == 3
-    assert door.begin(ask(priority=5), MODEL).tenant.priority(5) == 5
+    assert door.admit(ask(), MODEL).tenant.priority(None) == 3
+    assert door.admit(ask(priority=5), MODEL).tenant.priority(5) == 5
     with pytest.raises(InvalidRequest, match="above 5") as caught:
-        door.begin(ask(priority=6), MODEL)
+        door.admit(ask(priority=6), MODEL)
     assert caught.value.param == "priority"
     with pytest.raises(Forbidden, match="other"):
-        door.begin(ask(), ModelName("other"))
-    assert not door.serves(ACME, "other")
-    assert door.serves(DEFAULT_TENANT, "other")
+        door.admit(ask(), ModelName("other"))
+    assert not door.may_use_model(ACME, "other")
+    assert door.may_use_model(DEFAULT_TENANT, "other")
 
 
 def test_another_file_changes_limits_and_forgets_nothing_that_is_used() -> None:
     clock = ManualClock()
     door = access(tenants(tokens_per_minute=60, concurrency=2), clock)
-    hold = door.begin(ask(), MODEL)
+    hold = door.admit(ask(), MODEL)
     door.reserve(hold, ask(tokens_max=30), prompt_tokens=10, tokens_max=30)
-    door.renew(tenants(tokens_per_minute=120, concurrency=1))
+    door.reload(tenants(tokens_per_minute=120, concurrency=1))
     with pytest.raises(RateLimited):
-        door.begin(ask(), MODEL)
+        door.admit(ask(), MODEL)
     hold.end(40)
-    again = door.begin(ask(), MODEL)
+    again = door.admit(ask(), MODEL)
     with pytest.raises(RateLimited):  # 120, less the 40 that were taken
         door.reserve(again, ask(tokens_max=90), prompt_tokens=10, tokens_max=90)
     door.reserve(again, ask(tokens_max=70), prompt_tokens=10, tokens_max=70)
@@ -234,18 +234,18 @@ def test_another_file_changes_limits_and_forgets_nothing_that_is_used() -> None:
 
 def test_the_same_limits_again_change_nothing() -> None:
     door = access(tenants(tokens_per_minute=60))
-    hold = door.begin(ask(), MODEL)
+    hold = door.admit(ask(), MODEL)
     door.reserve(hold, ask(tokens_max=50), prompt_tokens=10, tokens_max=50)
-    door.renew(tenants(tokens_per_minute=60))
+    door.reload(tenants(tokens_per_minute=60))
     hold.end(0)
-    door.reserve(door.begin(ask(), MODEL), ask(tokens_max=50), prompt_tokens=10, tokens_max=50)
+    door.reserve(door.admit(ask(), MODEL), ask(tokens_max=50), prompt_tokens=10, tokens_max=50)
 
 
 def test_a_tenant_that_leaves_the_file_leaves_its_requests_running() -> None:
     door = access(tenants(concurrency=1))
-    hold = door.begin(ask(), MODEL)
-    door.renew(Tenants())
+    hold = door.admit(ask(), MODEL)
+    door.reload(Tenants())
     assert outcome(door, "sk-acme") is Unauthorized
     with pytest.raises(Unauthorized):
-        door.begin(ask(), MODEL)
+        door.admit(ask(), MODEL)
     hold.end(5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.gateway.access.bucket import Bucket, Charge, Later
+from antiphon.gateway.access.token_bucket import BucketCharge, RetryAfter, TokenBucket
 
 BURST, RATE = 100.0, 3.0
 ROUNDING = 1e-6
@@ -20,7 +20,7 @@ class Taken:
 
     at: float
     cost: float
-    charge: Charge
+    charge: BucketCharge
 
 
 def level_of(taken: list[Taken], now: float) -> float:
@@ -43,9 +43,9 @@ STEPS = st.lists(
 )
 
 
-def play(steps: list[tuple[str, object]], *, overruns: bool) -> tuple[list[Taken], Bucket]:
+def play(steps: list[tuple[str, object]], *, overruns: bool) -> tuple[list[Taken], TokenBucket]:
     """Let in what may come in; after each step the bucket holds what it would if all was known."""
-    bucket, now = Bucket(RATE, BURST, 0.0), 0.0
+    bucket, now = TokenBucket(RATE, BURST, 0.0), 0.0
     taken: list[Taken] = []
     for kind, value in steps:
         if kind == "wait":
@@ -53,15 +53,15 @@ def play(steps: list[tuple[str, object]], *, overruns: bool) -> tuple[list[Taken
             now += value
         elif kind == "correct":
             assert isinstance(value, tuple)
-            open_ = [each for each in taken if each.charge.guess]
+            open_ = [each for each in taken if each.charge.estimated]
             if open_:
                 chosen = open_[value[0] % len(open_)]
                 chosen.cost *= value[1] * (2 if overruns else 1)
                 bucket.correct(chosen.charge, chosen.cost)
         else:
             assert isinstance(value, float)
-            charge = bucket.take(value, now, guess=kind == "guess")
-            if isinstance(charge, Charge):
+            charge = bucket.take(value, now, estimated=kind == "guess")
+            if isinstance(charge, BucketCharge):
                 taken.append(Taken(now, value, charge))
         assert bucket.level(now) == pytest.approx(level_of(taken, now), abs=ROUNDING)
     return taken, bucket
@@ -91,31 +91,31 @@ def test_what_is_refused_comes_in_after_the_time_that_was_told(
     _, bucket = play(steps, overruns=False)
     now = sum(value for kind, value in steps if kind == "wait" and isinstance(value, float))
     later = bucket.take(BURST, now)
-    if isinstance(later, Later):
-        assert isinstance(bucket.take(BURST - ROUNDING, now + later.after_s), Charge)
+    if isinstance(later, RetryAfter):
+        assert isinstance(bucket.take(BURST - ROUNDING, now + later.after_s), BucketCharge)
 
 
 @given(STEPS)
 def test_the_history_is_no_longer_than_what_is_open(steps: list[tuple[str, object]]) -> None:
     taken, bucket = play(steps, overruns=False)
-    guesses = sum(each.charge.guess for each in taken)
+    guesses = sum(each.charge.estimated for each in taken)
     assert len(bucket._history) <= 2 * guesses
 
 
 def test_a_bucket_that_has_filled_meanwhile_is_not_filled_twice() -> None:
-    bucket = Bucket(RATE, BURST, 0.0)
-    guess = bucket.take(50.0, 0.0, guess=True)
-    assert isinstance(guess, Charge)
+    bucket = TokenBucket(RATE, BURST, 0.0)
+    guess = bucket.take(50.0, 0.0, estimated=True)
+    assert isinstance(guess, BucketCharge)
     assert bucket.level(1000.0) == BURST
-    assert isinstance(bucket.take(BURST, 1000.0), Charge)
+    assert isinstance(bucket.take(BURST, 1000.0), BucketCharge)
     bucket.correct(guess, 0.0)
     assert bucket.level(1000.0) == 0.0
 
 
 def test_what_was_not_used_comes_back() -> None:
-    bucket = Bucket(RATE, BURST, 0.0)
-    guess = bucket.take(BURST, 0.0, guess=True)
-    assert isinstance(guess, Charge)
-    assert bucket.take(1.0, 0.0) == Later(1.0 / RATE)
+    bucket = TokenBucket(RATE, BURST, 0.0)
+    guess = bucket.take(BURST, 0.0, estimated=True)
+    assert isinstance(guess, BucketCharge)
+    assert bucket.take(1.0, 0.0) == RetryAfter(1.0 / RATE)
     bucket.correct(guess, 10.0)
     assert bucket.level(0.0) == BURST - 10.0

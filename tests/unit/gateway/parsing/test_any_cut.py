@@ -16,7 +16,7 @@ from antiphon.gateway.parsing.events import CallArguments, CallBegin, CallEnd, C
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import TRIM_MAX
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ SCHEMA: Json = {
         "note": {"type": ["string", "null"]},
     },
 }
-OFFER = Offer(schemas={"get_weather": SCHEMA, "add-up.2": SCHEMA})
+OFFER = OfferedTools(schemas={"get_weather": SCHEMA, "add-up.2": SCHEMA})
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 
 words = st.text(st.sampled_from("abcXYZ 012.,:;'\"\\/é世👋\n\t{}[]()_-="), max_size=12)

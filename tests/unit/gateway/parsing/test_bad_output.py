@@ -8,13 +8,15 @@ import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 
-OFFER = Offer(schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}, "g": {}})
+OFFER = OfferedTools(
+    schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}, "g": {}}
+)
 
 
-def read(name: str, text: str, offer: Offer = OFFER) -> Parsed:
+def read(name: str, text: str, offer: OfferedTools = OFFER) -> Parsed:
     return parse(AnswerParser(tools=tool_format(name), offer=offer), list(text))
 
 
@@ -106,7 +108,7 @@ def test_calls_of_unknown_tools_are_text_unless_they_are_asked_for():
     assert read("hermes", text) == Parsed(content=text)
     assert read("hermes", f"So.\n{text}\n{text}").content == f"So.\n{text}\n{text}"
     assert read("hermes", text[:-15]).content == text[:-15]
-    forwarding = Offer(schemas=OFFER.schemas, forward_unknown=True)
+    forwarding = OfferedTools(schemas=OFFER.schemas, forward_unknown=True)
     assert calls(read("hermes", text, forwarding)) == [("h", '{"a": 1}', True)]
 
 
@@ -118,7 +120,7 @@ def test_text_after_a_call_is_content_and_white_space_around_calls_is_dropped():
 
 def test_calls_beyond_the_most_are_dropped():
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
-    assert calls(read("hermes", text, Offer(schemas=OFFER.schemas, calls_max=1))) == [
+    assert calls(read("hermes", text, OfferedTools(schemas=OFFER.schemas, calls_max=1))) == [
         ("f", "{}", True)
     ]
 
@@ -135,7 +137,7 @@ def test_ids_are_those_that_the_formats_templates_take_back():
     (kimi,) = read(
         "kimi_k2",
         "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>",
-        Offer(schemas=OFFER.schemas, calls_before=3),
+        OfferedTools(schemas=OFFER.schemas, calls_before=3),
     ).calls
     (mistral,) = read("mistral", '[TOOL_CALLS] [{"name": "f"}]').calls
     (hermes,) = read("hermes", '<tool_call>{"name": "f"}</tool_call>').calls

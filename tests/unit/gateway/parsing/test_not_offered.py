@@ -12,14 +12,14 @@ from tests.unit.gateway.parsing.test_work import feed, steps
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Content
 from antiphon.gateway.parsing.tools import cohere_command4, kimi_k3
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
-OFFER = Offer(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})
+OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"at": {"type": "string"}}}})
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 AROUND = (*cohere_command4.AROUND, *kimi_k3.AROUND)
 PIECES = [pytest.param(size, id=name) for size, name in ((0, "whole"), (1, "letters"), (5, "5"))]
@@ -34,7 +34,7 @@ def written(format_: ToolFormat, *calls: tuple[str, dict[str, object]]) -> list[
     return texts
 
 
-def read(format_: ToolFormat, text: str, size: int = 0, offer: Offer = OFFER) -> Parsed:
+def read(format_: ToolFormat, text: str, size: int = 0, offer: OfferedTools = OFFER) -> Parsed:
     pieces = [text[at : at + size] for at in range(0, len(text), size)] if size else [text]
     return parse(AnswerParser(tools=format_, offer=offer), pieces)
 
@@ -108,7 +108,7 @@ def test_a_broken_call_of_another_tool_is_content_with_its_frame():
 
 
 def test_forwarded_calls_of_other_tools_are_calls():
-    offer = Offer(schemas=OFFER.schemas, forward_unknown=True)
+    offer = OfferedTools(schemas=OFFER.schemas, forward_unknown=True)
     for format_ in TOOL_FORMATS:
         (text, *_) = written(format_, OTHER)
         if format_.names[0] not in ("json", "pythonic"):  # there only what is offered is a call

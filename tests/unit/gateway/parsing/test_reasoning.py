@@ -7,7 +7,7 @@ import pytest
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.events import Parsed
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.wire.errors import InvalidRequest
 
@@ -23,7 +23,7 @@ def read(name: str | None, text: str, *, inside: bool = False, tools: str | None
         reasoning=reasoning_format(name) if name else None,
         inside=inside,
         tools=tool_format(tools) if tools else None,
-        offer=Offer(schemas={"f": {}}),
+        offer=OfferedTools(schemas={"f": {}}),
     )
     return parse(made, list(text))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.schema import texts_of, types_of
 from antiphon.gateway.parsing.tools.values import converted
@@ -63,7 +63,7 @@ def test_a_text_is_what_its_schema_says_and_else_a_string(
     ],
 )
 def test_pythons_literals(written: str, value: object):
-    offer = Offer(schemas={"f": {}})
+    offer = OfferedTools(schemas={"f": {}})
     text = f"[f(a={written})]"
     (call,) = parse(AnswerParser(tools=tool_format("pythonic"), offer=offer), list(text)).calls
     assert call.complete is (value is not None)
@@ -72,7 +72,7 @@ def test_pythons_literals(written: str, value: object):
 
 def test_a_string_is_told_as_it_comes_and_a_number_when_it_is_whole():
     schema = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-    made = AnswerParser(tools=tool_format("qwen3_coder"), offer=Offer(schemas={"f": schema}))  # pyright: ignore[reportArgumentType]
+    made = AnswerParser(tools=tool_format("qwen3_coder"), offer=OfferedTools(schemas={"f": schema}))  # pyright: ignore[reportArgumentType]
     made.feed("<tool_call>\n<function=f>\n<parameter=a>\nlong te")
     assert [event.text for event in made.feed('xt "')] == ['xt \\"']  # pyright: ignore[reportAttributeAccessIssue]
     made.feed("</parameter>\n<parameter=b>\n")

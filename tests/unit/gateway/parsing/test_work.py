@@ -11,7 +11,7 @@ from tests.unit.gateway.parsing.renderers import RENDERERS
 from antiphon.gateway.parsing.answer import AnswerParser
 from antiphon.gateway.parsing.events import CallArguments, CallBegin, Content, Reasoning
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import TOOL_FORMATS, tool_format
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
-OFFER = Offer(schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}})
+OFFER = OfferedTools(schemas={"f": {"type": "object", "properties": {"a": {"type": "string"}}}})
 FORMATS = [pytest.param(format_, id=format_.names[0]) for format_ in TOOL_FORMATS]
 
 

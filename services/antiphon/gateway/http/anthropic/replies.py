@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.http.anthropic.bodies import TextBlock, ThinkingBlock, ToolUseBlock
+from antiphon.gateway.http.anthropic.schema import TextBlock, ThinkingBlock, ToolUseBlock
 
 if TYPE_CHECKING:
     from antiphon.wire.base import Usage
@@ -51,7 +51,7 @@ class CountReply(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag="text_delta", tag_field="type"):
+class TextBlockDelta(msgspec.Struct, frozen=True, tag="text_delta", tag_field="type"):
     """More of a text."""
 
     text: str
@@ -86,7 +86,7 @@ class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", tag_fie
     """More of a block."""
 
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+    delta: TextBlockDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop", tag_field="type"):

@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
 from antiphon.wire.command import (
     ContinueWorker,
     PauseMode,
@@ -20,9 +20,9 @@ from antiphon.wire.command import (
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from antiphon.gateway.entrance import Entrance
-    from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.workers import Workers
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.worker_control import WorkerControl
 
 FLUSH_WAIT_MAX_S = 600.0
 
@@ -51,7 +51,7 @@ class VersionBody(msgspec.Struct, frozen=True, kw_only=True):
     abort_all_requests: bool = True
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class ControlReply(msgspec.Struct, frozen=True, kw_only=True):
     """An order was obeyed by every worker."""
 
     success: bool = True
@@ -59,18 +59,20 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class WeightsNamed(Done, frozen=True, kw_only=True):
+class WeightsNamed(ControlReply, frozen=True, kw_only=True):
     """The weights have a new name."""
 
     new_version: str
 
 
-class Control:
+class ControlEndpoints:
     """Orders go to every worker of the model, whichever gateway takes them."""
 
-    def __init__(self, answering: Answering, entrance: Entrance, workers: Workers) -> None:
-        self._answering = answering
-        self._entrance = entrance
+    def __init__(
+        self, response_handler: ResponseHandler, submission: Submission, workers: WorkerControl
+    ) -> None:
+        self._response_handler = response_handler
+        self._submission = submission
         self._workers = workers
 
     def operations(self) -> list[Operation]:
@@ -81,7 +83,7 @@ class Control:
                     method=method,
                     path="/flush_cache",
                     admin=True,
-                    answer=self._flush,
+                    handler=self._flush,
                     summary="Drops the prefix cache of every worker; 400 while requests run.",
                     query={"timeout": "Seconds to wait until nothing runs; 0 unless said."},
                 )
@@ -91,7 +93,7 @@ class Control:
                 method="POST",
                 path="/abort_request",
                 admin=True,
-                answer=self._abort,
+                handler=self._abort,
                 summary="Ends requests as aborted, whichever gateway owns them.",
                 body=AbortBody,
                 examples=({"rid": "mine"},),
@@ -100,27 +102,27 @@ class Control:
                 method="POST",
                 path="/pause_generation",
                 admin=True,
-                answer=self._pause,
+                handler=self._pause,
                 summary="Runs no more steps until told to go on.",
                 body=PauseBody,
-                reply=Done,
+                reply=ControlReply,
                 examples=({"mode": "in_place"},),
             ),
             Operation(
                 method="POST",
                 path="/continue_generation",
                 admin=True,
-                answer=self._go_on,
+                handler=self._continue,
                 summary="Runs steps again.",
                 body=ContinueBody,
-                reply=Done,
+                reply=ControlReply,
                 examples=({},),
             ),
             Operation(
                 method="POST",
                 path="/update_weight_version",
                 admin=True,
-                answer=self._name_weights,
+                handler=self._name_weights,
                 summary="Names the weights anew; nothing that was cached is found again.",
                 body=VersionBody,
                 reply=WeightsNamed,
@@ -135,33 +137,33 @@ class Control:
         return web.Response(text=f"Cache flushed: {pages} pages.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(
+        body = await self._response_handler.parse_body(
             request, AbortBody, _checked, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        self._entrance.abort(body.rid)
+        self._submission.abort(body.rid)
         await self._workers.abort_elsewhere(body.rid)
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(
+        body = await self._response_handler.parse_body(
             request, PauseBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        done = await self._workers.order(PauseWorker(mode=body.mode))
+        done = await self._workers.command(PauseWorker(mode=body.mode))
         met = sum(each.requests for each in done)
-        return json_reply(Done(message=f"Generation paused; {met} answers were under way."))
+        return json_reply(ControlReply(message=f"Generation paused; {met} answers were under way."))
 
-    async def _go_on(self, request: web.Request) -> web.Response:
-        await self._answering.read(
+    async def _continue(self, request: web.Request) -> web.Response:
+        await self._response_handler.parse_body(
             request, ContinueBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        await self._workers.order(ContinueWorker())
-        return json_reply(Done(message="Generation goes on."))
+        await self._workers.command(ContinueWorker())
+        return json_reply(ControlReply(message="Generation goes on."))
 
     async def _name_weights(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(
+        body = await self._response_handler.parse_body(
             request, VersionBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
         )
-        await self._workers.order(
+        await self._workers.command(
             SetWeightVersion(version=body.new_version, abort_all=body.abort_all_requests)
         )
         return json_reply(

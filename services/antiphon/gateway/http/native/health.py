@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.ask import PROBE_DOOR, Ask, Sampling
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.requests.generation_request import (
+    PROBE_API,
+    GenerationRequest,
+    SamplingOptions,
+)
 from antiphon.wire.base import Role, State
 from antiphon.wire.errors import EngineError, Unavailable, decode_error, encode_error
 from antiphon.wire.sampling import PoolParams
@@ -18,8 +22,8 @@ from antiphon.wire.sampling import PoolParams
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.encode import TokenizerCalls
-    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
@@ -53,19 +57,19 @@ _LINKS = {
 }
 
 
-class Health:
+class HealthEndpoints:
     """Answers at once, but for `/health_generate`."""
 
     def __init__(
         self,
         runtime: Runtime,
         model: ModelName,
-        answering: Answering,
-        tokenizers: TokenizerCalls,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
     ) -> None:
         self._runtime = runtime
         self._model = model
-        self._answering = answering
+        self._response_handler = response_handler
         self._tokenizers = tokenizers
         self._probe: asyncio.Task[EngineError | None] | None = None
         self._probe_at = 0.0
@@ -77,25 +81,27 @@ class Health:
             Operation(
                 method="GET",
                 path="/",
-                answer=self._hello,
+                handler=self._hello,
                 summary="What is served, and where to read on.",
                 reply=Root,
             ),
             Operation(
-                method="GET", path="/health", answer=self._health, summary=here, reply=Healthy
+                method="GET", path="/health", handler=self._health, summary=here, reply=Healthy
             ),
-            Operation(method="GET", path="/ping", answer=self._health, summary=here, reply=Healthy),
+            Operation(
+                method="GET", path="/ping", handler=self._health, summary=here, reply=Healthy
+            ),
             Operation(
                 method="GET",
                 path="/ready",
-                answer=self._ready,
+                handler=self._ready,
                 summary="As /health, and no worker is paused.",
                 reply=Healthy,
             ),
             Operation(
                 method="GET",
                 path="/health_generate",
-                answer=self._generate,
+                handler=self._generate,
                 summary="200 once the model has made a token, or a vector; 503 after 20 s. "
                 "All callers share one a second.",
                 reply=Healthy,
@@ -141,15 +147,15 @@ class Health:
         try:
             async with asyncio.timeout(_GENERATE_S):
                 pools = (await self._tokenizers.card(_GENERATE_S)).pooling is not None
-                ask = Ask(
-                    door=PROBE_DOOR,
+                gen_request = GenerationRequest(
+                    door=PROBE_API,
                     model=None,
                     prompt_ids=(0,),
                     tokens_max=0 if pools else 1,
-                    sampling=Sampling(temperature=0.0, ignore_eos=True),
+                    sampling=SamplingOptions(temperature=0.0, ignore_eos=True),
                     pool=PoolParams() if pools else None,
                 )
-                await self._answering.hear(request, [ask])
+                await self._response_handler.collect(request, [gen_request])
         except TimeoutError:
             text = f"the model said nothing in {_GENERATE_S:g} s"
             return Unavailable(text, retry_after_s=1.0)

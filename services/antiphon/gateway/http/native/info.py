@@ -11,19 +11,19 @@ from aiohttp import web
 from antiphon.config.fields import fields, groups, value_at
 from antiphon.config.sglang import rows
 from antiphon.config.spellings import shown
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
 from antiphon.gateway.http.native.loads import EXPOSITION, Load, Loads, exposition, load_of
-from antiphon.gateway.http.openai.completions import weight_version
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.openai.endpoints import weight_version
 from antiphon.gateway.parsing.formats import parsers_of
 from antiphon.wire.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from antiphon.gateway.encode import TokenizerCalls
     from antiphon.gateway.metrics import GatewayMetrics
-    from antiphon.gateway.workers import Workers
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.worker_control import WorkerControl
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
@@ -103,15 +103,15 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None
 
 
-class Info:
+class InfoEndpoints:
     """Answers from settings and heartbeats."""
 
     def __init__(
         self,
         runtime: Runtime,
         model: ModelName,
-        tokenizers: TokenizerCalls,
-        workers: Workers,
+        tokenizers: TokenizerClient,
+        workers: WorkerControl,
         metrics_ports: Callable[[], Mapping[str, int]],
         metrics: GatewayMetrics,
     ) -> None:
@@ -129,7 +129,7 @@ class Info:
             Operation(
                 method="GET",
                 path="/v1/loads",
-                answer=self._loads,
+                handler=self._loads,
                 summary="What each worker has to do.",
                 reply=Loads,
                 query={
@@ -138,12 +138,12 @@ class Info:
                     "disagg; all unless said. The core is always told.",
                     "format": "json, or prometheus: a gauge for each number, by worker.",
                 },
-                told_as=(EXPOSITION,),
+                alternative_types=(EXPOSITION,),
             ),
             Operation(
                 method="GET",
                 path="/get_load",
-                answer=self._older_loads,
+                handler=self._older_loads,
                 summary="What each worker has to do; /v1/loads says more.",
                 reply=list[OlderLoad],
                 deprecated=True,
@@ -151,14 +151,14 @@ class Info:
             Operation(
                 method="GET",
                 path="/version",
-                answer=self._show_version,
+                handler=self._show_version,
                 summary="The version of the server.",
                 reply=Version,
             ),
             Operation(
                 method="GET",
                 path="/tokenizer_info",
-                answer=self._tokenizer_info,
+                handler=self._tokenizer_info,
                 summary="The tokenizer: its vocabulary, and the longest text of prompt and answer.",
                 reply=TokenizerInfo,
             ),
@@ -166,7 +166,7 @@ class Info:
                 Operation(
                     method="GET",
                     path=path,
-                    answer=self._model_info,
+                    handler=self._model_info,
                     summary="What is served.",
                     reply=ModelInfo,
                     deprecated=path.startswith("/get_"),
@@ -177,7 +177,7 @@ class Info:
                 Operation(
                     method="GET",
                     path=path,
-                    answer=self._server_info,
+                    handler=self._server_info,
                     summary="Every setting that is no secret, and what each worker has to do.",
                     reply=ServerInfo,
                     deprecated=path.startswith("/get_"),

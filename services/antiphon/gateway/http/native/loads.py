@@ -21,7 +21,7 @@ _GIB = 1024**3
 _LABELS = ("dp_rank", "worker")
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker keeps in memory, in GiB."""
 
     weight_gb: float
@@ -71,7 +71,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     utilization: float
     paused: bool
     weight_version: str
-    memory: Memory | UnsetType = UNSET
+    memory: WorkerMemory | UnsetType = UNSET
     queues: Queues | UnsetType = UNSET
     speculative: UnsetType | None = UNSET
     lora: UnsetType | None = UNSET
@@ -113,7 +113,7 @@ def load_of(rank: int, peer: Peer, load: WorkerLoad) -> Load:
         utilization=_share(running, load.running_max),
         paused=load.paused,
         weight_version=load.weight_version,
-        memory=Memory(
+        memory=WorkerMemory(
             weight_gb=figures.weight_bytes / _GIB,
             kv_cache_gb=figures.cache_bytes / _GIB,
             token_capacity=total,

@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.request_log import STDOUT, TARGETS_MAX, LogFormat, LogLevel, targets
-from antiphon.gateway.http.fields import Refused
-from antiphon.gateway.http.limits import SMALL_BODY_BYTES_MAX
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
-from antiphon.gateway.request_log.request_log import Logging
+from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.request_log.request_log import LoggingOptions
 from antiphon.gateway.request_log.writer import folder_of, make_folder
 from antiphon.wire.errors import Forbidden, InvalidRequest
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.gateway.request_log.request_log import RequestLog
 
 _TARGET = "log_requests_target"
@@ -32,10 +32,10 @@ _PICKLE = (
     "with a folder as log_requests_target writes them as JSON lines"
 )
 _START = "the folder of crash dumps is chosen at the start, by --crash-dump-folder"
-REFUSED: Mapping[str, Refused] = {
-    "dump_requests_folder": Refused(_PICKLE, (None, "")),
-    "dump_requests_threshold": Refused(_PICKLE, (None, 1000)),
-    "crash_dump_folder": Refused(_START, (None,)),
+REFUSED: Mapping[str, UnsupportedField] = {
+    "dump_requests_folder": UnsupportedField(_PICKLE, (None, "")),
+    "dump_requests_threshold": UnsupportedField(_PICKLE, (None, 1000)),
+    "crash_dump_folder": UnsupportedField(_START, (None,)),
 }
 T = TypeVar("T")
 Place = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -63,11 +63,13 @@ class LoggingConfigured(msgspec.Struct, frozen=True, kw_only=True):
     log_requests_target: list[str]
 
 
-class LoggingControl:
+class LoggingEndpoints:
     """Changes the request log of this gateway; others keep theirs."""
 
-    def __init__(self, answering: Answering, request_log: RequestLog, access: Access) -> None:
-        self._answering = answering
+    def __init__(
+        self, response_handler: ResponseHandler, request_log: RequestLog, access: Access
+    ) -> None:
+        self._response_handler = response_handler
         self._request_log = request_log
         self._access = access
 
@@ -78,21 +80,21 @@ class LoggingControl:
                 method="POST",
                 path="/configure_logging",
                 admin=True,
-                answer=self._configure,
+                handler=self._configure,
                 summary="Changes what this gateway logs of requests.",
                 body=ConfigureLogging,
                 reply=LoggingConfigured,
-                refused=REFUSED,
+                unsupported=REFUSED,
                 examples=({"log_requests": True, "log_requests_level": 1},),
             )
         ]
 
     async def _configure(self, request: web.Request) -> web.Response:
-        body = await self._answering.read(
+        body = await self._response_handler.parse_body(
             request, ConfigureLogging, lambda body: body, REFUSED, bytes_max=SMALL_BODY_BYTES_MAX
         )
         now = self._request_log.logging
-        wanted = Logging(
+        wanted = LoggingOptions(
             enabled=_or(body.log_requests, now.enabled),
             level=_or(body.log_requests_level, now.level),
             format=_or(body.log_requests_format, now.format),

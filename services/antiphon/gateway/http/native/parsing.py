@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.chats import plain
-from antiphon.gateway.http.fields import Refused
-from antiphon.gateway.http.limits import Tools
-from antiphon.gateway.http.operation import Operation
+from antiphon.gateway.http.core.fields import UnsupportedField
+from antiphon.gateway.http.core.limits import Tools
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.tool_calls import to_json
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import read_tools
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.http.answering import Answering
+    from antiphon.gateway.http.core.respond import ResponseHandler
     from antiphon.wire.schemas import Json
 
 Object = dict[str, msgspec.Raw]
 
 _INLINE_BYTES_MAX = 8 * 1024
 """Larger texts are parsed in a child process: a parser takes up to 1 us a character."""
-_SEPARATE = {"return_blocks": Refused("blocks are told as one text", (False,))}
+_SEPARATE = {"return_blocks": UnsupportedField("blocks are told as one text", (False,))}
 
 
 class ParseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +67,11 @@ class SeparateReply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Parsing:
+class ParsingEndpoints:
     """Asks nobody."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
+    def __init__(self, response_handler: ResponseHandler) -> None:
+        self._response_handler = response_handler
 
     def operations(self) -> list[Operation]:
         """Both."""
@@ -79,7 +79,7 @@ class Parsing:
             Operation(
                 method="POST",
                 path="/parse_function_call",
-                answer=self._calls,
+                handler=self._calls,
                 summary="The calls in a text.",
                 body=ParseBody,
                 reply=ParseReply,
@@ -94,22 +94,22 @@ class Parsing:
             Operation(
                 method="POST",
                 path="/separate_reasoning",
-                answer=self._separate,
+                handler=self._separate,
                 summary="The thinking in a text.",
                 body=SeparateBody,
                 reply=SeparateReply,
-                refused=_SEPARATE,
+                unsupported=_SEPARATE,
                 examples=({"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"},),
             ),
         ]
 
     async def _calls(self, request: web.Request) -> web.Response:
-        return await self._answering.compute(
+        return await self._response_handler.compute(
             request, ParseBody, parsed_calls, inline_bytes_max=_INLINE_BYTES_MAX
         )
 
     async def _separate(self, request: web.Request) -> web.Response:
-        return await self._answering.compute(
+        return await self._response_handler.compute(
             request, SeparateBody, separated, _SEPARATE, inline_bytes_max=_INLINE_BYTES_MAX
         )
 
@@ -120,8 +120,8 @@ def parsed_calls(body: ParseBody) -> ParseReply:
     Raises:
         InvalidRequest: There is no such parser, or a tool is malformed.
     """
-    tools = read_tools(cast("list[Json]", plain(body.tools, "tools")))
-    offer = Offer(schemas={tool.name: tool.parameters for tool in tools})
+    tools = read_tools(cast("list[Json]", to_json(body.tools, "tools")))
+    offer = OfferedTools(schemas={tool.name: tool.parameters for tool in tools})
     parser = AnswerParser(tools=tool_format(body.tool_call_parser), offer=offer)
     parsed = parse(parser, [body.text])
     calls = [

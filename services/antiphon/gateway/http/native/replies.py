@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.http.openai.logprobs import LOWEST
-from antiphon.gateway.http.origins import CachedTokensDetails, WeightSpan
+from antiphon.gateway.http.core.logprobs import LOWEST
+from antiphon.gateway.http.core.token_origins import CachedTokensDetails, WeightSpan
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import unpack_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from antiphon.gateway.http.native.reading import Telling
+    from antiphon.gateway.http.native.parse import GenerateResponseOptions
     from antiphon.gateway.owner.actions import Finished
     from antiphon.wire.details import DetailPiece, TokenDetail
 
@@ -118,7 +118,7 @@ def output_ids(piece: DetailPiece | None) -> list[int]:
 
 def scores(
     piece: DetailPiece,
-    telling: Telling,
+    reply_options: GenerateResponseOptions,
     prompt_ids: Sequence[int],
     *,
     texts: Mapping[int, str],
@@ -129,43 +129,49 @@ def scores(
 
     Args:
         piece: More of an answer, perhaps of its prompt.
-        telling: What is told of it.
+        reply_options: What is told of it.
         prompt_ids: Of the prompt.
         texts: Of tokens, as far as they are known.
         first_text: Of the prompt's first token, where texts are told: nothing else tells of it.
         begins: Whether it is the first piece.
     """
-    first = telling.start - len(prompt_ids)
+    first = reply_options.start - len(prompt_ids)
     entries = list(enumerate(piece.details.each(), piece.offset))
-    told = _scores((token for offset, token in entries if offset >= 0), texts, telling)
-    columns = _columns("output", told, telling)
-    if telling.start < 0 or (piece.offset >= 0 and not begins):
+    told = _scores((token for offset, token in entries if offset >= 0), texts, reply_options)
+    columns = _columns("output", told, reply_options)
+    if reply_options.start < 0 or (piece.offset >= 0 and not begins):
         return columns
-    read = _scores((token for offset, token in entries if first <= offset < 0), texts, telling)
-    if begins and telling.start == 0:  # the first token of a prompt follows nothing
+    read = _scores(
+        (token for offset, token in entries if first <= offset < 0), texts, reply_options
+    )
+    if begins and reply_options.start == 0:  # the first token of a prompt follows nothing
         read.tokens.insert(0, (None, prompt_ids[0], first_text))
         read.tops.insert(0, None)
         read.named.insert(0, None)
-    return columns | _columns("input", read, telling)
+    return columns | _columns("input", read, reply_options)
 
 
-def _columns(side: str, scored: Scores, telling: Telling) -> dict[str, Sequence[object]]:
+def _columns(
+    side: str, scored: Scores, reply_options: GenerateResponseOptions
+) -> dict[str, Sequence[object]]:
     columns: dict[str, Sequence[object]] = {f"{side}_token_logprobs": scored.tokens}
-    if telling.top:
+    if reply_options.top:
         columns[f"{side}_top_logprobs"] = scored.tops
-    if telling.named_ids:
+    if reply_options.named_ids:
         columns[f"{side}_token_ids_logprobs"] = scored.named
     return columns
 
 
-def _scores(tokens: Iterable[TokenDetail], texts: Mapping[int, str], telling: Telling) -> Scores:
+def _scores(
+    tokens: Iterable[TokenDetail], texts: Mapping[int, str], reply_options: GenerateResponseOptions
+) -> Scores:
     scored = Scores(tokens=[], tops=[], named=[])
     for token in tokens:
         if token.token_id >= 0:
             scored.tokens.append(_scored(token.logprob, token.token_id, texts))
         tops = [_scored(logprob, each, texts) for each, logprob in token.top if each >= 0]
         scored.tops.append(tops)
-        named = zip(token.named, telling.named_ids, strict=False)
+        named = zip(token.named, reply_options.named_ids, strict=False)
         scored.named.append([_scored(logprob, each, texts) for logprob, each in named])
     return scored
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from antiphon.gateway.http.ollama.bodies import OllamaCall
-from antiphon.gateway.http.openai.logprobs import TokenLogprob
+from antiphon.gateway.http.core.logprobs import TokenLogprob
+from antiphon.gateway.http.ollama.schema import OllamaCall
 
 if TYPE_CHECKING:
-    from antiphon.gateway.stream import Stream
+    from antiphon.gateway.stream.stream import RequestStream
     from antiphon.wire.base import Usage
 
 UNSET = msgspec.UNSET
@@ -71,16 +71,16 @@ def written(time: datetime) -> str:
     return f"{time:%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
-def measured(stream: Stream, usage: Usage) -> dict[str, int]:
+def measured(stream: RequestStream, usage: Usage) -> dict[str, int]:
     """The counts and durations of a request that has ended."""
     ended_at = stream.ended_at
     assert ended_at is not None, "all that is told of it was said"
-    said_at = ended_at if stream.said_at is None else stream.said_at
+    said_at = ended_at if stream.first_token_at is None else stream.first_token_at
     return {
-        "total_duration": _nanoseconds(ended_at - stream.came_at),
+        "total_duration": _nanoseconds(ended_at - stream.received_at),
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,
-        "prompt_eval_duration": _nanoseconds(said_at - stream.opened_at),
+        "prompt_eval_duration": _nanoseconds(said_at - stream.submitted_at),
         "eval_count": usage.completion_tokens,
         "eval_duration": _nanoseconds(ended_at - said_at),
     }

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.gateway.http.limits import Ids
-from antiphon.gateway.http.openai.bodies import Rid, TokenId
-from antiphon.gateway.http.openai.refused import EMBEDDING
+from antiphon.gateway.http.core.limits import Ids
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.writer import total_usage
 from antiphon.gateway.http.openai.replies import UsageBody, usage_body
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.pooling import INPUTS_MAX, asks_for, refuse_blank
-from antiphon.gateway.http.reply import json_reply
-from antiphon.gateway.http.voice import total
-from antiphon.gateway.pooling import cut
+from antiphon.gateway.http.openai.schema import Rid, TokenId
+from antiphon.gateway.http.openai.unsupported import EMBEDDING
+from antiphon.gateway.requests.pooling import pool_params
 from antiphon.wire.digests import CacheSaltText, cache_salt
 from antiphon.wire.errors import InvalidRequest, Unsupported
 from antiphon.wire.sampling import Dimensions, Priority
@@ -24,10 +24,10 @@ from antiphon.wire.sampling import Dimensions, Priority
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from antiphon.gateway.ask import Ask
-    from antiphon.gateway.http.answering import Answering
-    from antiphon.gateway.http.pooling import Vectors
-    from antiphon.gateway.pooling import Pooled, Prompt
+    from antiphon.gateway.http.core.pooling import PoolingHandler
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.pooling import Pooled, Prompt
     from antiphon.wire.ids import ModelName
     from antiphon.wire.tokenize import PoolingCard
 
@@ -76,7 +76,7 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
     """The vector of one text."""
 
     object: Literal["embedding"] = "embedding"
@@ -88,16 +88,18 @@ class EmbeddingReply(msgspec.Struct, frozen=True, kw_only=True):
     """The vectors, in the order of the texts."""
 
     object: Literal["list"] = "list"
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     model: str
     usage: UsageBody
 
 
-class Embeddings:
+class EmbeddingsEndpoints:
     """Has vectors made and writes them as they were asked for."""
 
-    def __init__(self, answering: Answering, vectors: Vectors, model: ModelName) -> None:
-        self._answering = answering
+    def __init__(
+        self, response_handler: ResponseHandler, vectors: PoolingHandler, model: ModelName
+    ) -> None:
+        self._response_handler = response_handler
         self._vectors = vectors
         self._model = model
 
@@ -107,11 +109,11 @@ class Embeddings:
             Operation(
                 method="POST",
                 path="/v1/embeddings",
-                answer=self._embed,
+                handler=self._embed,
                 summary="A vector for each text, of a model that embeds.",
                 body=EmbeddingBody,
                 reply=EmbeddingReply,
-                refused=EMBEDDING,
+                unsupported=EMBEDDING,
                 examples=(
                     {"input": "Hello"},
                     {"input": ["One", "Two"], "encoding_format": "base64"},
@@ -122,16 +124,16 @@ class Embeddings:
 
     async def _embed(self, request: web.Request) -> web.Response:
         card = await self._vectors.embedder()
-        body, asks = await self._answering.read(
+        body, gen_requests = await self._response_handler.parse_body(
             request, EmbeddingBody, lambda body: (body, _asks(body, card)), EMBEDDING
         )
-        pooled = await self._vectors.of(request, asks)
+        pooled = await self._vectors.collect(request, gen_requests)
         as_text = body.encoding_format == "base64"
         return json_reply(
             EmbeddingReply(
                 data=[_embedding(index, one, as_text=as_text) for index, one in enumerate(pooled)],
                 model=self._model,
-                usage=usage_body(total([one.usage for one in pooled])),
+                usage=usage_body(total_usage([one.usage for one in pooled])),
             )
         )
 
@@ -150,7 +152,7 @@ def prompts_of(given: Input, field: str) -> list[Prompt]:
     prompts: list[Prompt] = [tuple(ids)] if ids else [_prompt(each, field) for each in listed]
     if len(prompts) > INPUTS_MAX:
         raise InvalidRequest(f"{field}: there are more than {INPUTS_MAX} texts", param=field)
-    refuse_blank(prompts, field)
+    check_not_blank(prompts, field)
     return prompts
 
 
@@ -162,19 +164,19 @@ def _prompt(given: str | int | list[int] | InputPart, field: str) -> Prompt:
     return tuple(given) if isinstance(given, list) else str(given)
 
 
-def _asks(body: EmbeddingBody, card: PoolingCard) -> list[Ask]:
-    return asks_for(
+def _asks(body: EmbeddingBody, card: PoolingCard) -> list[GenerationRequest]:
+    return pooling_requests(
         prompts_of(body.input, "input"),
-        door="embeddings",
+        api="embeddings",
         field="input",
         model=body.model,
-        pool=cut(card, body.dimensions),
+        pool=pool_params(card, body.dimensions),
         rid=body.rid,
         priority=body.priority,
         salt=cache_salt(body.cache_salt, body.extra_key),
     )
 
 
-def _embedding(index: int, pooled: Pooled, *, as_text: bool) -> Embedding:
+def _embedding(index: int, pooled: Pooled, *, as_text: bool) -> EmbeddingObject:
     written = base64.b64encode(pooled.vector).decode() if as_text else pooled.numbers
-    return Embedding(embedding=written, index=index)
+    return EmbeddingObject(embedding=written, index=index)

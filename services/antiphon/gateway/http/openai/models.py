@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.guard import tenant_of
-from antiphon.gateway.http.operation import Operation
-from antiphon.gateway.http.reply import json_reply
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
 from antiphon.service.model import served_names
 from antiphon.wire.errors import EngineError, UnknownModel
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from antiphon.gateway.access.access import Access
-    from antiphon.gateway.encode import TokenizerCalls
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
     from antiphon.service.service import Runtime
     from antiphon.wire.ids import ModelName
 
@@ -52,11 +52,11 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool = False
 
 
-class Models:
+class ModelsEndpoints:
     """Answers from what is known already; only the context length may cost a call, once."""
 
     def __init__(
-        self, runtime: Runtime, model: ModelName, tokenizers: TokenizerCalls, access: Access
+        self, runtime: Runtime, model: ModelName, tokenizers: TokenizerClient, access: Access
     ) -> None:
         self._runtime = runtime
         self._model = model
@@ -70,14 +70,14 @@ class Models:
             Operation(
                 method="GET",
                 path="/v1/models",
-                answer=self._list,
+                handler=self._list,
                 summary="The names of the served model, if the key may use it.",
                 reply=ModelList,
             ),
             Operation(
                 method="GET",
                 path="/v1/models/{name:.+}",
-                answer=self._one,
+                handler=self._one,
                 summary="One model by its name.",
                 reply=ModelEntry,
             ),
@@ -99,7 +99,7 @@ class Models:
         return json_reply(await self._entry(name))
 
     def _shown(self, request: web.Request) -> bool:
-        return self._access.serves(tenant_of(request), self._model)
+        return self._access.may_use_model(tenant_of(request), self._model)
 
     async def _entry(self, name: str) -> ModelEntry:
         try:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from antiphon.gateway.http.core.logprobs import ChatLogprobs, TextLogprobs
+from antiphon.gateway.http.core.token_origins import CachedTokensDetails
 from antiphon.gateway.http.native.replies import MetaInfo
-from antiphon.gateway.http.openai.logprobs import ChatLogprobs, TextLogprobs
-from antiphon.gateway.http.origins import CachedTokensDetails
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:

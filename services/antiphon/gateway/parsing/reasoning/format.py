@@ -10,7 +10,7 @@ from antiphon.gateway.parsing.reader import Emit, Marks, Steps
 from antiphon.wire.thinking import SPACE_MAX, ThinkingMarks
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.format import ToolFormat
 
@@ -78,7 +78,7 @@ class ReasoningFormat:
 
 def thinking(
     reader: Reader,
-    out: Output,
+    out: EventSink,
     format_: ReasoningFormat,
     rest: Emit,
     *,
@@ -112,7 +112,7 @@ def thinking(
     yield from reader.rest(rest)
 
 
-def bare(reader: Reader, out: Output, around: tuple[str, ...]) -> Steps[None]:
+def bare(reader: Reader, out: EventSink, around: tuple[str, ...]) -> Steps[None]:
     """Read an answer without calls, and drop the marks around it."""
     marks = Marks(*around)
     while (yield from reader.until(marks, out.content)) is not None:

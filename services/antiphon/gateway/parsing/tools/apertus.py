@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN, _END = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     if not (yield from reader.starts("[")):
-        return Outcome.NOTHING
-    outcome = Outcome.NOTHING
+        return CallOutcome.NOTHING
+    outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
         if (yield from reader.starts("]", "{")) != "{":
@@ -34,8 +34,8 @@ def _body(reader: Reader, out: Output) -> Steps[Outcome]:
         sound = sound and (yield from reader.starts("}")) is not None
         out.end(reader, complete=sound)
         if not sound:
-            return Outcome.BROKEN
-        outcome = Outcome.DONE
+            return CallOutcome.BROKEN
+        outcome = CallOutcome.DONE
         yield from reader.space()
         yield from reader.starts(",")
 

@@ -24,7 +24,7 @@ from antiphon.gateway.parsing.tools.grammar import (
     calls_or_text,
     calls_within,
 )
-from antiphon.gateway.parsing.tools.offer import Offer
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS
 from antiphon.gateway.parsing.tools.tool import Tool
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -72,14 +72,14 @@ class ToolPlan(msgspec.Struct, frozen=True):
     grammar: Grammar | None = None
     calls_max: int | None = None
 
-    def offer(self, *, calls_before: int = 0, forward_unknown: bool = False) -> Offer:
+    def offer(self, *, calls_before: int = 0, forward_unknown: bool = False) -> OfferedTools:
         """What an answer may call, for its parser.
 
         Args:
             calls_before: Calls in the messages of the request.
             forward_unknown: Whether calls of other tools count, too.
         """
-        return Offer(
+        return OfferedTools(
             schemas={tool.name: tool.parameters for tool in self.tools},
             calls_before=calls_before,
             calls_max=self.calls_max,
@@ -153,7 +153,7 @@ def plan_tools(
         assert plan.grammar is not None, "a call that has to be is held to its form"
         return msgspec.structs.replace(plan, grammar=calls_or(plan.grammar, form))
     if choice.mode is Mode.AUTO:
-        return ToolPlan(tools, format_, _held(tools, format_, insists=insists), calls_max)
+        return ToolPlan(tools, format_, _strict_grammar(tools, format_, insists=insists), calls_max)
     if choice.name is not None:
         callable_, calls_max = tuple(t for t in tools if t.name == choice.name), 1
     else:
@@ -173,7 +173,9 @@ def _required(
     return ToolPlan(tools, format_, calls_only(callable_, format_.form, calls_max), calls_max)
 
 
-def _held(tools: tuple[Tool, ...], format_: ToolFormat | None, *, insists: bool) -> Grammar | None:
+def _strict_grammar(
+    tools: tuple[Tool, ...], format_: ToolFormat | None, *, insists: bool
+) -> Grammar | None:
     """What holds the calls of strict tools where the model may call or not, if any is strict."""
     strict = next((index for index, tool in enumerate(tools) if tool.strict), None)
     if strict is None or format_ is None:

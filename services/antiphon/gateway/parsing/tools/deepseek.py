@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.json_text import NAME_MAX
-from antiphon.gateway.parsing.tools.format import Form, Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, CallOutcome, ToolFormat, framed
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -21,37 +21,37 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _NAME = re.compile(r"[^<`{\n]*")
 
 
-def _v3(reader: Reader, out: Output) -> Steps[Outcome]:
+def _v3(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read the kind of call, always a function, then name and a fenced block of JSON."""
     yield from reader.word(_NAME, NAME_MAX)
     if not (yield from reader.starts(_SEPARATOR)):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     name = (yield from reader.word(_NAME, NAME_MAX)).strip()
     yield from reader.space()
     yield from reader.starts("```json", "```\n")
     return (yield from call(reader, out, name))
 
 
-def _v31(reader: Reader, out: Output) -> Steps[Outcome]:
+def _v31(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     name = (yield from reader.word(_NAME, NAME_MAX)).strip()
     if not (yield from reader.starts(_SEPARATOR)):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     return (yield from call(reader, out, name))
 
 
-def call(reader: Reader, out: Output, name: str) -> Steps[Outcome]:
+def call(reader: Reader, out: EventSink, name: str) -> Steps[CallOutcome]:
     """Read the JSON of a call whose name was read."""
     yield from reader.space()
     if not name or (yield from reader.peek()) != "{":
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     sound = yield from json_text.value(reader, out.begin(reader, name))
     out.end(reader, complete=sound)
-    return Outcome.DONE if sound else Outcome.BROKEN
+    return CallOutcome.DONE if sound else CallOutcome.BROKEN
 
 
-def _form(before: str, middle: str, after: str) -> Form:
+def _form(before: str, middle: str, after: str) -> CallGrammar:
     """One call in a section of its own."""
-    return Form(
+    return CallGrammar(
         trigger=_ALL_BEGIN,
         begin=f"{_ALL_BEGIN}{_BEGIN}{before}",
         middle=middle,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 
@@ -30,7 +30,7 @@ def _format(name: str, section: str, space: str = "") -> ToolFormat:
         read=framed(begin, end, tagged(tags)),
         marks=(begin,),
         special=True,
-        form=Form(
+        form=CallGrammar(
             trigger=begin,
             begin=f'{begin}\n<｜DSML｜{space}invoke name="',
             middle='">\n',

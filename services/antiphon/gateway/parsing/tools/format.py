@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from antiphon.gateway.parsing.output import Output
+from antiphon.gateway.parsing.event_sink import EventSink
 from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
 
-Read = Callable[[Reader, Output], Steps[None]]
+Read = Callable[[Reader, EventSink], Steps[None]]
 """Reads an answer to its end."""
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """What came of reading a call."""
 
     NOTHING = 0
@@ -28,12 +28,12 @@ class Outcome(Enum):
     """Done, and the mark after it was read, too."""
 
 
-Body = Callable[[Reader, Output], Steps[Outcome]]
+Body = Callable[[Reader, EventSink], Steps[CallOutcome]]
 """Reads one call, without the marks around it. What it reads is kept until its name is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CallGrammar:
     """How a grammar writes calls in this format.
 
     A call is `begin`, the name, `middle`, the arguments and `end`; `separator` stands
@@ -90,7 +90,7 @@ class ToolFormat:
     read: Read
     marks: tuple[str, ...] = ()
     special: bool = False
-    form: Form | None = None
+    form: CallGrammar | None = None
     call_id: Callable[[str, int], str] = random_id
 
 
@@ -119,7 +119,7 @@ def framed(
     ends = Marks(begin, *([end] if end else []), *others)
     opening, closing = section or (None, None)
 
-    def read(reader: Reader, out: Output) -> Steps[None]:
+    def read(reader: Reader, out: EventSink) -> Steps[None]:
         following = begins
         opened = ""  # the mark of a section without calls so far
         closes = False
@@ -137,9 +137,9 @@ def framed(
                 shown = out.settle(reader)
                 closes = shown if opened else closes
                 opened = ""
-                if outcome is not Outcome.NOTHING:
+                if outcome is not CallOutcome.NOTHING:
                     following = begins if shown else later
-                    if outcome is Outcome.BROKEN or (end and outcome is Outcome.DONE):
+                    if outcome is CallOutcome.BROKEN or (end and outcome is CallOutcome.DONE):
                         mark = yield from reader.until(ends, out.content if shown else drop)
                         if mark != end:
                             continue

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Body, Form, Outcome, ToolFormat, framed
-from antiphon.gateway.parsing.tools.values import Arguments
+from antiphon.gateway.parsing.tools.format import Body, CallGrammar, CallOutcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.wire.schemas import Json
 
 _NAME = re.compile(r"[^<\n]*")
@@ -27,7 +27,7 @@ def elements(end: str, *, after_name: str | None = None) -> Body:
         after_name: What else may stand after the name.
     """
 
-    def body(reader: Reader, out: Output) -> Steps[Outcome]:
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         yield from reader.space()
         name = (yield from reader.word(_NAME, NAME_MAX)).strip()
         yield from reader.space()
@@ -36,17 +36,17 @@ def elements(end: str, *, after_name: str | None = None) -> Body:
         # A name alone could be any text: it is a call if an argument or the end comes next.
         mark = yield from reader.starts("<arg_key>", end)
         if not name or mark is None:
-            return Outcome.NOTHING
+            return CallOutcome.NOTHING
         emit = out.begin(reader, name)
         complete = yield from _arguments(reader, emit, out.schema(name), mark, end)
         out.end(reader, complete=complete)
-        return Outcome.ENDED if complete else Outcome.BROKEN
+        return CallOutcome.ENDED if complete else CallOutcome.BROKEN
 
     return body
 
 
 def _arguments(reader: Reader, emit: Emit, schema: Json, mark: str | None, end: str) -> Steps[bool]:
-    written = Arguments(schema, emit)
+    written = ArgumentsWriter(schema, emit)
     while mark == "<arg_key>":
         key = (yield from reader.word(_NAME, NAME_MAX)).strip()
         if not (yield from reader.starts("</arg_key>")):
@@ -71,7 +71,7 @@ def _format(names: tuple[str, ...], begin: str, end: str) -> ToolFormat:
         read=framed(begin, end, elements(end)),
         marks=(begin,),
         special=True,
-        form=Form(
+        form=CallGrammar(
             trigger=begin,
             begin=begin,
             middle="\n",

@@ -13,7 +13,7 @@ from antiphon.gateway.parsing.reader import Marks, Reader, Steps, drop
 from antiphon.gateway.parsing.tools.format import ToolFormat
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = Marks(_START, _CHANNEL, _MESSAGE)
@@ -24,7 +24,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _WHITE = re.compile(r"[ ]*")
 
 
-def _read(reader: Reader, out: Output) -> Steps[None]:
+def _read(reader: Reader, out: EventSink) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, 1)
     mark = yield from reader.starts("to=", _CHANNEL, _START, _MESSAGE)
@@ -45,7 +45,7 @@ def _read(reader: Reader, out: Output) -> Steps[None]:
             mark = yield from reader.until(_HEADS, out.content)
 
 
-def _message(reader: Reader, out: Output, head: str) -> Steps[str | None]:
+def _message(reader: Reader, out: EventSink, head: str) -> Steps[str | None]:
     """Read a message whose head was read; return the mark at its end."""
     recipient = _RECIPIENT.search(head)
     if recipient is not None:

@@ -13,7 +13,7 @@ from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from antiphon.gateway.parsing.tools.format import Form
+    from antiphon.gateway.parsing.tools.format import CallGrammar
     from antiphon.gateway.parsing.tools.tool import Tool
     from antiphon.wire.schemas import Json
 
@@ -70,7 +70,7 @@ def _list_schema(
     return schema
 
 
-def calls_only(tools: Sequence[Tool], form: Form, calls_max: int | None) -> Grammar:
+def calls_only(tools: Sequence[Tool], form: CallGrammar, calls_max: int | None) -> Grammar:
     """Calls as the model writes them, and nothing else."""
     calls: Json = {
         "type": "tags_with_separator",
@@ -88,7 +88,7 @@ def calls_only(tools: Sequence[Tool], form: Form, calls_max: int | None) -> Gram
     return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
 
 
-def calls_within(tools: Sequence[Tool], form: Form) -> Grammar:
+def calls_within(tools: Sequence[Tool], form: CallGrammar) -> Grammar:
     """Free text in which calls may stand; those of strict tools keep to their schemas."""
     tags: list[Json] = [_tag(tool, form, held=tool.strict) for tool in tools]
     format_: dict[str, Json] = {
@@ -106,7 +106,7 @@ def calls_or(calls: Grammar, form: Grammar) -> Grammar:
     return _grammar(GrammarKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": format_})
 
 
-def _tag(tool: Tool, form: Form, *, held: bool) -> Json:
+def _tag(tool: Tool, form: CallGrammar, *, held: bool) -> Json:
     content: dict[str, Json] = {
         "type": "json_schema",
         "json_schema": tool.parameters if held else _ANY_OBJECT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from antiphon.gateway.parsing.tools import objects
-from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, ToolFormat, framed
 
 _BEGIN = "<tool_call>"
 _END = "</tool_call>"
@@ -13,7 +13,7 @@ FORMAT = ToolFormat(
     example='<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
     read=framed(_BEGIN, _END, objects.call),
     marks=(_BEGIN,),
-    form=Form(
+    form=CallGrammar(
         trigger=_BEGIN,
         begin='<tool_call>\n{"name": "',
         middle='", "arguments": ',

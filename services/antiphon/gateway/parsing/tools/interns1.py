@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.tools import objects
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN, _END = "<|action_start|>", "<|action_end|>"
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     if not (yield from reader.starts("<|plugin|>")):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     return (yield from objects.call(reader, out))
 
 

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Steps, drop
 from antiphon.gateway.parsing.tools import objects
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader
 
 _WHITE = re.compile(r"[ \t\r\n]*")
 
 
-def _read(reader: Reader, out: Output) -> Steps[None]:
+def _read(reader: Reader, out: EventSink) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
     outcome = yield from objects.likely_calls(reader, out)
     if out.settle(reader):
         yield from reader.rest(out.content)
-    elif outcome is Outcome.BROKEN:
+    elif outcome is CallOutcome.BROKEN:
         yield from reader.rest(drop)
     else:
         yield from reader.until(AFTER_CALLS, out.content)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.tools.deepseek import call
-from antiphon.gateway.parsing.tools.format import Form, Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, CallOutcome, ToolFormat, framed
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN, _END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -18,11 +18,11 @@ _ALL_BEGIN, _ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end
 _ID = re.compile(r"[^<{\n]*")
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     id_ = (yield from reader.word(_ID, NAME_MAX)).strip()
     if not (yield from reader.starts("<|tool_call_argument_begin|>")):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     return (yield from call(reader, out, re.sub(r":\d+$", "", id_).removeprefix("functions.")))
 
 
@@ -40,7 +40,7 @@ FORMAT = ToolFormat(
     read=framed(_BEGIN, _END, _body, section=(_ALL_BEGIN, _ALL_END)),
     marks=(_ALL_BEGIN, _BEGIN),
     special=True,
-    form=Form(
+    form=CallGrammar(
         trigger=_ALL_BEGIN,
         begin=f"{_ALL_BEGIN}{_BEGIN}functions.",
         middle=":0<|tool_call_argument_begin|>",

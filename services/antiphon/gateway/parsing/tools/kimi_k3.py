@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
-from antiphon.gateway.parsing.tools.values import Arguments
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.wire.schemas import Json
 
 _BEGIN, _END = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
@@ -25,13 +25,13 @@ _QUOTED = re.compile(r'[^"<]*')
 _VALUE_END = Marks("<|close|>argument<|sep|>")
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
-    outcome = Outcome.NOTHING
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+    outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
         mark = yield from reader.starts(_CALL, _END)
-        if mark == _END and outcome is Outcome.DONE:
-            return Outcome.ENDED
+        if mark == _END and outcome is CallOutcome.DONE:
+            return CallOutcome.ENDED
         if mark != _CALL:
             return outcome
         name = yield from reader.word(_QUOTED, NAME_MAX)
@@ -40,8 +40,8 @@ def _body(reader: Reader, out: Output) -> Steps[Outcome]:
         complete = yield from _arguments(reader, out.begin(reader, name), out.schema(name))
         out.end(reader, complete=complete)
         if not complete:
-            return Outcome.BROKEN
-        outcome = Outcome.DONE
+            return CallOutcome.BROKEN
+        outcome = CallOutcome.DONE
 
 
 def _attribute(reader: Reader, before: str) -> Steps[str]:
@@ -53,7 +53,7 @@ def _attribute(reader: Reader, before: str) -> Steps[str]:
 
 
 def _arguments(reader: Reader, emit: Emit, schema: Json) -> Steps[bool]:
-    written = Arguments(schema, emit)
+    written = ArgumentsWriter(schema, emit)
     while True:
         yield from reader.space()
         mark = yield from reader.starts(_ARGUMENT, _CALL_END)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing.reader import TRIM_MAX, Reader, Steps, drop
 from antiphon.gateway.parsing.tools import objects
-from antiphon.gateway.parsing.tools.format import Body, Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import Body, CallOutcome, ToolFormat, framed
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
 
 _BEGIN = "<|python_tag|>"
 _WHITE = re.compile(r"[ \t\r\n]*")
@@ -19,9 +19,9 @@ _WHITE = re.compile(r"[ \t\r\n]*")
 def _row(one: Body) -> Body:
     """Make a reader of calls with semicolons between them."""
 
-    def body(reader: Reader, out: Output) -> Steps[Outcome]:
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
         outcome = yield from one(reader, out)
-        while outcome is Outcome.DONE:
+        while outcome is CallOutcome.DONE:
             yield from reader.space()
             if not (yield from reader.starts(";")):
                 return outcome
@@ -34,21 +34,21 @@ def _row(one: Body) -> Body:
     return body
 
 
-def _next(reader: Reader, out: Output) -> Steps[Outcome]:
+def _next(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read a call after others; what is none breaks the row."""
     outcome = yield from objects.call(reader, out)
-    return Outcome.BROKEN if outcome is Outcome.NOTHING else outcome
+    return CallOutcome.BROKEN if outcome is CallOutcome.NOTHING else outcome
 
 
 _bare = _row(objects.likely_call)
 _after_the_tag = framed(_BEGIN, None, _row(objects.call))
 
 
-def _read(reader: Reader, out: Output) -> Steps[None]:
+def _read(reader: Reader, out: EventSink) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
     outcome = yield from _bare(reader, out)
-    if not out.settle(reader) and outcome is Outcome.BROKEN:
+    if not out.settle(reader) and outcome is CallOutcome.BROKEN:
         yield from reader.rest(drop)
     yield from _after_the_tag(reader, out)
 

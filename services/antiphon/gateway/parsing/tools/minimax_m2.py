@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 _BEGIN, _END = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -24,7 +24,7 @@ FORMAT = ToolFormat(
     read=framed(_BEGIN, _END, tagged(_TAGS)),
     marks=(_BEGIN,),
     special=True,
-    form=Form(
+    form=CallGrammar(
         trigger=_BEGIN,
         begin=f'{_BEGIN}\n<invoke name="',
         middle='">\n',

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.tools import objects
 from antiphon.gateway.parsing.tools.deepseek import call
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed, short_id
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed, short_id
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN = "[TOOL_CALLS]"
 _NAME = re.compile(r"[\w.\-]*")
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     if (yield from reader.peek()) in {"[", "{"}:
         return (yield from objects.calls(reader, out))

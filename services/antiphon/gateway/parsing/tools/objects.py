@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.reader import Emit, Steps, drop
-from antiphon.gateway.parsing.tools.format import Outcome
+from antiphon.gateway.parsing.tools.format import CallOutcome
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader
     from antiphon.gateway.parsing.tools.format import Body
 
@@ -18,12 +18,12 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id", "tool_call_id")
 
 
-def call(reader: Reader, out: Output) -> Steps[Outcome]:
+def call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read `{"name": ..., "arguments": ...}`. Other keys are passed over."""
     return (yield from _Object(reader, out, certain=True).read())
 
 
-def likely_call(reader: Reader, out: Output) -> Steps[Outcome]:
+def likely_call(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read an object that may be meant for the reader.
 
     It is a call if it names an offered tool, or a name and arguments.
@@ -31,33 +31,33 @@ def likely_call(reader: Reader, out: Output) -> Steps[Outcome]:
     return (yield from _Object(reader, out, certain=False).read())
 
 
-def calls(reader: Reader, out: Output) -> Steps[Outcome]:
+def calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read a list of calls, or one. If the first one is none, nothing is."""
     return (yield from _calls(reader, out, call))
 
 
-def likely_calls(reader: Reader, out: Output) -> Steps[Outcome]:
+def likely_calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read a list of calls, or one, which may be meant for the reader: see `likely_call`."""
     return (yield from _calls(reader, out, likely_call))
 
 
-def calls_in_list(reader: Reader, out: Output, one: Body = call) -> Steps[Outcome]:
+def calls_in_list(reader: Reader, out: EventSink, one: Body = call) -> Steps[CallOutcome]:
     """Read a list of calls whose first bracket was read."""
-    outcome = Outcome.NOTHING
+    outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
         if (yield from reader.starts("]")):
             return outcome
-        if outcome is Outcome.DONE and (yield from reader.starts(",")):
+        if outcome is CallOutcome.DONE and (yield from reader.starts(",")):
             continue
         again = yield from one(reader, out)
-        if again is not Outcome.DONE:
-            return Outcome.BROKEN if outcome is Outcome.DONE else again
+        if again is not CallOutcome.DONE:
+            return CallOutcome.BROKEN if outcome is CallOutcome.DONE else again
         outcome = again
         one = call  # a list that begins with a call is one of calls
 
 
-def _calls(reader: Reader, out: Output, one: Body) -> Steps[Outcome]:
+def _calls(reader: Reader, out: EventSink, one: Body) -> Steps[CallOutcome]:
     yield from reader.space()
     if not (yield from reader.starts("[")):
         return (yield from one(reader, out))
@@ -65,18 +65,18 @@ def _calls(reader: Reader, out: Output, one: Body) -> Steps[Outcome]:
 
 
 class _Object:
-    def __init__(self, reader: Reader, out: Output, *, certain: bool) -> None:
+    def __init__(self, reader: Reader, out: EventSink, *, certain: bool) -> None:
         self._reader = reader
         self._out = out
         self._certain = certain
         self._emit: Emit | None = None
         self._early: list[str] | None = None  # arguments that came before the name
 
-    def read(self) -> Steps[Outcome]:
+    def read(self) -> Steps[CallOutcome]:
         reader = self._reader
         yield from reader.space()
         if not (yield from reader.starts("{")):
-            return Outcome.NOTHING
+            return CallOutcome.NOTHING
         argued = False
         while True:
             yield from reader.space()
@@ -120,18 +120,18 @@ class _Object:
         assert self._early is not None, "arguments are read"
         self._early.append(part)
 
-    def _broken(self) -> Outcome:
+    def _broken(self) -> CallOutcome:
         if self._emit is None:
-            return Outcome.NOTHING
+            return CallOutcome.NOTHING
         self._out.end(self._reader, complete=False)
-        return Outcome.BROKEN
+        return CallOutcome.BROKEN
 
-    def _finish(self, *, argued: bool) -> Outcome:
+    def _finish(self, *, argued: bool) -> CallOutcome:
         if self._emit is None:
-            return Outcome.NOTHING
+            return CallOutcome.NOTHING
         if not argued:
             if not self._certain:
-                return Outcome.NOTHING
+                return CallOutcome.NOTHING
             self._emit("{}")
         self._out.end(self._reader, complete=True)
-        return Outcome.DONE
+        return CallOutcome.DONE

@@ -9,11 +9,11 @@ from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.python_text import literal
 from antiphon.gateway.parsing.reader import AFTER_CALLS, TRIM_MAX, Reader, Steps, drop
 from antiphon.gateway.parsing.tools import objects
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
 from antiphon.gateway.parsing.tools.values import quoted
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Emit
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -21,21 +21,21 @@ _KEY = re.compile(r"\w*")
 _WHITE = re.compile(r"[ \t\r\n]*")
 
 
-def _calls(reader: Reader, out: Output) -> Steps[Outcome]:
+def _calls(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     """Read calls up to the closing bracket; the opening one was read."""
-    outcome = Outcome.NOTHING
+    outcome = CallOutcome.NOTHING
     while True:
         yield from reader.space()
         if (yield from reader.starts("]")):
             return outcome
         name = yield from reader.word(_NAME, NAME_MAX)
         if not name or not (yield from reader.starts("(")):
-            return Outcome.BROKEN if outcome is Outcome.DONE else Outcome.NOTHING
+            return CallOutcome.BROKEN if outcome is CallOutcome.DONE else CallOutcome.NOTHING
         complete = yield from _arguments(reader, out.begin(reader, name))
         out.end(reader, complete=complete)
         if not complete:
-            return Outcome.BROKEN
-        outcome = Outcome.DONE
+            return CallOutcome.BROKEN
+        outcome = CallOutcome.DONE
         yield from reader.space()
         yield from reader.starts(",")
 
@@ -62,29 +62,29 @@ def _arguments(reader: Reader, emit: Emit) -> Steps[bool]:
             return False
 
 
-def _read(reader: Reader, out: Output) -> Steps[None]:
+def _read(reader: Reader, out: EventSink) -> Steps[None]:
     reader.keep()
     yield from reader.word(_WHITE, TRIM_MAX)
     framed_ = yield from reader.starts("<|python_start|>")
     listed = yield from reader.starts("[")
-    outcome = Outcome.NOTHING
+    outcome = CallOutcome.NOTHING
     if listed:
         outcome = yield from _calls(reader, out)
-    if framed_ and outcome is Outcome.DONE:
+    if framed_ and outcome is CallOutcome.DONE:
         yield from reader.space()
         yield from reader.starts("<|python_end|>")
     if out.settle(reader):
         yield from reader.rest(out.content)
-    elif outcome is Outcome.DONE:
+    elif outcome is CallOutcome.DONE:
         yield from reader.until(AFTER_CALLS, out.content)
     else:
         yield from reader.rest(drop)
 
 
-def _lfm2(reader: Reader, out: Output) -> Steps[Outcome]:
+def _lfm2(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     if not (yield from reader.starts("[")):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     yield from reader.space()
     if (yield from reader.peek()) == "{":
         return (yield from objects.calls_in_list(reader, out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.gateway.parsing.tools.format import Form, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallGrammar, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -22,7 +22,7 @@ FORMAT = ToolFormat(
     ),
     read=framed(_BEGIN, _END, tagged(_TAGS)),
     marks=(_BEGIN,),
-    form=Form(
+    form=CallGrammar(
         trigger="<tool_call>\n<function=",
         begin="<tool_call>\n<function=",
         middle=">\n",

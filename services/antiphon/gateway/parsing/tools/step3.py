@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.gateway.parsing.tools.format import Outcome, ToolFormat, framed
+from antiphon.gateway.parsing.tools.format import CallOutcome, ToolFormat, framed
 from antiphon.gateway.parsing.tools.tags import Tags, tagged
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.gateway.parsing.reader import Reader, Steps
 
 _BEGIN, _END = "<｜tool_call_begin｜>", "<｜tool_call_end｜>"
@@ -27,10 +27,10 @@ _CALL = tagged(
 )
 
 
-def _body(reader: Reader, out: Output) -> Steps[Outcome]:
+def _body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
     yield from reader.space()
     if not (yield from reader.starts("function<｜tool_sep｜>")):
-        return Outcome.NOTHING
+        return CallOutcome.NOTHING
     return (yield from _CALL(reader, out))
 
 

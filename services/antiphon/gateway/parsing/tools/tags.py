@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from antiphon.gateway.parsing import json_text
 from antiphon.gateway.parsing.json_text import NAME_MAX
 from antiphon.gateway.parsing.reader import Emit, Marks, Reader, Steps
-from antiphon.gateway.parsing.tools.format import Body, Outcome
-from antiphon.gateway.parsing.tools.values import Arguments
+from antiphon.gateway.parsing.tools.format import Body, CallOutcome
+from antiphon.gateway.parsing.tools.values import ArgumentsWriter
 
 if TYPE_CHECKING:
-    from antiphon.gateway.parsing.output import Output
+    from antiphon.gateway.parsing.event_sink import EventSink
     from antiphon.wire.schemas import Json
 
 
@@ -50,14 +50,14 @@ def tagged(tags: Tags) -> Body:
     ends = (tags.end,) if tags.end else ()
     values = Marks(*[f"\n{tags.argument_end}"] * tags.lines, tags.argument_end)
 
-    def body(reader: Reader, out: Output) -> Steps[Outcome]:
-        outcome = Outcome.NOTHING
+    def body(reader: Reader, out: EventSink) -> Steps[CallOutcome]:
+        outcome = CallOutcome.NOTHING
         while True:
             if tags.call[0]:
                 yield from reader.space()
                 mark = yield from reader.starts(tags.call[0], *ends)
-                if mark in ends and outcome is Outcome.DONE:
-                    return Outcome.ENDED
+                if mark in ends and outcome is CallOutcome.DONE:
+                    return CallOutcome.ENDED
                 if mark != tags.call[0]:
                     return outcome
             name = yield from reader.word(name_letters, NAME_MAX)
@@ -66,8 +66,8 @@ def tagged(tags: Tags) -> Body:
             complete = yield from arguments(reader, out.begin(reader, name), out.schema(name))
             out.end(reader, complete=complete)
             if not complete:
-                return Outcome.BROKEN
-            outcome = Outcome.DONE
+                return CallOutcome.BROKEN
+            outcome = CallOutcome.DONE
             if not ends:
                 return outcome
 
@@ -77,7 +77,7 @@ def tagged(tags: Tags) -> Body:
             sound = yield from json_text.value(reader, emit)
             yield from reader.space()
             return sound and (yield from reader.starts(tags.call_end)) is not None
-        written = Arguments(schema, emit)
+        written = ArgumentsWriter(schema, emit)
         while True:
             yield from reader.space()
             mark = yield from reader.starts(tags.argument_begin, tags.call_end)

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NULLS = frozenset({"null", "none"})
 
 
-class Arguments:
+class ArgumentsWriter:
     """Writes an object, one argument after another."""
 
     def __init__(self, schema: Json, emit: Emit) -> None:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.gateway.http.errors import envelope
-from antiphon.gateway.http.openai.logprobs import TokenLogprob
+from antiphon.gateway.http.core.errors import envelope
+from antiphon.gateway.http.core.logprobs import TokenLogprob
+from antiphon.gateway.http.core.sse import named_event
 from antiphon.gateway.http.openai.responses.items import OutputItem, OutputText, ReasoningText
 from antiphon.gateway.http.openai.responses.replies import ResponseReply
-from antiphon.gateway.http.sse import named_event
 
 if TYPE_CHECKING:
     from antiphon.wire.errors import EngineError
@@ -22,33 +22,33 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type")
     sequence_number: int
 
 
-class OfResponse(ResponseEvent, frozen=True, kw_only=True):
+class ResponseStateEvent(ResponseEvent, frozen=True, kw_only=True):
     """The response as it stands."""
 
     response: ResponseReply
 
 
-class Queued(OfResponse, frozen=True, tag="response.queued"):
+class Queued(ResponseStateEvent, frozen=True, tag="response.queued"):
     """It will be made in the background."""
 
 
-class Created(OfResponse, frozen=True, tag="response.created"):
+class Created(ResponseStateEvent, frozen=True, tag="response.created"):
     """It exists."""
 
 
-class InProgress(OfResponse, frozen=True, tag="response.in_progress"):
+class InProgress(ResponseStateEvent, frozen=True, tag="response.in_progress"):
     """It is being made."""
 
 
-class Completed(OfResponse, frozen=True, tag="response.completed"):
+class Completed(ResponseStateEvent, frozen=True, tag="response.completed"):
     """It is whole."""
 
 
-class Incomplete(OfResponse, frozen=True, tag="response.incomplete"):
+class Incomplete(ResponseStateEvent, frozen=True, tag="response.incomplete"):
     """It ends before its end: it is too long, or somebody has cancelled it."""
 
 
-class Failed(OfResponse, frozen=True, tag="response.failed"):
+class Failed(ResponseStateEvent, frozen=True, tag="response.failed"):
     """It ends with an error."""
 
 
@@ -66,66 +66,68 @@ class ItemDone(ResponseEvent, frozen=True, kw_only=True, tag="response.output_it
     item: OutputItem
 
 
-class OfItem(ResponseEvent, frozen=True, kw_only=True):
+class ItemEvent(ResponseEvent, frozen=True, kw_only=True):
     """About an item by its place."""
 
     item_id: str
     output_index: int
 
 
-class OfPart(OfItem, frozen=True, kw_only=True):
+class PartEvent(ItemEvent, frozen=True, kw_only=True):
     """About a part of an item; each has one."""
 
     content_index: int = 0
 
 
-class PartAdded(OfPart, frozen=True, kw_only=True, tag="response.content_part.added"):
+class PartAdded(PartEvent, frozen=True, kw_only=True, tag="response.content_part.added"):
     """A part begins."""
 
     part: OutputText | ReasoningText
 
 
-class PartDone(OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
+class PartDone(PartEvent, frozen=True, kw_only=True, tag="response.content_part.done"):
     """A part is over."""
 
     part: OutputText | ReasoningText
 
 
-class TextDelta(OfPart, frozen=True, kw_only=True, tag="response.output_text.delta"):
+class OutputTextDelta(PartEvent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     """More text."""
 
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(OfPart, frozen=True, kw_only=True, tag="response.output_text.done"):
+class OutputTextDone(PartEvent, frozen=True, kw_only=True, tag="response.output_text.done"):
     """All of a text."""
 
     text: str
     logprobs: list[TokenLogprob]
 
 
-class ReasoningDelta(OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+class ReasoningDelta(PartEvent, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
     """More thinking."""
 
     delta: str
 
 
-class ReasoningDone(OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+class ReasoningDone(PartEvent, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
     """All of the thinking of an item."""
 
     text: str
 
 
 class ArgumentsDelta(
-    OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
+    ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
 ):
     """More of a call's arguments."""
 
     delta: str
 
 
-class ArgumentsDone(OfItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+class ArgumentsDone(
+    ItemEvent, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
+):
     """All of a call's arguments."""
 
     name: str
@@ -133,7 +135,7 @@ class ArgumentsDone(OfItem, frozen=True, kw_only=True, tag="response.function_ca
 
 
 class CustomInputDelta(
-    OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+    ItemEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
 ):
     """More of a custom tool's input."""
 
@@ -141,14 +143,14 @@ class CustomInputDelta(
 
 
 class CustomInputDone(
-    OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+    ItemEvent, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
 ):
     """All of a custom tool's input."""
 
     input: str
 
 
-class Broken(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
+class StreamErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
     """The stream breaks off; the response goes on, and its events can be asked for again."""
 
     code: str
@@ -156,14 +158,14 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="e
     param: str | None
 
 
-def broken(error: EngineError) -> bytes:
+def stream_error(error: EngineError) -> bytes:
     """An error after the headers of a stream that is passed on."""
     said = envelope(error).error
-    event = Broken(code=said.code, message=said.message, param=said.param)
+    event = StreamErrorEvent(code=said.code, message=said.message, param=said.param)
     return named_event("error", msgspec.json.encode(event))
 
 
-def written(event: ResponseEvent) -> bytes:
+def encode_event(event: ResponseEvent) -> bytes:
     """An event as it goes to the client."""
     name = event.__struct_config__.tag
     assert isinstance(name, str), "every event has a name"

@@ -7,9 +7,9 @@ from uuid import uuid4
 
 import msgspec
 
-from antiphon.gateway.http.fields import decode
-from antiphon.gateway.http.limits import CallId, Name, Parts
-from antiphon.gateway.http.openai.logprobs import TokenLogprob
+from antiphon.gateway.http.core.fields import decode
+from antiphon.gateway.http.core.limits import CallId, Name, Parts
+from antiphon.gateway.http.core.logprobs import TokenLogprob
 from antiphon.wire.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
-from antiphon.gateway.http.chats import plain
-from antiphon.gateway.http.fields import decode
-from antiphon.gateway.http.openai.bodies import Json
+from antiphon.gateway.http.core.fields import decode
+from antiphon.gateway.http.core.tool_calls import to_json
+from antiphon.gateway.http.openai.schema import Json
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def read_response_tools(raw: Sequence[Json]) -> ResponseTools:
     insists = False
     for index, each in enumerate(raw):
         at = f"tools[{index}]"
-        value = cast("dict[str, object]", plain(each, at))
+        value = cast("dict[str, object]", to_json(each, at))
         kind = value.get("type")
         if not isinstance(kind, str):
             raise InvalidRequest(f"{at}.type: a tool names its type", param=f"{at}.type")

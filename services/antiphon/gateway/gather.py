@@ -1,0 +1,27 @@
+"""Work of one caller that is done at the same time, and ends with its first error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+T = TypeVar("T")
+
+
+async def gather(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Return what all return, in order.
+
+    Raises:
+        Exception: The first that one of them has raised; the others are cancelled.
+    """
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,156 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.anthropic import parse as reading
+from antiphon.gateway.http.anthropic import unsupported as refused
+from antiphon.gateway.http.anthropic.replies import CountReply, MessageReply
+from antiphon.gateway.http.anthropic.schema import CountBody, MessagesBody
+from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
+from antiphon.gateway.http.core.app import REQUEST_ID, warn
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.end_of_thinking import with_end_token
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
+from antiphon.wire.codec import id_count
+from antiphon.wire.errors import InvalidRequest, UnknownModel
+from antiphon.wire.ids import new_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.parsing.formats import Formats
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+
+_VERSION_HEADER = "anthropic-version"
+_VERSIONS = ("2023-06-01", "2026-10-21")
+"""They differ in what Anthropic's own models refuse. How tokens are drawn may be said in both."""
+_COUNT_S = 30.0
+
+_ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
+_HELLO: dict[str, object] = {"max_tokens": 8, "messages": _ASKED}
+_TOOL = {"name": "add", "input_schema": {"type": "object", "description": "Two numbers."}}
+_FORM = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+class MessagesEndpoints:
+    """Reads, and gives each answer its voice; counts what would be read."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        runtime: Runtime,
+        model: ModelName,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Answers, and the size of what they would answer to."""
+        return [
+            Operation(
+                method="POST",
+                path="/v1/messages",
+                handler=self._answer,
+                summary="The assistant's answer to a conversation, as Anthropic's API has it.",
+                body=MessagesBody,
+                reply=MessageReply,
+                unsupported=refused.MESSAGES,
+                examples=(
+                    _HELLO,
+                    _HELLO | {"stream": True, "stop_sequences": ["!"], "system": "Be brief."},
+                    _HELLO | {"tools": [_TOOL], "tool_choice": {"type": "any"}},
+                    _HELLO | {"output_config": {"format": _FORM}, "temperature": 0},
+                ),
+            ),
+            Operation(
+                method="POST",
+                path="/v1/messages/count_tokens",
+                handler=self._count,
+                summary="How many tokens a conversation has.",
+                body=CountBody,
+                reply=CountReply,
+                unsupported=refused.COUNT,
+                examples=({"messages": _ASKED, "system": "Be brief."},),
+            ),
+        ]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        formats = await self._formats()
+
+        def make(body: MessagesBody) -> reading.ParsedMessagesRequest:
+            _check_version(request)
+            return reading.parse_messages(body, formats)
+
+        parsed = await self._response_handler.parse_body(
+            request, MessagesBody, make, refused.MESSAGES, warns_beyond=MessagesBody
+        )
+        warn(request, parsed.warnings)
+        gen_request = await with_end_token(parsed.gen_request, self._tokenizers)
+        if parsed.budget is not None:
+            gen_request = await with_thinking_budget(
+                gen_request,
+                parsed.budget,
+                gen_request.thinking.format if gen_request.thinking else None,
+                self._tokenizers,
+                param="thinking.budget_tokens",
+            )
+
+        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
+            return MessagesResponseWriter(streams[0], parsed.reply_options, self._model)
+
+        return await self._response_handler.answer(
+            request, (gen_request,), writer, streamed=parsed.stream
+        )
+
+    async def _count(self, request: web.Request) -> web.Response:
+        formats = await self._formats()
+
+        def make(body: CountBody) -> tuple[GenerationRequest, list[str]]:
+            _check_version(request)
+            warnings = reading.ignored_field_warnings(body)
+            return reading.parse_count(body, formats), warnings
+
+        gen_request, warnings = await self._response_handler.parse_body(
+            request, CountBody, make, refused.COUNT, warns_beyond=MessagesBody
+        )
+        warn(request, warnings)
+        served = served_names(self._runtime.settings)
+        if gen_request.model is not None and gen_request.model not in served:
+            raise UnknownModel.of(gen_request.model, served)
+        request[REQUEST_ID] = request_id = new_request_id()
+        deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
+        encoded = await self._tokenizers.encode(gen_request, request_id, deadline, None)
+        return json_reply(CountReply(id_count(encoded.token_ids)))
+
+    async def _formats(self) -> Formats:
+        return await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+        )
+
+
+def _check_version(request: web.Request) -> None:
+    said = request.headers.get(_VERSION_HEADER)
+    if said is not None and said not in _VERSIONS:
+        text = f"'{said}' is not served; {' and '.join(_VERSIONS)} are"
+        raise InvalidRequest(text, param=_VERSION_HEADER)

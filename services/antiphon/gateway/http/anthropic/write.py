@@ -1,0 +1,137 @@
+"""How Anthropic clients hear an answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.anthropic.content_blocks import ContentBlockBuilder, assemble_blocks
+from antiphon.gateway.http.anthropic.replies import (
+    MessageDelta,
+    MessageReply,
+    MessageStart,
+    MessageStop,
+    Ping,
+    Stop,
+    usage_body,
+)
+from antiphon.gateway.http.core.errors import messages_envelope
+from antiphon.gateway.http.core.output_parser import OutputParser
+from antiphon.gateway.http.core.sse import named_event
+from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.wire.base import FinishReason, Usage
+from antiphon.wire.codec import id_count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.anthropic.parse import MessagesResponseOptions
+    from antiphon.gateway.http.anthropic.replies import BlockEvent, StopReason
+    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.errors import EngineError
+    from antiphon.wire.ids import ModelName
+
+MessagesStreamEvent = MessageStart | Ping | MessageDelta | MessageStop
+
+
+class MessagesResponseWriter(ResponseWriter):
+    """POST /v1/messages: blocks of one answer."""
+
+    def __init__(
+        self, stream: RequestStream, reply_options: MessagesResponseOptions, model: ModelName
+    ) -> None:
+        self._stream = stream
+        self._model = model
+        self._parser = OutputParser(
+            reply_options.parser_options, starts_in_reasoning=stream.starts_in_reasoning
+        )
+        self._blocks = ContentBlockBuilder(reply_options.display)
+        # Where the context leaves less than was asked for, it is what ends the answer.
+        self._cut = stream.submit.sampling.max_new_tokens < reply_options.tokens_max
+        self._begun = False
+        self._finished: Finished | None = None
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        """One message: its blocks are those of the stream, put together."""
+        (answer,) = answers
+        (collected,) = answer.choices
+        said = self._blocks.add(self._parser.feed(collected.text))
+        blocks = assemble_blocks([*said, *self._flush()])
+        message = self._message(answer.usage, self._stop(collected.end))
+        return msgspec.json.encode(msgspec.structs.replace(message, content=blocks))
+
+    def begin(self) -> bytes:
+        """Nothing: the first text or ping begins the message; with text the cache is known."""
+        return b""
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """An event for each piece of a block."""
+        told = [] if self._begun else [self._start(_first_usage(events))]
+        for event in events:
+            if isinstance(event, TextDelta):
+                blocks = self._blocks.add(self._parser.feed(event.text))
+                told += map(_written, blocks)
+            else:
+                self._finished = event
+                told += map(_written, self._flush())
+        return b"".join(told)
+
+    def ping(self) -> bytes:
+        """The same as an event. The message begins before it: its prompt counts as not cached."""
+        return _written(Ping()) if self._begun else self._start(None)
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """Why it ended, and the tokens of all of it."""
+        (usage,) = usages
+        assert self._finished is not None, "a request ends well when its answer has ended"
+        delta = MessageDelta(self._stop(self._finished), usage_body(usage))
+        return _written(delta) + _written(MessageStop())
+
+    def failure(self, error: EngineError) -> bytes:
+        """The error, and nothing more."""
+        envelope = messages_envelope(error, self._stream.submit.request_id)
+        return named_event("error", msgspec.json.encode(envelope))
+
+    def _start(self, usage: Usage | None) -> bytes:
+        self._begun = True
+        tokens = id_count(self._stream.submit.prompt_ids)
+        message = self._message(usage or Usage(prompt_tokens=tokens), None)
+        return _written(MessageStart(message)) + _written(Ping())
+
+    def _flush(self) -> list[BlockEvent]:
+        return [*self._blocks.add(self._parser.end()), *self._blocks.end()]
+
+    def _message(self, usage: Usage, stop: Stop | None) -> MessageReply:
+        return MessageReply(
+            id=f"msg_{self._stream.submit.request_id}",
+            model=self._model,
+            content=[],
+            stop_reason=stop.stop_reason if stop else None,
+            stop_sequence=stop.stop_sequence if stop else None,
+            usage=usage_body(usage),
+        )
+
+    def _stop(self, finished: Finished) -> Stop:
+        if finished.reason is FinishReason.STOP and isinstance(finished.matched_stop, str):
+            return Stop(stop_reason="stop_sequence", stop_sequence=finished.matched_stop)
+        return Stop(stop_reason=self._reason(finished.reason))
+
+    def _reason(self, reason: FinishReason) -> StopReason:
+        """A call counts only where the model has ended by itself; what was aborted may go on."""
+        if reason is FinishReason.LENGTH:
+            return "model_context_window_exceeded" if self._cut else "max_tokens"
+        if reason is FinishReason.ABORT:
+            return "pause_turn"
+        return "tool_use" if self._parser.has_tool_calls else "end_turn"
+
+
+def _first_usage(events: Sequence[TextDelta | Finished]) -> Usage | None:
+    told = (event.usage for event in events if isinstance(event, TextDelta))
+    return next((usage for usage in told if usage is not None), None)
+
+
+def _written(event: MessagesStreamEvent | BlockEvent) -> bytes:
+    return named_event(str(type(event).__struct_config__.tag), msgspec.json.encode(event))

@@ -1,0 +1,133 @@
+"""Texts in, vectors or scores out: what the doors that embed, classify and rerank share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.http.openai.parse import model_of
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.requests.pooling import OPEN_MAX, pooled_vector
+from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
+from antiphon.wire.errors import InvalidRequest, Unsupported
+from antiphon.wire.ids import ClientKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.pooling import Pooled, Prompt
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.wire.sampling import PoolParams
+    from antiphon.wire.tokenize import PoolingCard
+
+INPUTS_MAX = 2048
+"""Most texts of a body, as OpenAI has it."""
+
+
+class PoolingHandler:
+    """Knows what the model makes of texts, and has it made."""
+
+    def __init__(self, response_handler: ResponseHandler, tokenizers: TokenizerClient) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+
+    async def card(self, does: str) -> PoolingCard:
+        """What the model makes of a text.
+
+        Args:
+            does: What it is wanted for, a verb.
+
+        Raises:
+            Unsupported: It generates.
+            EngineError: No tokenizer answers.
+        """
+        card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
+        if card is None:
+            raise Unsupported(f"this model does not {does}: it generates text", param="model")
+        return card
+
+    async def embedder(self) -> PoolingCard:
+        """The card of a model that embeds.
+
+        Raises:
+            Unsupported: It does not.
+        """
+        card = await self.card("embed")
+        if card.scores:
+            raise Unsupported("this model does not embed: it scores labels", param="model")
+        return card
+
+    async def scorer(self, does: str) -> PoolingCard:
+        """The card of a model that scores labels.
+
+        Raises:
+            Unsupported: It does not.
+        """
+        card = await self.card(does)
+        if not card.scores:
+            raise Unsupported(f"this model does not {does}: it embeds", param="model")
+        return card
+
+    async def collect(
+        self, request: web.Request, gen_requests: Sequence[GenerationRequest]
+    ) -> list[Pooled]:
+        """What each text became, in their order. The client's leaving ends those under way.
+
+        Raises:
+            EngineError: Of the first that failed.
+        """
+        return await self._response_handler.collect_each(
+            request, gen_requests, pooled_vector, OPEN_MAX
+        )
+
+
+def pooling_requests(
+    prompts: Sequence[Prompt],
+    *,
+    api: str,
+    field: str,
+    model: str | None,
+    pool: PoolParams | None,
+    rid: str | None = None,
+    priority: int | None = None,
+    salt: bytes = b"",
+) -> list[GenerationRequest]:
+    """One ask a prompt, which came in `field`; the names of several begin with `rid`."""
+    names = [rid] if len(prompts) == 1 else [rid and f"{rid}_{n}" for n in range(len(prompts))]
+    return [
+        GenerationRequest(
+            door=api,
+            prompt_field=field,
+            model=model_of(model),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=None if isinstance(prompt, str) else prompt,
+            tokens_max=0,
+            pool=pool,
+            key=None if name is None else ClientKey(name),
+            priority=priority,
+            cache_salt=salt,
+        )
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
+
+
+def check_not_blank(prompts: Sequence[Prompt], field: str) -> None:
+    """Refuse texts in which there is nothing.
+
+    Raises:
+        InvalidRequest: Names the first.
+    """
+    for index, prompt in enumerate(prompts):
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise InvalidRequest(f"{field}: text {index} is empty or white space", param=field)
+
+
+def sigmoid(score: float) -> float:
+    """1 / (1 + exp(-score)), without overflow."""
+    if score >= 0:
+        return 1.0 / (1.0 + math.exp(-score))
+    power = math.exp(score)
+    return power / (1.0 + power)

@@ -1,0 +1,519 @@
+"""The one way from a body to an answer: enter, listen, and tell it by the voice of a family.
+
+A family of APIs is a folder beside this file. It has `operations()`, each a path with the struct of
+its body; a parser, which makes a body a `GenerationRequest`; and a `ResponseWriter`, which formats the
+response. How it shows errors is a line in `errors.py`. It uses neither the bus nor the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from antiphon.gateway.gather import gather
+from antiphon.gateway.http.core.app import REQUEST_ID, RESPONSE_STARTED, read_json, warn
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.limits import LOOP_ANSWER_BYTES
+from antiphon.gateway.http.core.sse import CONTENT_TYPE
+from antiphon.gateway.owner.actions import TextDelta
+from antiphon.gateway.stream.group import CollectedResponse, StreamGroup
+from antiphon.wire.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+
+    from antiphon.gateway.http.core.body_reader import BodyReader
+    from antiphon.gateway.http.core.detached import DetachedTasks
+    from antiphon.gateway.http.core.fields import UnsupportedField
+    from antiphon.gateway.http.core.keepalive import IdleTimer, Keepalive
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.stream.group import ChoiceEvent
+    from antiphon.gateway.stream.stream import RequestStream
+
+    EventBatches = list[tuple[int, list[ChoiceEvent]]]
+    WriterFactory = Callable[[Sequence[RequestStream]], Awaitable[ResponseWriter]]
+    Write = Callable[[bytes], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+_NONE: Mapping[str, UnsupportedField] = {}
+_GRAMMAR_PARAM = "grammar"
+"""What an engine calls a grammar that has a mistake; the client called it otherwise."""
+_PROMPT_PARAMS = ("prompt", "messages")
+"""What a tokenizer calls a text that is too long."""
+_NAME_SHOWN = 100
+"""How much of the name of an unknown field is shown."""
+_FINAL_WRITE_S = 10.0
+"""How long a client may take for what is left once its requests have ended."""
+
+_STREAM = {
+    "Cache-Control": "no-cache",
+    # Tells nginx to pass each event on as it comes.
+    "X-Accel-Buffering": "no",
+}
+
+
+class ResponseHandler:
+    """Holds each connection until its answer is told, or its client is gone."""
+
+    def __init__(
+        self,
+        submission: Submission,
+        driver: OwnerDriver,
+        metrics: GatewayMetrics,
+        detached: DetachedTasks,
+        keepalive: Keepalive,
+        bodies: BodyReader,
+        body_bytes_max: int,
+    ) -> None:
+        self._submission = submission
+        self._driver = driver
+        self._metrics = metrics
+        self._detached = detached
+        self._keepalive = keepalive
+        self._bodies = bodies
+        self._body_bytes_max = body_bytes_max
+
+    async def parse_body(
+        self,
+        request: web.Request,
+        kind: type[B],
+        make: Callable[[B], T],
+        refused: Mapping[str, UnsupportedField] = _NONE,
+        *,
+        bytes_max: int | None = None,
+        warns_beyond: type[msgspec.Struct] | None = None,
+    ) -> T:
+        """Read a body and make of it what is needed; count the fields that are not known.
+
+        Args:
+            request: The client's.
+            kind: The type of the body.
+            make: Makes of it what is needed; for large bodies in a thread.
+            refused: Fields that are refused.
+            bytes_max: The limit of the route, where it is less than that of all.
+            warns_beyond: Fields that are not of this type either are named by headers `Warning`.
+
+        Raises:
+            InvalidRequest: It cannot be read, or `make` refuses it; `param` names the field.
+        """
+        with self._metrics.count_rejections():
+            body = await self._read_body(request, self._limit(bytes_max))
+            made, unknown = await self._bodies.read(body, kind, make, refused, tenant_of(request))
+            self._metrics.unknown_fields.inc(len(unknown))
+            if warns_beyond is not None:
+                known = warns_beyond.__struct_encode_fields__
+                warn(
+                    request,
+                    [_unknown_field_warning(field) for field in unknown if field not in known],
+                )
+            return made
+
+    async def compute(
+        self,
+        request: web.Request,
+        kind: type[B],
+        work: Callable[[B], msgspec.Struct],
+        refused: Mapping[str, UnsupportedField] = _NONE,
+        *,
+        inline_bytes_max: int,
+    ) -> web.Response:
+        """Answer with what a function of a module makes of a body; larger ones in a child process.
+
+        Raises:
+            InvalidRequest: The body cannot be read, or `work` refuses it.
+        """
+        with self._metrics.count_rejections():
+            body = await self._read_body(request, self._body_bytes_max)
+            json, unknown = await self._bodies.compute(
+                body,
+                kind,
+                work,
+                refused,
+                tenant_of(request),
+                inline_bytes_max=inline_bytes_max,
+            )
+            self._metrics.unknown_fields.inc(len(unknown))
+            return web.Response(body=json, content_type="application/json")
+
+    async def _read_body(self, request: web.Request, bytes_max: int) -> bytes:
+        with self._bodies.count_arriving(tenant_of(request)) as count:
+            return await read_json(request, bytes_max, count)
+
+    def _limit(self, bytes_max: int | None) -> int:
+        return self._body_bytes_max if bytes_max is None else min(bytes_max, self._body_bytes_max)
+
+    async def answer(
+        self,
+        request: web.Request,
+        gen_requests: Sequence[GenerationRequest],
+        make_writer: WriterFactory,
+        *,
+        streamed: bool,
+    ) -> web.StreamResponse:
+        """Answer prompts together, whole or as they are said.
+
+        Raises:
+            EngineError: Something went wrong before anything was told.
+        """
+        async with self._open(request, gen_requests) as stream_group:
+            writer = await make_writer(stream_group.streams)
+            if streamed:
+                return await self._stream_response(request, stream_group, writer)
+            answers = await self._collect(stream_group)
+            body = await self._encode(
+                _response_bytes(answers), lambda: writer.full_response(answers), tenant_of(request)
+            )
+            await writer.persist()
+            headers = _request_id_headers(stream_group)
+            return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def detach(
+        self,
+        request: web.Request,
+        gen_requests: Sequence[GenerationRequest],
+        make_writer: WriterFactory,
+        write: Write,
+    ) -> ResponseWriter:
+        """Answer prompts whether or not the client stays; return once they have entered.
+
+        Args:
+            request: The client's.
+            gen_requests: The prompts.
+            make_writer: Makes the voice; it has to keep what is said, since nobody may be there.
+            write: Takes what the voice tells, as a client would.
+
+        Raises:
+            EngineError: One of them cannot enter, or the voice cannot begin.
+        """
+        begun: asyncio.Future[ResponseWriter] = asyncio.get_running_loop().create_future()
+        self._detached.start(self._run_detached, request, gen_requests, make_writer, write, begun)
+        return await begun
+
+    async def relay(
+        self,
+        request: web.Request,
+        told: AsyncGenerator[bytes],
+        failed: Callable[[EngineError], bytes],
+    ) -> web.StreamResponse:
+        """Pass on what was told elsewhere, until it is over or the client leaves.
+
+        Raises:
+            EngineError: There is nothing to pass on. If that comes later, `failed` writes it.
+        """
+        async with aclosing(told):
+            first = await anext(told, b"")
+            response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE} | _STREAM)
+            request[RESPONSE_STARTED] = True
+            try:
+                await response.prepare(request)
+                await response.write(first)
+                try:
+                    async for piece in told:
+                        await response.write(piece)
+                except EngineError as error:
+                    await response.write(failed(error))
+                await response.write_eof()
+            except ConnectionError:
+                pass  # the client left
+            return response
+
+    async def collect(
+        self, request: web.Request, gen_requests: Sequence[GenerationRequest]
+    ) -> list[CollectedResponse]:
+        """Return the answers to prompts, for a reply that is no generation.
+
+        Raises:
+            EngineError: One of them ended with it.
+        """
+        async with self._open(request, gen_requests) as stream_group:
+            return await self._collect(stream_group)
+
+    async def collect_each(
+        self,
+        request: web.Request,
+        gen_requests: Sequence[GenerationRequest],
+        extract: Callable[[CollectedResponse], T],
+        open_max: int,
+    ) -> list[T]:
+        """Return what is kept of the answer to each prompt; at most so many are under way.
+
+        Raises:
+            EngineError: One of them ended with it; the others are cancelled.
+        """
+        places = asyncio.Semaphore(self._submission.max_concurrent(tenant_of(request), open_max))
+
+        async def one(gen_request: GenerationRequest) -> T:
+            async with places:
+                (answer,) = await self.collect(request, [gen_request])
+                return extract(answer)
+
+        return await gather([one(gen_request) for gen_request in gen_requests])
+
+    @asynccontextmanager
+    async def _open(
+        self, request: web.Request, gen_requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[StreamGroup]:
+        """Enter with every prompt, and leave with what has not ended: by cancellation, too."""
+        trace = request.headers.get("traceparent")
+        tenant = tenant_of(request)
+        self._submission.check_concurrency(tenant, len(gen_requests))
+        room = self._submission.token_output_budget()
+        streams: dict[int, RequestStream] = {}
+
+        async def enter(index: int) -> None:
+            gen_request = msgspec.structs.replace(
+                gen_requests[index], tenant=tenant, traceparent=trace
+            )
+            streams[index] = await self._submission.submit(gen_request, room)
+
+        try:
+            await gather([enter(index) for index in range(len(gen_requests))])
+            stream_group = StreamGroup([streams[index] for index in range(len(gen_requests))])
+            stream_group.on_error = lambda error: _rename_error_field(error, gen_requests[0])
+            request[REQUEST_ID] = stream_group.streams[0].submit.request_id
+            yield stream_group
+        except EngineError as error:
+            _rename_error_field(error, gen_requests[0])
+            raise
+        finally:
+            for stream in streams.values():
+                self._submission.release(stream)
+
+    async def _collect(self, stream_group: StreamGroup) -> list[CollectedResponse]:
+        answers = [CollectedResponse(stream) for stream in stream_group.streams]
+        while not stream_group.ended:
+            for prompt, events in await stream_group.get():
+                for event in events:
+                    answers[prompt].add(event)
+                self._count(stream_group.streams[prompt], events)
+            if stream_group.error is not None:
+                raise stream_group.error
+        return answers
+
+    async def _run_detached(
+        self,
+        request: web.Request,
+        gen_requests: Sequence[GenerationRequest],
+        make_writer: WriterFactory,
+        write: Write,
+        begun: asyncio.Future[ResponseWriter],
+    ) -> None:
+        """Tell it to `write`. Once it has begun there is nobody to raise for."""
+        try:
+            async with self._open(request, gen_requests) as stream_group:
+                writer = await make_writer(stream_group.streams)
+                if not begun.done():
+                    begun.set_result(writer)
+                await write(writer.begin())
+                said = False
+                while not stream_group.ended and stream_group.error is None:
+                    taken = await stream_group.get()
+                    told = await self._encode_events(stream_group, taken, writer)
+                    self._count_all(stream_group, taken)
+                    await write(told)
+                    if not (said or stream_group.ended):
+                        said = True
+                        await _persist_if_possible(writer)
+        except EngineError as error:
+            if not begun.done():
+                begun.set_exception(error)
+
+    async def _stream_response(
+        self, request: web.Request, stream_group: StreamGroup, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """Write events as they come, and pings while none do."""
+        with self._keepalive.watch(stream_group) as silence:
+            taken = await _first_events(stream_group, silence)
+            if stream_group.error is not None and not taken:
+                raise stream_group.error
+            return await self._write_stream(request, stream_group, writer, taken, silence)
+
+    async def _write_stream(
+        self,
+        request: web.Request,
+        stream_group: StreamGroup,
+        writer: ResponseWriter,
+        taken: EventBatches,
+        silence: IdleTimer,
+    ) -> web.StreamResponse:
+        headers = (
+            {"Content-Type": writer.CONTENT_TYPE} | _STREAM | _request_id_headers(stream_group)
+        )
+        response = web.StreamResponse(headers=headers)
+        request[RESPONSE_STARTED] = True
+        try:
+            async with asyncio.timeout(None) as patience:
+                with _limit(stream_group, patience):
+                    await response.prepare(request)
+                    await response.write(
+                        writer.begin() + await self._encode_events(stream_group, taken, writer)
+                    )
+                    silence.reset()
+                    while not stream_group.ended and stream_group.error is None:
+                        self._count_all(stream_group, taken)
+                        taken = await stream_group.get()
+                        if (
+                            taken
+                            or silence.is_due
+                            or stream_group.ended
+                            or stream_group.error is not None
+                        ):
+                            await response.write(
+                                await self._encode_events(stream_group, taken, writer)
+                            )
+                            silence.reset()
+                    await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client left; cancelling is up to the caller, as for every way to leave
+        return response
+
+    async def run_in_thread(self, request: web.Request, work: Callable[[], T]) -> T:
+        """Return what Python work that goes by the length of a request comes to, in a thread.
+
+        Raises:
+            Overloaded: Too many requests of the tenant wait for the thread.
+        """
+        with self._metrics.count_rejections():
+            return await self._bodies.run_admitted(work, tenant_of(request))
+
+    async def _encode_events(
+        self, stream_group: StreamGroup, taken: EventBatches, writer: ResponseWriter
+    ) -> bytes:
+        """Put all that waits into one piece: one write, however many steps have passed."""
+        size = sum(
+            event.size_bytes
+            for _, events in taken
+            for event in events
+            if isinstance(event, TextDelta)
+        )
+        told = await self._encode(
+            size,
+            lambda: b"".join([writer.chunks(prompt, events) for prompt, events in taken]),
+            stream_group.streams[0].submit.tenant,
+        )
+        if stream_group.error is None and not stream_group.ended:
+            return told if taken else writer.ping()
+        return told + await _final_events(stream_group, writer)
+
+    async def _encode(self, size_bytes: int, write: Callable[[], bytes], tenant: str) -> bytes:
+        """Parse and write an answer: here if it is short, else where it does not hold the loop."""
+        if size_bytes <= LOOP_ANSWER_BYTES:
+            return write()
+        return await self._bodies.run_in_thread(write, tenant)
+
+    def _count_all(self, stream_group: StreamGroup, taken: EventBatches) -> None:
+        for prompt, events in taken:
+            self._count(stream_group.streams[prompt], events)
+
+    def _count(self, stream: RequestStream, events: Sequence[ChoiceEvent]) -> None:
+        for event in events:
+            if isinstance(event, TextDelta):
+                self._driver.mark_consumed(stream, event)
+
+
+def _rename_error_field(error: EngineError, gen_request: GenerationRequest) -> None:
+    """Name the field at fault as the client called it."""
+    if error.param is None:
+        return
+    if error.param == _GRAMMAR_PARAM:
+        name = gen_request.grammar_field
+    elif error.param in _PROMPT_PARAMS:
+        name = gen_request.prompt_field or error.param
+    else:
+        name = _client_field_names(gen_request).get(error.param, error.param)
+        if error.message.startswith(error.param):
+            error.message = name + error.message[len(error.param) :]
+    error.param = name
+
+
+def _client_field_names(gen_request: GenerationRequest) -> dict[str, str]:
+    details = gen_request.detail_fields
+    return {
+        "details.hidden": details.hidden,
+        "details.named_ids": details.named_ids,
+        "processors": "custom_params",
+        **gen_request.fields,
+    }
+
+
+async def _first_events(stream_group: StreamGroup, silence: IdleTimer) -> EventBatches:
+    """Wait for the first text, or until the headers are due without it.
+
+    What fails before has a status of its own: all that the gateway, a tokenizer and the leader
+    refuse, and most of what a worker refuses at once, as a grammar that does not compile.
+    """
+    while True:
+        taken = await stream_group.get()
+        if taken or silence.is_due or stream_group.ended or stream_group.error is not None:
+            return taken
+
+
+def _unknown_field_warning(field: str) -> str:
+    """Warn of a field that is not known; its name may be of any length."""
+    return f"{field[:_NAME_SHOWN]} is ignored: it is no field of this API"
+
+
+def _response_bytes(answers: Sequence[CollectedResponse]) -> int:
+    return sum(
+        said.size_bytes for answer in answers for choice in answer.choices for said in choice.said
+    )
+
+
+async def _persist_if_possible(writer: ResponseWriter) -> None:
+    """Show that there is something; that it cannot be shown now ends nothing."""
+    try:
+        await writer.persist()
+    except EngineError as error:
+        log.info("progress not kept", extra={"code": error.code})
+
+
+async def _final_events(stream_group: StreamGroup, writer: ResponseWriter) -> bytes:
+    if stream_group.error is not None:
+        last = writer.failure(stream_group.error)
+    else:
+        last = writer.end(
+            [end.usage for each in stream_group.streams if (end := each.ended) is not None]
+        )
+    try:
+        await writer.persist()
+    except EngineError as error:
+        return last if stream_group.error is not None else writer.failure(error)
+    return last
+
+
+@contextmanager
+def _limit(stream_group: StreamGroup, patience: asyncio.Timeout) -> Generator[None]:
+    """Once all has ended, do not wait for ever for a client that has stopped reading."""
+
+    def ended() -> None:
+        if all(stream.ended is not None for stream in stream_group.streams):
+            patience.reschedule(asyncio.get_running_loop().time() + _FINAL_WRITE_S)
+
+    ended()
+    for stream in stream_group.streams:
+        stream.on_end = ended
+    try:
+        yield
+    finally:
+        for stream in stream_group.streams:
+            stream.on_end = None
+
+
+def _request_id_headers(stream_group: StreamGroup) -> dict[str, str]:
+    return {"X-Request-Id": stream_group.streams[0].submit.request_id}

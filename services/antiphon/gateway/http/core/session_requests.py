@@ -1,0 +1,146 @@
+"""Requests that stand in a session: what they go on from, and what is kept of their answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.sessions.session import SessionPosition
+from antiphon.service.deadline import deadline_in
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.errors import EngineError
+from antiphon.wire.ids import ClientKey, new_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.generate_outputs import PersistReply
+    from antiphon.gateway.http.core.generate_reply import GenerateReplyWriter
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.http.native.schema import SessionParams
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.sessions.sessions import Sessions
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import TenantId
+
+    SessionWriterFactory = Callable[
+        [GenerationRequest, Sequence[RequestStream], PersistReply], Awaitable[ResponseWriter]
+    ]
+
+log = logging.getLogger(__name__)
+
+
+class SessionRequests:
+    """Answers requests from where they stand, and puts by what was said for the next one."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        sessions: Sessions,
+        runtime: Runtime,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._sessions = sessions
+        self._runtime = runtime
+
+    async def answer(
+        self,
+        request: web.Request,
+        gen_request: GenerationRequest,
+        params: SessionParams,
+        make_writer: SessionWriterFactory,
+        *,
+        streamed: bool,
+    ) -> web.StreamResponse:
+        """Answer a request, whole or as it is said.
+
+        Args:
+            request: The client's.
+            gen_request: What is new in it.
+            params: Where it stands.
+            make_writer: Makes the voice, of all that is asked; its record keeps what is said.
+            streamed: Whether it is told as it is said.
+
+        Raises:
+            EngineError: It cannot stand there, or something went wrong before anything was told.
+        """
+        place = SessionPosition(
+            params.id,
+            params.rid,
+            params.offset,
+            bool(params.replace),
+            bool(params.drop_previous_output),
+        )
+        tenant, sessions = tenant_of(request), self._sessions
+        before = await sessions.previous_ids(tenant, place)
+        characters = await self._characters(gen_request)
+        prompt_ids = before + await self._ids(gen_request, tenant, begins=not before)
+        rid = str(gen_request.key or new_request_id())
+        whole = msgspec.structs.replace(
+            gen_request, prompt=None, prompt_ids=prompt_ids, key=ClientKey(rid)
+        )
+        kept = False
+
+        async def keep(stream: RequestStream, told: GenerateReplyWriter) -> None:
+            nonlocal kept
+            if _is_complete(stream):
+                read = tuple(unpack_ids(stream.submit.prompt_ids))
+                answer = (read, tuple(told.ids), "".join(told.texts))
+                await sessions.end(tenant, place, rid, answer)
+                kept = True
+
+        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
+            await sessions.accept(tenant, place, rid)
+            return await make_writer(whole, streams, keep)
+
+        await sessions.begin(tenant, place, rid, characters)
+        try:
+            return await self._response_handler.answer(request, [whole], writer, streamed=streamed)
+        finally:
+            if not kept:
+                await self._end_without_output(tenant, place, rid)
+
+    async def _end_without_output(self, tenant: TenantId, place: SessionPosition, rid: str) -> None:
+        """Nothing goes on from a request that broke off."""
+        try:
+            await self._sessions.end(tenant, place, rid, None)
+        except EngineError as error:
+            log.info("session not told of an end", extra={"code": error.code})
+
+    async def _characters(self, gen_request: GenerationRequest) -> int:
+        """The characters of what is new, however it was given."""
+        if gen_request.prompt_ids is None:
+            return len(gen_request.prompt or "")
+        (text,) = await self._tokenizers.decode([gen_request.prompt_ids], skip_special_tokens=False)
+        return len(text)
+
+    async def _ids(
+        self, gen_request: GenerationRequest, tenant: TenantId, *, begins: bool
+    ) -> tuple[int, ...]:
+        """The ids of what is new. Special tokens stand at the beginning of a session only."""
+        if gen_request.prompt_ids is not None:
+            return gen_request.prompt_ids
+        timeout_s = self._runtime.settings.gateway.request_timeout_s
+        encoded = await self._tokenizers.encode(
+            msgspec.structs.replace(gen_request, tenant=tenant, special_tokens=begins),
+            new_request_id(),
+            deadline_in(timeout_s, self._runtime.clock),
+            None,
+            truncate=self._runtime.settings.gateway.allow_auto_truncate,
+        )
+        return tuple(unpack_ids(encoded.token_ids))
+
+
+def _is_complete(stream: RequestStream) -> bool:
+    """Whether all of an answer was heard: one that broke off is nothing to go on from."""
+    return stream.ended is not None and stream.ended.error is None and not stream.has_events

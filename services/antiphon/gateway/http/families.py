@@ -1,0 +1,123 @@
+"""Every family of APIs over HTTP, put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.gateway_liveness import GatewayLiveness
+from antiphon.gateway.http.anthropic.endpoints import MessagesEndpoints
+from antiphon.gateway.http.core.keepalive import Keepalive
+from antiphon.gateway.http.core.openapi import OpenApi
+from antiphon.gateway.http.core.pooling import PoolingHandler
+from antiphon.gateway.http.core.respond import ResponseHandler
+from antiphon.gateway.http.core.session_requests import SessionRequests
+from antiphon.gateway.http.native.absent_routes import AbsentRoutesEndpoints
+from antiphon.gateway.http.native.control import ControlEndpoints
+from antiphon.gateway.http.native.encode import EncodeEndpoints
+from antiphon.gateway.http.native.endpoints import GenerateEndpoints
+from antiphon.gateway.http.native.health import HealthEndpoints
+from antiphon.gateway.http.native.info import InfoEndpoints
+from antiphon.gateway.http.native.logging_control import LoggingEndpoints
+from antiphon.gateway.http.native.parsing import ParsingEndpoints
+from antiphon.gateway.http.ollama.embeddings import OllamaEmbeddingEndpoints
+from antiphon.gateway.http.ollama.endpoints import OllamaGenerationEndpoints
+from antiphon.gateway.http.ollama.models import OllamaModelsEndpoints
+from antiphon.gateway.http.openai.classify import ClassifyEndpoints
+from antiphon.gateway.http.openai.embeddings import EmbeddingsEndpoints
+from antiphon.gateway.http.openai.endpoints import CompletionsEndpoints
+from antiphon.gateway.http.openai.models import ModelsEndpoints
+from antiphon.gateway.http.openai.rerank import RerankEndpoints
+from antiphon.gateway.http.openai.responses.endpoints import ResponsesEndpoints
+from antiphon.gateway.http.openai.score import ScoreEndpoints
+from antiphon.gateway.http.openai.tokenize import TokenizeEndpoints
+from antiphon.gateway.sessions.sessions import Sessions
+from antiphon.gateway.sessions.store import session_store
+from antiphon.gateway.worker_control import WorkerControl
+from antiphon.service.model import served_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.http.core.body_reader import BodyReader
+    from antiphon.gateway.http.core.detached import DetachedTasks
+    from antiphon.gateway.http.core.operation import Operation
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.request_log.request_log import RequestLog
+    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.service.service import Runtime
+    from antiphon.wire.base import Process
+    from antiphon.wire.ids import ModelName, TenantId
+
+
+def all_operations(
+    runtime: Runtime,
+    model: ModelName,
+    submission: Submission,
+    driver: OwnerDriver,
+    tokenizers: TokenizerClient,
+    metrics: GatewayMetrics,
+    access: Access,
+    detached: DetachedTasks,
+    bodies: BodyReader,
+    metrics_ports: Callable[[], Mapping[str, int]],
+    request_log: RequestLog,
+) -> Sequence[Operation]:
+    """All that can be asked."""
+    gateway = runtime.settings.gateway
+    keepalive = Keepalive(runtime.clock)
+    runtime.group.create_task(keepalive.run())
+    response_handler = ResponseHandler(
+        submission, driver, metrics, detached, keepalive, bodies, gateway.body_bytes_max
+    )
+    workers = WorkerControl(runtime, model)
+    control = ControlEndpoints(response_handler, submission, workers)
+    vectors = PoolingHandler(response_handler, tokenizers)
+
+    async def abort_one(tenant: TenantId, name: str, owner: Process) -> None:
+        if owner == runtime.process:
+            submission.abort(name, tenant=tenant, exact=True)
+        else:
+            await workers.abort_elsewhere(name, tenant=tenant, exact=True)
+
+    sessions = Sessions(
+        session_store(runtime.settings.sessions, runtime.bus),
+        runtime.process,
+        runtime.clock.unix_ms,
+        GatewayLiveness(runtime).is_abandoned,
+        abort_one,
+        keep_s=runtime.settings.sessions.keep_s,
+        timeout_s=gateway.request_timeout_s,
+    )
+    in_session = SessionRequests(response_handler, tokenizers, sessions, runtime)
+    served = (
+        *CompletionsEndpoints(
+            response_handler, tokenizers, runtime, model, in_session, workers.dp_rank
+        ).operations(),
+        *MessagesEndpoints(response_handler, tokenizers, runtime, model).operations(),
+        *ResponsesEndpoints(response_handler, submission, tokenizers, runtime, model).operations(),
+        *ModelsEndpoints(runtime, model, tokenizers, access).operations(),
+        *TokenizeEndpoints(response_handler, tokenizers, runtime, model).operations(),
+        *ScoreEndpoints(response_handler, model).operations(),
+        *EmbeddingsEndpoints(response_handler, vectors, model).operations(),
+        *ClassifyEndpoints(response_handler, vectors, model).operations(),
+        *RerankEndpoints(response_handler, vectors, tokenizers).operations(),
+        *EncodeEndpoints(response_handler, vectors, runtime).operations(),
+        *GenerateEndpoints(
+            response_handler, tokenizers, sessions, in_session, runtime, workers.dp_rank
+        ).operations(),
+        *OllamaEmbeddingEndpoints(
+            response_handler, vectors, served_names(runtime.settings)
+        ).operations(),
+        *OllamaGenerationEndpoints(response_handler, tokenizers, runtime, model).operations(),
+        *OllamaModelsEndpoints(response_handler, tokenizers, runtime, model, access).operations(),
+        *InfoEndpoints(runtime, model, tokenizers, workers, metrics_ports, metrics).operations(),
+        *HealthEndpoints(runtime, model, response_handler, tokenizers).operations(),
+        *control.operations(),
+        *LoggingEndpoints(response_handler, request_log, access).operations(),
+        *ParsingEndpoints(response_handler).operations(),
+        *AbsentRoutesEndpoints().operations(),
+    )
+    return (*served, *OpenApi(served, gateway.root_path.rstrip("/")).operations())

@@ -1,0 +1,186 @@
+"""POST /encode and /classify: what a model that does not generate makes of texts, as it is."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.core.limits import Ids
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.native.replies import FinishBody
+from antiphon.gateway.http.native.schema import Rid, TokenIds
+from antiphon.gateway.http.native.unsupported import ENCODE
+from antiphon.gateway.http.openai.endpoints import weight_version
+from antiphon.gateway.requests.pooling import pool_params
+from antiphon.wire.digests import CacheSaltText, cache_salt
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.processors import TokenId
+from antiphon.wire.sampling import Dimensions, Priority
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.pooling import PoolingHandler
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.pooling import Pooled, Prompt
+    from antiphon.service.service import Runtime
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class EncodeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /encode and /classify. Exactly one of `text` and `input_ids` is given."""
+
+    text: Annotated[
+        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)] | None,
+        Meta(description="A text, or several."),
+    ] = None
+    input_ids: Annotated[
+        Annotated[Ids[TokenId | TokenIds], Meta(min_length=1)] | None,
+        Meta(description="Token ids, or lists of them; in place of text."),
+    ] = None
+    dimensions: Annotated[
+        Dimensions | None,
+        Meta(description="So many of the vector's first numbers, of a model made for that."),
+    ] = None
+    rid: Annotated[
+        Rid | None, Meta(description="The client's name for it; of several, how theirs begin.")
+    ] = None
+    priority: Annotated[
+        Priority | None,
+        Meta(description="The higher goes first, where the operator goes by priorities."),
+    ] = None
+    cache_salt: Annotated[
+        CacheSaltText | None,
+        Meta(description="Cached prefixes are shared with those who say the same."),
+    ] = None
+    extra_key: Annotated[
+        CacheSaltText | None, Meta(description="Likewise; both must be the same.")
+    ] = None
+
+
+class EncodeMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a vector beside its numbers."""
+
+    id: str
+    finish_reason: FinishBody
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float
+
+
+class EncodeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The vector of a text, or its scores as they leave the model."""
+
+    embedding: list[float]
+    meta_info: EncodeMeta
+
+
+class EncodeEndpoints:
+    """SGLang's own way to ask for vectors and scores."""
+
+    def __init__(
+        self, response_handler: ResponseHandler, vectors: PoolingHandler, runtime: Runtime
+    ) -> None:
+        self._response_handler = response_handler
+        self._vectors = vectors
+        self._runtime = runtime
+
+    def operations(self) -> list[Operation]:
+        """Both, by POST and PUT."""
+        return [
+            Operation(
+                method=method,
+                path=path,
+                handler=answer,
+                summary=summary,
+                body=EncodeBody,
+                reply=EncodeResult | list[EncodeResult],
+                unsupported=ENCODE,
+                examples=({"text": "Hello"}, {"text": ["One", "Two"]}, {"input_ids": [1, 2]}),
+                deprecated=method == "PUT",
+            )
+            for path, answer, summary in (
+                ("/encode", self._encode, "The vector of a text; several get a list."),
+                ("/classify", self._classify, "The scores of a text; several get a list."),
+            )
+            for method in ("POST", "PUT")
+        ]
+
+    async def _encode(self, request: web.Request) -> web.Response:
+        card = await self._vectors.card("embed")
+        return await self._answer(request, lambda body: _asks(body, card, "encode"))
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        card = await self._vectors.scorer("classify")
+        return await self._answer(request, lambda body: _asks(body, card, "classify"))
+
+    async def _answer(
+        self,
+        request: web.Request,
+        asks_of: Callable[[EncodeBody], tuple[list[GenerationRequest], bool]],
+    ) -> web.Response:
+        began = time.monotonic()
+        gen_requests, batch = await self._response_handler.parse_body(
+            request, EncodeBody, asks_of, ENCODE
+        )
+        pooled = await self._vectors.collect(request, gen_requests)
+        seconds = time.monotonic() - began
+        told = [self._reply(one, seconds) for one in pooled]
+        return json_reply(told if batch else told[0])
+
+    def _reply(self, pooled: Pooled, seconds: float) -> EncodeResult:
+        return EncodeResult(
+            embedding=pooled.numbers,
+            meta_info=EncodeMeta(
+                id=pooled.id,
+                finish_reason=FinishBody(type="length", length=0),
+                prompt_tokens=pooled.usage.prompt_tokens,
+                cached_tokens=pooled.usage.cached_tokens,
+                weight_version=pooled.weights or weight_version(self._runtime),
+                e2e_latency=seconds,
+            ),
+        )
+
+
+def _asks(body: EncodeBody, card: PoolingCard, door: str) -> tuple[list[GenerationRequest], bool]:
+    """The asks, and whether they came as a list."""
+    prompts, batch = _prompts(body)
+    if len(prompts) > INPUTS_MAX:
+        raise InvalidRequest(f"there are more than {INPUTS_MAX} texts", param="input_ids")
+    check_not_blank(prompts, "text")
+    pool = pool_params(card, body.dimensions)
+    gen_requests = pooling_requests(
+        prompts,
+        api=door,
+        field="text" if body.input_ids is None else "input_ids",
+        model=None,
+        pool=pool,
+        rid=body.rid,
+        priority=body.priority,
+        salt=cache_salt(body.cache_salt, body.extra_key),
+    )
+    return gen_requests, batch
+
+
+def _prompts(body: EncodeBody) -> tuple[list[Prompt], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("give either text or input_ids", param="text")
+    if body.text is not None:
+        return ([body.text], False) if isinstance(body.text, str) else (list(body.text), True)
+    ids = body.input_ids or []
+    rows = [tuple(row) for row in ids if isinstance(row, list)]
+    if not rows:
+        return [tuple(each for each in ids if isinstance(each, int))], False
+    if len(rows) != len(ids):
+        raise InvalidRequest("token ids, or lists of them; not both", param="input_ids")
+    return list(rows), True

@@ -1,0 +1,227 @@
+"""POST /generate, and the sessions in which its requests may stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
+from antiphon.gateway.http.native import parse as reading
+from antiphon.gateway.http.native import unsupported as refused
+from antiphon.gateway.http.native.replies import GenerateReply
+from antiphon.gateway.http.native.schema import GenerateBody
+from antiphon.gateway.http.native.write import GenerateResponseWriter
+from antiphon.gateway.http.openai.endpoints import weight_version
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.core.respond import ResponseHandler, WriterFactory
+    from antiphon.gateway.http.core.session_requests import SessionRequests
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.http.native.parse import ParsedGenerateRequest
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.sessions.sessions import Sessions
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.service import Runtime
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /open_session. `capacity_of_str_len` 0 sets no bound; `timeout` is of idleness, in s."""
+
+    capacity_of_str_len: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    session_id: Name | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+
+
+class CloseSession(msgspec.Struct, frozen=True):
+    """POST /close_session."""
+
+    session_id: Name
+
+
+class GenerateEndpoints:
+    """Reads, stands requests in their sessions, and gives each answer its voice.
+
+    `rank_of` tells the place of a worker among them.
+    """
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        sessions: Sessions,
+        in_session: SessionRequests,
+        runtime: Runtime,
+        rank_of: RankOf,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._sessions = sessions
+        self._in_session = in_session
+        self._runtime = runtime
+        self._rank_of = rank_of
+
+    def operations(self) -> list[Operation]:
+        """Generation and sessions."""
+        return [
+            *(
+                Operation(
+                    method=method,
+                    path="/generate",
+                    handler=self._generate,
+                    summary="What follows a prompt, or each of a batch; a batch gets a list.",
+                    body=GenerateBody,
+                    reply=GenerateReply | list[GenerateReply],
+                    unsupported=refused.GENERATE,
+                    examples=_EXAMPLES,
+                    deprecated=method == "PUT",
+                )
+                for method in ("POST", "PUT")
+            ),
+            Operation(
+                method="POST",
+                path="/open_session",
+                handler=self._open,
+                summary="Begins a session, open at every gateway; its name is the reply.",
+                body=OpenSession,
+                reply=str,
+                unsupported={"streaming": _STREAMING},
+                examples=({"capacity_of_str_len": 1000},),
+            ),
+            Operation(
+                method="POST",
+                path="/close_session",
+                handler=self._close,
+                summary="Forgets a session, and aborts what runs in it.",
+                body=CloseSession,
+                examples=({"session_id": "mine"},),
+            ),
+        ]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        parsed, params = await self._response_handler.parse_body(
+            request,
+            GenerateBody,
+            lambda body: (reading.parse_generate(body), body.session_params),
+            refused.GENERATE,
+        )
+        if parsed.budget is not None:
+            parsed = await self._budgeted(parsed, parsed.budget)
+        if params is not None:
+            (gen_request,) = parsed.gen_requests
+
+            async def writer(
+                whole: GenerationRequest, streams: Sequence[RequestStream], keep: PersistReply
+            ) -> ResponseWriter:
+                asked = msgspec.structs.replace(parsed, gen_requests=(whole,))
+                return await self._writer(asked, streams, keep)
+
+            return await self._in_session.answer(
+                request, gen_request, params, writer, streamed=parsed.stream
+            )
+        return await self._response_handler.answer(
+            request, parsed.gen_requests, self._writer_factory(parsed), streamed=parsed.stream
+        )
+
+    async def _budgeted(
+        self, parsed: ParsedGenerateRequest, tokens_max: int
+    ) -> ParsedGenerateRequest:
+        """Let the thinking of every answer be ended."""
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+        )
+        gen_requests = [
+            await with_thinking_budget(
+                gen_request,
+                tokens_max,
+                formats.reasoning,
+                self._tokenizers,
+                param="max_thinking_tokens",
+            )
+            for gen_request in parsed.gen_requests
+        ]
+        return msgspec.structs.replace(parsed, gen_requests=tuple(gen_requests))
+
+    def _writer_factory(self, parsed: ParsedGenerateRequest) -> WriterFactory:
+        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
+            return await self._writer(parsed, streams)
+
+        return writer
+
+    async def _writer(
+        self,
+        parsed: ParsedGenerateRequest,
+        streams: Sequence[RequestStream],
+        keep: PersistReply | None = None,
+    ) -> GenerateResponseWriter:
+        return GenerateResponseWriter(
+            parsed,
+            streams,
+            firsts=await self._first_texts(parsed, streams),
+            rank_of=self._rank_of,
+            weight_version=weight_version(self._runtime),
+            incremental=self._runtime.settings.gateway.stream_output,
+            keep=keep,
+        )
+
+    async def _first_texts(
+        self, parsed: ParsedGenerateRequest, streams: Sequence[RequestStream]
+    ) -> list[str | None]:
+        """The text of each prompt's first token, where that is told: a tokenizer writes it."""
+        named = [
+            unpack_ids(stream.submit.prompt_ids[:4])
+            for stream, telling in zip(streams, parsed.all_reply_options, strict=True)
+            if telling.needs_first_text
+        ]
+        texts = iter(
+            await self._tokenizers.decode(named, skip_special_tokens=False) if named else ()
+        )
+        return [
+            next(texts) if telling.needs_first_text else None
+            for telling in parsed.all_reply_options
+        ]
+
+    async def _open(self, request: web.Request) -> web.Response:
+        body = await self._response_handler.parse_body(
+            request, OpenSession, lambda body: body, {"streaming": _STREAMING}
+        )
+        name = await self._sessions.open(
+            tenant_of(request), body.session_id, body.capacity_of_str_len, body.timeout
+        )
+        return web.json_response(name)
+
+    async def _close(self, request: web.Request) -> web.Response:
+        body = await self._response_handler.parse_body(
+            request, CloseSession, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+        await self._sessions.close(tenant_of(request), body.session_id)
+        return web.Response()
+
+
+_STREAMING = refused.UnsupportedField(
+    "a session is kept as ids; none holds pages of the cache", (False,)
+)
+_EXAMPLES = (
+    {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4}},
+    {
+        "text": ["One", "Two"],
+        "sampling_params": {"max_new_tokens": 3, "temperature": 0, "n": 2},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": 0,
+    },
+    {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3}, "stream": True},
+)

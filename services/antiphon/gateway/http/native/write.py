@@ -1,0 +1,107 @@
+"""How /generate tells its answers: whole, or so far, or what is new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.errors import envelope
+from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+from antiphon.gateway.http.core.sse import DONE, event
+from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.http.native.replies import UNSET, GenerateReply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.native.parse import ParsedGenerateRequest
+    from antiphon.gateway.owner.actions import Finished, TextDelta
+    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.base import Usage
+    from antiphon.wire.errors import EngineError
+
+
+class GenerateResponseWriter(ResponseWriter):
+    """POST /generate. An event tells all so far, unless `news` says only what is new."""
+
+    def __init__(
+        self,
+        parsed: ParsedGenerateRequest,
+        streams: Sequence[RequestStream],
+        *,
+        firsts: Sequence[str | None],
+        rank_of: RankOf,
+        weight_version: str,
+        incremental: bool,
+        keep: PersistReply | None = None,
+    ) -> None:
+        self._parsed = parsed
+        self._incremental = incremental
+        self._record = GenerateOutputs(
+            streams,
+            parsed.all_reply_options,
+            firsts=firsts,
+            rank_of=rank_of,
+            weight_version=weight_version,
+            keep=keep,
+        )
+        self._replies = self._record.replies
+        self._sent_tokens = [0] * len(self._replies)
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        """One object, or a list of them."""
+        self._record.add_all(answers)
+        replies = [self._reply(index) for index in range(len(self._replies))]
+        return msgspec.json.encode(replies if self._parsed.batch else replies[0])
+
+    def begin(self) -> bytes:
+        """Nothing comes before the text."""
+        return b""
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """One event for each answer that says enough."""
+        met: dict[int, None] = {}
+        for each in events:
+            self._record.add(prompt, each)
+            met[self._record.index(prompt, each.choice)] = None
+        return b"".join(self._event(index) for index in met if self._event_due(prompt, index))
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """The mark of the end."""
+        return DONE
+
+    def failure(self, error: EngineError) -> bytes:
+        """The error, and the mark of the end."""
+        return event(msgspec.json.encode(envelope(error))) + DONE
+
+    async def persist(self) -> None:
+        """Put by what a session goes on from."""
+        await self._record.persist()
+
+    def _event_due(self, prompt: int, index: int) -> bool:
+        """Whether an answer has said so much that an event is worth it: its first token has."""
+        told, before = self._replies[index], self._sent_tokens[index]
+        enough = self._parsed.all_reply_options[prompt].interval if before else 1
+        return told.finished is not None or told.tokens - before >= enough
+
+    def _event(self, index: int) -> bytes:
+        told = event(msgspec.json.encode(self._reply(index)))
+        self._sent_tokens[index] = self._replies[index].tokens
+        if self._incremental:
+            self._replies[index].restart()
+        return told
+
+    def _reply(self, index: int) -> GenerateReply:
+        prompt = index // self._parsed.gen_requests[0].choices
+        ids, reply_options = self._record.prompt_ids[prompt], self._parsed.all_reply_options[prompt]
+        reply = GenerateReply(
+            text="",
+            output_ids=[],
+            meta_info=self._record.meta_info(index),
+            prompt_token_ids=list(ids) if reply_options.prompt_ids else UNSET,
+            index=index if self._parsed.batch else UNSET,
+        )
+        return msgspec.structs.replace(reply, **self._replies[index].reply)

@@ -1,0 +1,164 @@
+"""POST /api/embed, and its older form /api/embeddings."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.pooling import INPUTS_MAX, check_not_blank, pooling_requests
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.ollama.parse import model_of, tagged
+from antiphon.gateway.http.ollama.unsupported import EMBED
+from antiphon.gateway.http.openai.schema import Json
+from antiphon.gateway.requests.pooling import pool_params
+from antiphon.wire.sampling import Dimensions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.pooling import PoolingHandler
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.pooling import Prompt
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.tokenize import PoolingCard
+
+
+class _OllamaEmbedBase(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[str | None, Meta(description="The served model; null takes it.")] = None
+    options: Annotated[Json | None, Meta(description="Changes nothing: nothing is drawn.")] = None
+    keep_alive: Annotated[
+        str | float | None, Meta(description="Changes nothing: the model stays loaded.")
+    ] = None
+
+
+class OllamaEmbedBody(_OllamaEmbedBase, frozen=True, kw_only=True):
+    """POST /api/embed."""
+
+    input: Annotated[
+        str | Annotated[list[str], Meta(min_length=1, max_length=INPUTS_MAX)],
+        Meta(description="A text, or several."),
+    ]
+    dimensions: Annotated[
+        Dimensions | None,
+        Meta(description="So many of the vector's first numbers, of a model made for that."),
+    ] = None
+    truncate: Annotated[
+        bool | None,
+        Meta(description="false: a text that is too long is refused, never truncated."),
+    ] = None
+
+
+class OllamaEmbeddingBody(_OllamaEmbedBase, frozen=True, kw_only=True):
+    """POST /api/embeddings."""
+
+    prompt: Annotated[str, Meta(description="A text.")]
+
+
+class OllamaEmbedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors, in the order of the texts; durations in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingReply(msgspec.Struct, frozen=True):
+    """One vector."""
+
+    embedding: list[float]
+
+
+class OllamaEmbeddingEndpoints:
+    """Has vectors made as every other door does."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        vectors: PoolingHandler,
+        served: Sequence[ModelName],
+    ) -> None:
+        self._response_handler = response_handler
+        self._vectors = vectors
+        self._served = served
+
+    def operations(self) -> list[Operation]:
+        """Both forms."""
+        return [
+            Operation(
+                method="POST",
+                path="/api/embed",
+                handler=self._embed,
+                summary="A vector for each text, of a model that embeds.",
+                body=OllamaEmbedBody,
+                reply=OllamaEmbedReply,
+                unsupported=EMBED,
+                examples=({"input": "Hello"}, {"input": ["One", "Two"], "truncate": False}),
+            ),
+            Operation(
+                method="POST",
+                path="/api/embeddings",
+                handler=self._embed_one,
+                summary="The vector of one text.",
+                body=OllamaEmbeddingBody,
+                reply=OllamaEmbeddingReply,
+                examples=({"prompt": "Hello"},),
+                deprecated=True,
+            ),
+        ]
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        began = time.monotonic()
+        card = await self._vectors.embedder()
+        gen_requests = await self._response_handler.parse_body(
+            request, OllamaEmbedBody, lambda body: self._asks(body, card), EMBED
+        )
+        pooled = await self._vectors.collect(request, gen_requests)
+        return json_reply(
+            OllamaEmbedReply(
+                model=tagged(self._served[0]),
+                embeddings=[one.numbers for one in pooled],
+                total_duration=int((time.monotonic() - began) * 1e9),
+                prompt_eval_count=sum(one.usage.prompt_tokens for one in pooled),
+            )
+        )
+
+    async def _embed_one(self, request: web.Request) -> web.Response:
+        card = await self._vectors.embedder()
+        gen_requests = await self._response_handler.parse_body(
+            request, OllamaEmbeddingBody, lambda body: self._asks(body, card)
+        )
+        (pooled,) = await self._vectors.collect(request, gen_requests)
+        return json_reply(OllamaEmbeddingReply(pooled.numbers))
+
+    def _asks(
+        self, body: OllamaEmbedBody | OllamaEmbeddingBody, card: PoolingCard
+    ) -> list[GenerationRequest]:
+        if isinstance(body, OllamaEmbeddingBody):
+            field, given, dimensions, truncate = "prompt", body.prompt, None, None
+        else:
+            field, given, dimensions = "input", body.input, body.dimensions
+            truncate = body.truncate
+        prompts: list[Prompt] = [given] if isinstance(given, str) else [*given]
+        check_not_blank(prompts, field)
+        gen_requests = pooling_requests(
+            prompts,
+            api="ollama",
+            field=field,
+            model=model_of(body.model, self._served),
+            pool=pool_params(card, dimensions),
+        )
+        if truncate is not False:
+            return gen_requests
+        return [
+            msgspec.structs.replace(gen_request, auto_truncate=False)
+            for gen_request in gen_requests
+        ]

@@ -1,0 +1,362 @@
+"""What there is, as Ollama lists it; and what it does with models, which is not done here."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+from aiohttp import web
+
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.limits import SMALL_BODY_BYTES_MAX
+from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.ollama.parse import model_of, tagged
+from antiphon.gateway.http.ollama.replies import written
+from antiphon.gateway.parsing.formats import parsers_of
+from antiphon.service.model import served_names
+from antiphon.wire.base import Role
+from antiphon.wire.errors import EngineError, InvalidRequest, UnknownModel, Unsupported
+
+if TYPE_CHECKING:
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+    from antiphon.wire.tokenize import EncodeReply
+
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API is spoken: clients ask for it to know what they may say."""
+_FAMILY = "antiphon"
+_DONE = "success"
+_DIGEST_CHARACTERS = 12
+"""How much of a digest the command line shows; it takes no shorter one."""
+_LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_ITEM_BYTES = {"float32": 4}
+_NEVER = "9999-12-31T23:59:59Z"
+_CHOSEN = "the model is chosen at the start: antiphon serve --model-path MODEL"
+_KEPT = "the served model cannot be copied or deleted by a request"
+_UNSERVED = {
+    "/api/create": ("POST", _CHOSEN),
+    "/api/blobs/{digest}": ("POST", _CHOSEN),
+    "/api/push": ("POST", "models are not pushed anywhere"),
+    "/api/copy": ("POST", _KEPT),
+    "/api/delete": ("DELETE", _KEPT),
+}
+
+
+class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /api/show. `name` is the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+class PullBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /api/pull. `name` is the older name of `model`."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
+class PullStatus(msgspec.Struct, frozen=True):
+    """How far it is."""
+
+    status: str
+
+
+class OllamaDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What the weights are; `parameter_size` and `quantization_level` by the model's folder."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: tuple[str, ...] = ()
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model. `modified_at` is when this gateway began to serve it."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails = OllamaDetails()
+
+
+class OllamaModels(msgspec.Struct, frozen=True):
+    """GET /api/tags."""
+
+    models: tuple[OllamaModel, ...]
+
+
+class OllamaProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One model that runs. It is never unloaded."""
+
+    name: str
+    model: str
+    size: int
+    size_vram: int = 0
+    digest: str
+    details: OllamaDetails = OllamaDetails()
+    expires_at: str = _NEVER
+    context_length: int
+
+
+class OllamaProcesses(msgspec.Struct, frozen=True):
+    """GET /api/ps."""
+
+    models: tuple[OllamaProcess, ...]
+
+
+class OllamaShown(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /api/show. `parameters` are what the model recommends, a line each."""
+
+    parameters: str
+    details: OllamaDetails = OllamaDetails()
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(msgspec.Struct, frozen=True):
+    """GET /api/version."""
+
+    version: str
+
+
+class OllamaModelsEndpoints:
+    """Answers from settings, heartbeats, and what tokenizers say of the model."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        runtime: Runtime,
+        model: ModelName,
+        access: Access,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+        self._served = served_names(runtime.settings)
+        self._access = access
+        self._name = tagged(model)
+        self._digest = _digest(runtime.settings.cluster.model_digest, model)
+        self._since = written(datetime.fromtimestamp(runtime.clock.unix_ms() / 1000, UTC))
+
+    def operations(self) -> list[Operation]:
+        """All that can be asked of models."""
+        return [
+            Operation(
+                method="GET",
+                path="/api/tags",
+                handler=self._list,
+                summary="The model that is served.",
+                reply=OllamaModels,
+            ),
+            Operation(
+                method="GET",
+                path="/api/ps",
+                handler=self._running,
+                summary="The same, while a worker runs it.",
+                reply=OllamaProcesses,
+            ),
+            Operation(
+                method="POST",
+                path="/api/show",
+                handler=self._show,
+                summary="What is known of a model.",
+                body=ShowBody,
+                reply=OllamaShown,
+                examples=({},),
+            ),
+            Operation(
+                method="GET",
+                path="/api/version",
+                handler=self._version,
+                summary="The version of Ollama whose API is spoken.",
+                reply=OllamaVersion,
+            ),
+            Operation(
+                method="POST",
+                path="/api/pull",
+                handler=self._pull,
+                summary="Succeeds for the served model; another one is not fetched.",
+                body=PullBody,
+                reply=PullStatus,
+                streamed_as=CONTENT_TYPE,
+                examples=({"stream": False},),
+            ),
+            *(
+                Operation(
+                    method=method, path=path, handler=self._refuse, summary=f"Refused: {reason}."
+                )
+                for path, (method, reason) in _UNSERVED.items()
+            ),
+        ]
+
+    async def _list(self, request: web.Request) -> web.Response:
+        if not self._shown(request):
+            return json_reply(OllamaModels(()))
+        model = OllamaModel(
+            name=self._name,
+            model=self._name,
+            modified_at=self._since,
+            size=self._weight_bytes(),
+            digest=self._digest,
+            details=await self._details(),
+        )
+        return json_reply(OllamaModels((model,)))
+
+    async def _running(self, request: web.Request) -> web.Response:
+        if not self._shown(request):
+            return json_reply(OllamaProcesses(()))
+        beats = [peer.beat for peer in self._runtime.peers.working(Role.WORKER)]
+        contexts = [beat.worker.context_tokens for beat in beats if beat.worker is not None]
+        details = await self._details()
+        running = [
+            OllamaProcess(
+                name=self._name,
+                model=self._name,
+                size=self._weight_bytes(),
+                digest=self._digest,
+                details=details,
+                context_length=max(contexts),
+            )
+            for _ in contexts[:1]
+        ]
+        return json_reply(OllamaProcesses(tuple(running)))
+
+    async def _show(self, request: web.Request) -> web.Response:
+        name = await self._response_handler.parse_body(
+            request, ShowBody, _asked, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+        other = model_of(name, self._served)
+        if not self._shown(request):
+            raise UnknownModel.of(other or self._model, ())
+        if other is not None:
+            raise UnknownModel.of(other, self._served)
+        card = await self._tokenizers.card()
+        tools, reasoning = parsers_of(self._runtime.settings.gateway, card)
+        capabilities = {"completion": True, "tools": tools, "thinking": reasoning}
+        return json_reply(
+            OllamaShown(
+                parameters=_parameters(card),
+                details=await self._details(),
+                # Clients look up the context under the name of the architecture.
+                model_info={
+                    "general.architecture": (family := card.model_type or _FAMILY),
+                    "general.basename": self._model,
+                    "general.parameter_count": self._parameter_count(),
+                    f"{family}.context_length": card.context_tokens,
+                    f"{family}.vocab_size": card.vocabulary_size,
+                },
+                capabilities=[each for each, known in capabilities.items() if known],
+                modified_at=self._since,
+            )
+        )
+
+    async def _pull(self, request: web.Request) -> web.Response:
+        """Nothing has to be fetched: clients pull before they run."""
+        body = await self._response_handler.parse_body(
+            request, PullBody, lambda body: body, bytes_max=SMALL_BODY_BYTES_MAX
+        )
+        name = _asked(ShowBody(model=body.model, name=body.name))
+        other = model_of(name, self._served)
+        if other is not None or not self._shown(request):
+            raise UnknownModel(
+                f"model '{other or self._model}' is not served and not fetched: {_CHOSEN}; this "
+                f"server serves {', '.join(self._served)}",
+                param="model",
+            )
+        if body.stream is False:
+            return json_reply(PullStatus(_DONE))
+        steps = ("pulling manifest", "verifying sha256 digest", _DONE)
+        lines = b"".join(line(msgspec.json.encode(PullStatus(step))) for step in steps)
+        return web.Response(body=lines, content_type=CONTENT_TYPE)
+
+    async def _details(self) -> OllamaDetails:
+        """What is known of the weights: their family by the tokenizer, their size by workers."""
+        try:
+            family = (await self._tokenizers.card()).model_type or _FAMILY
+        except EngineError:
+            family = _FAMILY  # it is not known until a tokenizer was asked
+        model = self._runtime.settings.model
+        stored = str(model.quantization or "")
+        return OllamaDetails(
+            format="safetensors",
+            family=family,
+            families=(family,),
+            parameter_size=_short(self._parameter_count()),
+            quantization_level=stored.upper() or _LEVELS.get(str(model.dtype), "BF16"),
+        )
+
+    def _weight_bytes(self) -> int:
+        """Of the model in the memory of a worker; 0 while there is none."""
+        beats = [peer.beat for peer in self._runtime.peers.of(Role.WORKER)]
+        figures = [beat.worker.figures for beat in beats if beat.worker is not None]
+        return max((each.weight_bytes for each in figures), default=0)
+
+    def _parameter_count(self) -> int:
+        """About how many parameters these are, by the settings' number format."""
+        model = self._runtime.settings.model
+        item_bytes = 1 if model.quantization else _ITEM_BYTES.get(str(model.dtype), 2)
+        return self._weight_bytes() // item_bytes
+
+    def _shown(self, request: web.Request) -> bool:
+        return self._access.may_use_model(tenant_of(request), self._model)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return json_reply(OllamaVersion(API_VERSION))
+
+    async def _refuse(self, request: web.Request) -> NoReturn:
+        resource = request.match_info.route.resource
+        assert resource is not None, "a handler was found by its path"
+        raise Unsupported(_UNSERVED[resource.canonical][1])
+
+
+def _digest(configured: str, model: ModelName) -> str:
+    """What names the weights: the configured digest, else one of the name. Clients cut it short."""
+    if len(configured) >= _DIGEST_CHARACTERS:
+        return configured
+    return hashlib.sha256(f"{configured}{model}".encode()).hexdigest()
+
+
+def _short(count: int) -> str:
+    """A number of parameters as people write it: 135M, 7.2B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            text = f"{count / size:.1f}".removesuffix(".0")
+            return f"{text}{unit}"
+    return str(count)
+
+
+def _asked(body: ShowBody) -> str | None:
+    if body.model and body.name and tagged(body.model) != tagged(body.name):
+        raise InvalidRequest("name: model says another one", param="name")
+    return body.model or body.name
+
+
+def _parameters(card: EncodeReply) -> str:
+    defaults = card.defaults
+    said = {
+        "temperature": defaults.temperature,
+        "top_k": defaults.top_k,
+        "top_p": defaults.top_p,
+        "min_p": defaults.min_p,
+        "repeat_penalty": defaults.repetition_penalty,
+    }
+    lines = (f"{name:<30} {value}" for name, value in said.items() if value is not None)
+    return "\n".join(lines)

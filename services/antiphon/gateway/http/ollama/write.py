@@ -1,0 +1,194 @@
+"""How Ollama's clients hear an answer: whole, or a line for each piece; counts come last."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from antiphon.gateway.http.core.errors import plain
+from antiphon.gateway.http.core.logprobs import chat_logprobs
+from antiphon.gateway.http.core.ndjson import CONTENT_TYPE, line
+from antiphon.gateway.http.core.output_parser import OutputParser
+from antiphon.gateway.http.core.writer import ResponseWriter
+from antiphon.gateway.http.ollama.replies import (
+    UNSET,
+    OllamaChatReply,
+    OllamaGenerateReply,
+    OllamaMessage,
+    OllamaReply,
+    measured,
+    now,
+)
+from antiphon.gateway.http.ollama.schema import OllamaCall, OllamaFunction
+from antiphon.gateway.http.openai.schema import Json
+from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.parsing.events import CallEnd, Collector, Content, Reasoning
+from antiphon.wire.base import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from antiphon.gateway.http.core.logprobs import TokenLogprob
+    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.parsing.events import Event, ParsedToolCall
+    from antiphon.gateway.stream.group import CollectedResponse
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.base import Usage
+    from antiphon.wire.details import DetailPiece
+    from antiphon.wire.errors import EngineError
+
+
+class OllamaPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one object tells of what was said."""
+
+    content: str = ""
+    thinking: str = ""
+    calls: tuple[OllamaCall, ...] = ()
+
+
+class OllamaResponseWriter(ResponseWriter):
+    """What chats and prompts have in common; an answer is one choice."""
+
+    CONTENT_TYPE: ClassVar[str] = CONTENT_TYPE
+
+    def __init__(
+        self, model: str, stream: RequestStream, reply_options: OpenAiResponseOptions
+    ) -> None:
+        self._model = model
+        self._stream = stream
+        self._wants_logprobs = reply_options.logprobs
+        self._parser = OutputParser(
+            reply_options.parser_options, starts_in_reasoning=stream.starts_in_reasoning
+        )
+        self._collector = Collector()
+        self._reason = FinishReason.STOP
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        """One object."""
+        (answer,) = answers
+        (collected,) = answer.choices
+        events = [*self._parser.feed(collected.text), *self._parser.end()]
+        self._reason = collected.end.reason
+        told = self._last(_merge_pieces(self._pieces(events)), answer.usage)
+        return msgspec.json.encode(
+            msgspec.structs.replace(told, logprobs=self._logprobs(collected.details))
+        )
+
+    def begin(self) -> bytes:
+        """Nothing comes before the text."""
+        return b""
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """A line for each text, for each piece of thinking, and for each call."""
+        return b"".join(map(self._lines, events))
+
+    def ping(self) -> bytes:
+        """A line without text: this format has no comments, and clients read every line."""
+        return line(msgspec.json.encode(self._reply(OllamaPiece(), done=False)))
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """A line without text, with why it ended, counts and durations."""
+        (usage,) = usages
+        return line(msgspec.json.encode(self._last(OllamaPiece(), usage)))
+
+    def failure(self, error: EngineError) -> bytes:
+        """A line in the form of every error."""
+        return line(msgspec.json.encode(plain(error)))
+
+    @abstractmethod
+    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+        """An object with a piece of the answer."""
+
+    def _last(self, piece: OllamaPiece, usage: Usage) -> OllamaReply:
+        return msgspec.structs.replace(
+            self._reply(piece, done=True),
+            done_reason=self._reason.value,
+            **measured(self._stream, usage),
+        )
+
+    def _lines(self, said: TextDelta | Finished) -> bytes:
+        if isinstance(said, Finished):
+            self._reason = said.reason
+            pieces, logprobs = list(self._pieces(self._parser.end())), UNSET
+        else:
+            pieces = list(self._pieces(self._parser.feed(said.text)))
+            logprobs = self._logprobs(said.details)
+        if logprobs is not UNSET and not pieces:
+            pieces = [OllamaPiece()]
+        lines: list[bytes] = []
+        for number, piece in enumerate(pieces):
+            told = self._reply(piece, done=False)
+            if number == 0:
+                told = msgspec.structs.replace(told, logprobs=logprobs)
+            lines.append(line(msgspec.json.encode(told)))
+        return b"".join(lines)
+
+    def _logprobs(self, details: DetailPiece | None) -> list[TokenLogprob] | msgspec.UnsetType:
+        told = chat_logprobs(details) if self._wants_logprobs else None
+        return UNSET if told is None else told.content
+
+    def _pieces(self, events: Iterable[Event]) -> Iterator[OllamaPiece]:
+        for event in events:
+            match event:
+                case Content(text):
+                    yield OllamaPiece(content=text)
+                case Reasoning(text):
+                    yield OllamaPiece(thinking=text)
+                case CallEnd(index):
+                    self._collector.add(event)
+                    yield _ollama_call(self._collector.parsed().calls[index])
+                case _:
+                    self._collector.add(event)
+
+
+class OllamaChatResponseWriter(OllamaResponseWriter):
+    """POST /api/chat."""
+
+    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+        message = OllamaMessage(
+            content=piece.content,
+            thinking=piece.thinking or UNSET,
+            tool_calls=piece.calls or UNSET,
+        )
+        return OllamaChatReply(model=self._model, created_at=now(), done=done, message=message)
+
+
+class OllamaGenerateResponseWriter(OllamaResponseWriter):
+    """POST /api/generate."""
+
+    def _reply(self, piece: OllamaPiece, *, done: bool) -> OllamaReply:
+        return OllamaGenerateReply(
+            model=self._model,
+            created_at=now(),
+            done=done,
+            response=piece.content,
+            thinking=piece.thinking or UNSET,
+        )
+
+
+def _merge_pieces(pieces: Iterable[OllamaPiece]) -> OllamaPiece:
+    every = list(pieces)
+    return OllamaPiece(
+        content="".join(piece.content for piece in every),
+        thinking="".join(piece.thinking for piece in every),
+        calls=tuple(call for piece in every for call in piece.calls),
+    )
+
+
+def _ollama_call(call: ParsedToolCall) -> OllamaPiece:
+    """A call, whole. One that was cut off, or whose arguments are no object, is text like any."""
+    arguments = _object(call.arguments) if call.complete else None
+    if arguments is None:
+        return OllamaPiece(content=f'{{"name": "{call.name}", "arguments": {call.arguments}')
+    function = OllamaFunction(index=call.index, name=call.name, arguments=arguments)
+    return OllamaPiece(calls=(OllamaCall(id=call.id, function=function),))
+
+
+def _object(text: str) -> Json | None:
+    """The members of a JSON object, in one line; None: it is none."""
+    try:
+        return msgspec.json.decode(msgspec.json.format(text.encode(), indent=-1), type=Json)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None

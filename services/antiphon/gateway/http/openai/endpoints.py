@@ -1,0 +1,270 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.end_of_thinking import with_end_token
+from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.thinking_budget import with_thinking_budget
+from antiphon.gateway.http.openai import parse as reading
+from antiphon.gateway.http.openai import unsupported as refused
+from antiphon.gateway.http.openai.replies import ChatReply, TextReply
+from antiphon.gateway.http.openai.schema import ChatBody, CompletionBody
+from antiphon.gateway.http.openai.write import CompletionHeader
+from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
+from antiphon.gateway.http.openai.write_completion import CompletionResponseWriter, PromptEcho
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.wire.base import Role
+from antiphon.wire.codec import unpack_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.generate_outputs import PersistReply, RankOf
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.http.core.session_requests import SessionRequests
+    from antiphon.gateway.http.core.writer import ResponseWriter
+    from antiphon.gateway.http.openai.parse import ParsedOpenAiRequest
+    from antiphon.gateway.parsing.formats import Formats
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+
+_HELLO = {"messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+
+
+class CompletionsEndpoints:
+    """Reads, and gives each answer its voice."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        runtime: Runtime,
+        model: ModelName,
+        in_session: SessionRequests,
+        rank_of: RankOf,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+        self._in_session = in_session
+        self._rank_of = rank_of
+
+    def operations(self) -> list[Operation]:
+        """Both kinds of completion."""
+        return [
+            Operation(
+                method="POST",
+                path="/v1/chat/completions",
+                handler=self._chat,
+                summary="The assistant's answer to a conversation.",
+                body=ChatBody,
+                reply=ChatReply,
+                unsupported=refused.CHAT,
+                examples=(
+                    _HELLO,
+                    _HELLO | {"stream": True, "stream_options": {"include_usage": True}},
+                    _HELLO | {"logprobs": True, "top_logprobs": 2, "temperature": 0, "n": 2},
+                    _HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 32},
+                ),
+            ),
+            Operation(
+                method="POST",
+                path="/invocations",
+                handler=self._chat,
+                summary="The same, at the path that SageMaker calls.",
+                body=ChatBody,
+                reply=ChatReply,
+                unsupported=refused.CHAT,
+            ),
+            Operation(
+                method="POST",
+                path="/v1/completions",
+                handler=self._complete,
+                summary="Texts that go on from prompts.",
+                body=CompletionBody,
+                reply=TextReply,
+                unsupported=refused.COMPLETION,
+                examples=(
+                    {"prompt": "Once upon a time", "max_tokens": 8},
+                    {"prompt": ["One", "Two"], "max_tokens": 4, "echo": True, "logprobs": 1},
+                    {"prompt": [1, 2, 3], "max_tokens": 4, "best_of": 2, "stop": ["\n"]},
+                    {"prompt": "1, 2, ", "suffix": ", 4", "max_tokens": 4},
+                ),
+            ),
+        ]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        gateway = self._runtime.settings.gateway
+        formats = await formats_of(gateway, self._tokenizers.card, self._tokenizers.is_text)
+        parsed = await self._response_handler.parse_body(
+            request, ChatBody, lambda body: reading.parse_chat(body, formats), refused.CHAT
+        )
+        parsed = self._with_usage(await self._with_end_token(parsed, formats))
+
+        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
+            header = self._header(parsed, streams)
+            return ChatResponseWriter(
+                header,
+                streams,
+                parsed.reply_options,
+                cached=self._cached,
+                record=self._record(header, parsed, streams, [None]),
+            )
+
+        return await self._response_handler.answer(
+            request, parsed.gen_requests, writer, streamed=parsed.stream
+        )
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        parsed, params = await self._response_handler.parse_body(
+            request,
+            CompletionBody,
+            lambda body: (reading.parse_completion(body), body.session_params),
+            refused.COMPLETION,
+        )
+        parsed = self._with_usage(parsed)
+        if params is not None:
+            (gen_request,) = parsed.gen_requests
+
+            async def voice_in_session(
+                whole: GenerationRequest, streams: Sequence[RequestStream], keep: PersistReply
+            ) -> ResponseWriter:
+                asked = msgspec.structs.replace(parsed, gen_requests=(whole,))
+                return await self._completion_writer(asked, streams, keep)
+
+            return await self._in_session.answer(
+                request, gen_request, params, voice_in_session, streamed=parsed.stream
+            )
+
+        async def writer(streams: Sequence[RequestStream]) -> ResponseWriter:
+            return await self._completion_writer(parsed, streams)
+
+        return await self._response_handler.answer(
+            request, parsed.gen_requests, writer, streamed=parsed.stream
+        )
+
+    def _with_usage(self, parsed: ParsedOpenAiRequest) -> ParsedOpenAiRequest:
+        """End the stream with usage if the server does so and the request does not say."""
+        if parsed.reply_options.usage_last is not None:
+            return parsed
+        usage_last = self._runtime.settings.gateway.stream_usage
+        reply_options = msgspec.structs.replace(parsed.reply_options, usage_last=usage_last)
+        return msgspec.structs.replace(parsed, reply_options=reply_options)
+
+    async def _completion_writer(
+        self,
+        parsed: ParsedOpenAiRequest,
+        streams: Sequence[RequestStream],
+        keep: PersistReply | None = None,
+    ) -> CompletionResponseWriter:
+        header = self._header(parsed, streams)
+        echoes = await self._echoes(parsed, streams)
+        return CompletionResponseWriter(
+            header,
+            streams,
+            parsed.reply_options,
+            cached=self._cached,
+            echoes=echoes,
+            record=self._record(header, parsed, streams, [echo.first for echo in echoes], keep),
+        )
+
+    async def _with_end_token(
+        self, parsed: ParsedOpenAiRequest, formats: Formats
+    ) -> ParsedOpenAiRequest:
+        """Find out which token ends the thinking, where a form or a budget needs it."""
+        (gen_request,) = parsed.gen_requests
+        gen_request = await with_end_token(gen_request, self._tokenizers)
+        if parsed.budget is not None:
+            gen_request = await with_thinking_budget(
+                gen_request,
+                parsed.budget,
+                formats.reasoning,
+                self._tokenizers,
+                param="max_thinking_tokens",
+            )
+        return msgspec.structs.replace(parsed, gen_requests=(gen_request,))
+
+    @property
+    def _cached(self) -> bool:
+        return self._runtime.settings.gateway.cache_report
+
+    def _header(
+        self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]
+    ) -> CompletionHeader:
+        return CompletionHeader(
+            id=parsed.reply_options.name
+            or str(parsed.gen_requests[0].key or streams[0].submit.request_id),
+            created=int(time.time()),
+            model=self._model,
+            weight_version=weight_version(self._runtime),
+        )
+
+    def _record(
+        self,
+        header: CompletionHeader,
+        parsed: ParsedOpenAiRequest,
+        streams: Sequence[RequestStream],
+        firsts: Sequence[str | None],
+        keep: PersistReply | None = None,
+    ) -> GenerateOutputs | None:
+        """Notes what is told at the end of choices, or kept, where anything is."""
+        reply_options = parsed.reply_options
+        if not (reply_options.meta_info or reply_options.output_ids or keep):
+            return None
+        return GenerateOutputs(
+            streams,
+            [reply_options.recorded] * len(streams),
+            firsts=firsts,
+            rank_of=self._rank_of,
+            weight_version=header.weight_version,
+            keep=keep,
+        )
+
+    async def _echoes(
+        self, parsed: ParsedOpenAiRequest, streams: Sequence[RequestStream]
+    ) -> list[PromptEcho]:
+        """The prompts as text, where they are told: ids are written by a tokenizer.
+
+        Of a truncated prompt the text is that of the ids which are left.
+        """
+        if not parsed.reply_options.echo:
+            return [PromptEcho() for _ in streams]
+        texts = [
+            None if stream.truncated else gen_request.prompt
+            for gen_request, stream in zip(parsed.gen_requests, streams, strict=True)
+        ]
+        given = [
+            unpack_ids(stream.submit.prompt_ids)
+            for stream, text in zip(streams, texts, strict=True)
+            if text is None
+        ]
+        if given:
+            gen_request = parsed.gen_requests[0]
+            # Text did not have the special tokens that the tokenizer added.
+            skips = gen_request.stop.skip_special_tokens or gen_request.prompt is not None
+            written = iter(await self._tokenizers.decode(given, skip_special_tokens=skips))
+            texts = [text if text is not None else next(written) for text in texts]
+        firsts = [""] * len(texts)
+        if parsed.reply_options.logprobs:
+            ids = [unpack_ids(stream.submit.prompt_ids[:4]) for stream in streams]
+            firsts = list(await self._tokenizers.decode(ids, skip_special_tokens=False))
+        return [PromptEcho(text or "", first) for text, first in zip(texts, firsts, strict=True)]
+
+
+def weight_version(runtime: Runtime) -> str:
+    """What the weights of the workers are called."""
+    beats = (peer.beat for peer in runtime.peers.of(Role.WORKER))
+    named = (beat.worker.weight_version for beat in beats if beat.worker is not None)
+    return next((name for name in named if name), "default")

@@ -1,0 +1,365 @@
+"""Bodies of chat and text completions, checked into asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from antiphon.gateway.http.core.output_parser import OutputParserOptions
+from antiphon.gateway.http.core.processors import processor_of
+from antiphon.gateway.http.core.structured_output import (
+    RequestedGrammar,
+    sglang_grammars,
+    single_grammar,
+)
+from antiphon.gateway.http.core.tool_calls import (
+    template_tools,
+    to_json,
+    tool_plan,
+    with_tool_constraints,
+)
+from antiphon.gateway.http.openai.conversation import begins_answer, conversation
+from antiphon.gateway.http.openai.response_options import (
+    CHAT_FIELDS,
+    TEXT_FIELDS,
+    OpenAiResponseOptions,
+    response_options,
+    token_outputs_wanted,
+    with_id_field,
+)
+from antiphon.gateway.http.openai.schema import (
+    COMPLETION_TOKENS,
+    PROMPTS_MAX,
+    Body,
+    ChatBody,
+    CompletionBody,
+    ResponseFormat,
+)
+from antiphon.gateway.parsing.formats import NO_FORMATS, Formats
+from antiphon.gateway.parsing.tools.choice import read_choice
+from antiphon.gateway.parsing.tools.tool import read_tools
+from antiphon.gateway.requests.generation_request import (
+    GenerationRequest,
+    ReasoningParams,
+    SamplingOptions,
+)
+from antiphon.wire.digests import cache_salt
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.grammar import Grammar, GrammarKind
+from antiphon.wire.ids import ClientKey
+from antiphon.wire.sampling import DetailParams, StopStrings
+from antiphon.wire.tokenize import TemplateParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.gateway.parsing.reasoning.format import ReasoningFormat
+    from antiphon.gateway.parsing.tools.choice import ToolPlan
+    from antiphon.gateway.parsing.tools.format import ToolFormat
+    from antiphon.wire.schemas import Json
+
+_MODEL = "default"
+"""What SGLang's clients call the model when they do not care."""
+
+
+class ParsedOpenAiRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that was read: the requests in it, and how their answers are told.
+
+    `budget` is after how many tokens thinking is ended; None: never.
+    """
+
+    gen_requests: tuple[GenerationRequest, ...]
+    stream: bool
+    budget: int | None = None
+    reply_options: OpenAiResponseOptions
+
+
+def parse_chat(
+    body: ChatBody, formats: Formats = NO_FORMATS, *, insists: bool = True
+) -> ParsedOpenAiRequest:
+    """Read the body of a chat completion.
+
+    Args:
+        body: What was sent.
+        formats: How the model writes calls and thinking.
+        insists: Whether strict tools have to be held; or are where that can be done.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+    """
+    completing = body.max_completion_tokens is not None
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    wanted = token_outputs_wanted(body, logprobs=bool(body.logprobs), top=body.top_logprobs or 0)
+    plan = _plan(body, formats.tools, insists=insists)
+    messages = conversation(body.messages)
+    gen_request = GenerationRequest(
+        door="chat",
+        model=model_of(body.model),
+        messages=None if body.input_ids else messages,
+        prompt_ids=tuple(body.input_ids) if body.input_ids else None,
+        prompt_field="input_ids" if body.input_ids else None,
+        continue_final_message=bool(body.continue_final_message) or begins_answer(body.messages),
+        template=TemplateParams(options=_options(body), tools=template_tools(plan)),
+        thinking=_thinking(body, formats.reasoning),
+        tokens_max=body.max_completion_tokens if completing else body.max_tokens,
+        tokens_field="max_completion_tokens" if completing else "max_tokens",
+        model_defaults=True,
+        detail_fields=with_id_field(CHAT_FIELDS, body),
+    )
+    reply_options = response_options(
+        body,
+        logprobs=bool(body.logprobs),
+        top=body.top_logprobs or 0,
+        prompt_ids=bool(body.return_prompt_token_ids or body.return_token_ids),
+    )
+    parser_options = OutputParserOptions(
+        plan=plan,
+        reasoning=None if body.separate_reasoning is False else formats.reasoning,
+        stream_reasoning=body.stream_reasoning is not False,
+        calls_before=sum(len(turn.tool_calls or ()) for turn in body.messages),
+    )
+    return ParsedOpenAiRequest(
+        gen_requests=(
+            with_tool_constraints(
+                _with_common_fields(gen_request, body, wanted, name=body.rid),
+                plan,
+                formats.reasoning,
+            ),
+        ),
+        stream=bool(body.stream),
+        budget=body.max_thinking_tokens,
+        reply_options=msgspec.structs.replace(reply_options, parser_options=parser_options),
+    )
+
+
+def parse_completion(body: CompletionBody) -> ParsedOpenAiRequest:
+    """Read the body of a text completion: an ask for each prompt.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+    """
+    choices = _best_of(body)
+    wanted = token_outputs_wanted(
+        body,
+        logprobs=body.logprobs is not None or choices > (body.n or 1),
+        top=body.logprobs or 0,
+        prompt_too=bool(body.echo) and body.logprobs is not None,
+    )
+    prompts = _prompts(body.prompt)
+    suffix = body.suffix or None
+    if suffix is not None:
+        _check_suffix(body, prompts)
+    if body.session_params is not None and (len(prompts), choices) != (1, 1):
+        raise InvalidRequest("a session takes one prompt at a time", param="session_params")
+    if body.session_params is not None and suffix is not None:
+        raise InvalidRequest("a session takes no suffix", param="suffix")
+    gen_requests = (
+        GenerationRequest(
+            door="completions",
+            model=model_of(body.model),
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=None if isinstance(prompt, str) else prompt,
+            suffix=suffix,
+            tokens_max=body.max_tokens,
+            tokens_default=COMPLETION_TOKENS,
+            detail_fields=with_id_field(TEXT_FIELDS, body),
+        )
+        for prompt in prompts
+    )
+    return ParsedOpenAiRequest(
+        gen_requests=tuple(
+            _with_common_fields(
+                gen_request,
+                body,
+                wanted,
+                name=_name(body.rid, index, len(prompts)),
+                choices=choices,
+            )
+            for index, gen_request in enumerate(gen_requests)
+        ),
+        stream=bool(body.stream),
+        reply_options=response_options(
+            body,
+            logprobs=body.logprobs is not None,
+            top=body.logprobs or 0,
+            prompt_ids=bool(body.return_token_ids),
+            echo=bool(body.echo),
+        ),
+    )
+
+
+def model_of(name: str | None) -> str | None:
+    """The model that is meant; None: the one that is served."""
+    return None if name in (None, "", _MODEL) else name
+
+
+def _name(rid: str | None, index: int, count: int) -> str | None:
+    """The name of one prompt's request: the client's own begins it."""
+    return rid if rid is None or count == 1 else f"{rid}_{index}"
+
+
+def _best_of(body: CompletionBody) -> int:
+    shown = body.n or 1
+    made = body.best_of or shown
+    if made < shown:
+        raise InvalidRequest(f"best_of is {made}, less than n", param="best_of")
+    if made > shown and body.stream:
+        raise InvalidRequest("the best of several cannot be streamed", param="best_of")
+    return made
+
+
+def _with_common_fields(
+    gen_request: GenerationRequest,
+    body: Body,
+    wanted: DetailParams | None,
+    *,
+    name: str | None,
+    choices: int = 0,
+) -> GenerationRequest:
+    """Add what both kinds of body say in the same way."""
+    form = _form(body)
+    return msgspec.structs.replace(
+        gen_request,
+        choices=choices or body.n or 1,
+        sampling=_sampling(body, wanted, form),
+        grammar_field=form.field if form else gen_request.grammar_field,
+        stop=StopStrings(
+            strings=_as_tuple(body.stop),
+            patterns=_as_tuple(body.stop_regex),
+            include=bool(body.no_stop_trim),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            token_texts=wanted is not None and wanted.logprobs,
+        ),
+        priority=body.priority,
+        cache_salt=cache_salt(body.cache_salt, body.extra_key),
+        key=None if name is None else ClientKey(name),
+    )
+
+
+def _sampling(
+    body: Body, wanted: DetailParams | None, form: RequestedGrammar | None
+) -> SamplingOptions:
+    if body.top_k == 0:
+        raise InvalidRequest("top_k: -1 keeps every token, else it is 1 or more", param="top_k")
+    return SamplingOptions(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty,
+        tokens_min=body.min_tokens or 0,
+        logit_bias=body.logit_bias or {},
+        processors=processor_of(
+            body.custom_logit_processor, body.custom_params, field="custom_params"
+        ),
+        grammar=form.grammar if form else None,
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        details=wanted,
+    )
+
+
+def _as_tuple(stops: str | list[str] | None) -> tuple[str, ...]:
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())
+
+
+def _form(body: Body) -> RequestedGrammar | None:
+    plain = sglang_grammars(regex=body.regex, ebnf=body.ebnf, json_schema=body.json_schema)
+    return single_grammar(plain | {"response_format": _response_form(body.response_format)})
+
+
+def _response_form(given: ResponseFormat | None) -> Grammar | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return Grammar(kind=GrammarKind.JSON_OBJECT)
+    if given.type == "json_schema":
+        if given.json_schema is None:
+            raise InvalidRequest("it has no json_schema", param="response_format.json_schema")
+        schema = msgspec.json.encode(given.json_schema.schema).decode()
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
+    if given.format is None and given.structures is None:
+        raise InvalidRequest("it has neither format nor structures", param="response_format.format")
+    tag = {"format": given.format} if given.format is not None else _legacy_structural_tag(given)
+    return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=msgspec.json.encode(tag).decode())
+
+
+def _legacy_structural_tag(given: ResponseFormat) -> dict[str, object]:
+    return {"structures": given.structures, "triggers": given.triggers or []}
+
+
+def _plan(body: ChatBody, format_: ToolFormat | None, *, insists: bool) -> ToolPlan:
+    """What the tools of a request come to.
+
+    Raises:
+        InvalidRequest: They are malformed, or contradict the form of the answer.
+        Unsupported: The model may call as it likes, and nobody knows how it would.
+    """
+    tools = read_tools(cast("list[Json]", to_json(body.tools or [], "tools")))
+    return tool_plan(
+        tools,
+        read_choice(to_json(body.tool_choice, "tool_choice"), tools),
+        format_,
+        parallel=body.parallel_tool_calls is not False,
+        form=form.grammar if (form := _form(body)) is not None else None,
+        insists=insists,
+    )
+
+
+def _thinking(body: ChatBody, format_: ReasoningFormat | None) -> ReasoningParams | None:
+    if format_ is None:
+        return None
+    said: object = None
+    if format_.switch is not None:
+        said = to_json(
+            (body.chat_template_kwargs or {}).get(format_.switch), "chat_template_kwargs"
+        )
+    if said is None and body.reasoning_effort == "none":
+        said = False
+    return ReasoningParams(format=format_, switched=said if isinstance(said, bool) else None)
+
+
+def _options(body: ChatBody) -> str | None:
+    """The variables of the chat template, as JSON."""
+    options: dict[str, object] = {}
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":
+        options |= {"enable_thinking": False, "thinking": False}
+    if body.verbosity is not None:
+        options["verbosity"] = body.verbosity
+    options |= body.chat_template_kwargs or {}
+    return msgspec.json.encode(options).decode() if options else None
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | tuple[int, ...]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = tuple(item for item in prompt if isinstance(item, int))
+    if len(ids) == len(prompt):
+        return [ids]
+    if ids:
+        raise InvalidRequest("a list of ids, or of prompts; not of both", param="prompt")
+    if len(prompt) > PROMPTS_MAX:
+        text = f"prompt: {len(prompt)} prompts; the limit is {PROMPTS_MAX}"
+        raise InvalidRequest(text, param="prompt")
+    return list(_each(prompt))
+
+
+def _check_suffix(body: CompletionBody, prompts: list[str | tuple[int, ...]]) -> None:
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("suffix: it goes with prompts of text, not of ids", param="suffix")
+    if body.echo and body.logprobs is not None:
+        text = "echo: the tokens before a gap to fill are not those of the prompt; not logprobs too"
+        raise InvalidRequest(text, param="echo")
+
+
+def _each(prompts: Iterable[str | int | list[int]]) -> Iterable[str | tuple[int, ...]]:
+    for prompt in prompts:
+        assert not isinstance(prompt, int)
+        yield prompt if isinstance(prompt, str) else tuple(prompt)

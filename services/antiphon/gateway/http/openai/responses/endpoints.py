@@ -1,0 +1,367 @@
+"""POST /v1/responses, and what can be done with responses that are kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.app import REQUEST_ID, warn
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.end_of_thinking import with_end_token
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.openai.responses.cancel import ResponseCanceller
+from antiphon.gateway.http.openai.responses.cipher import ReasoningCipher
+from antiphon.gateway.http.openai.responses.draft import draft
+from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
+from antiphon.gateway.http.openai.responses.events import stream_error
+from antiphon.gateway.http.openai.responses.paging import QUERY, page_of
+from antiphon.gateway.http.openai.responses.parse import (
+    check_include,
+    parse_responses_request,
+    prepare_responses_request,
+)
+from antiphon.gateway.http.openai.responses.replies import (
+    InputTokens,
+    ItemList,
+    ResponseDeleted,
+    ResponseReply,
+)
+from antiphon.gateway.http.openai.responses.schema import ResponsesBody
+from antiphon.gateway.http.openai.responses.store import ResponseStore, StoredResponse
+from antiphon.gateway.http.openai.responses.truncate import TRIES_MAX, truncate_items
+from antiphon.gateway.http.openai.responses.unsupported import RESPONSES
+from antiphon.gateway.http.openai.responses.write import ResponsesWriter
+from antiphon.gateway.parsing.formats import formats_of
+from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
+from antiphon.wire.codec import id_count
+from antiphon.wire.errors import (
+    InvalidRequest,
+    PromptTooLong,
+    UnknownModel,
+    UnknownResponse,
+    Unsupported,
+)
+from antiphon.wire.ids import new_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.http.openai.responses.items import Item
+    from antiphon.gateway.http.openai.responses.parse import ParsedResponsesRequest
+    from antiphon.gateway.http.openai.responses.write import PersistResponse
+    from antiphon.gateway.parsing.formats import Formats
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, TenantId
+
+    ResponsesWriterFactory = Callable[[Sequence[RequestStream]], Awaitable[ResponsesWriter]]
+
+_HELLO = {"input": "What is 2 + 3?"}
+_DIGITS_MAX = 9
+_COUNT_S = 30.0
+_ONE = "/v1/responses/{response_id}"
+
+
+class ResponsesEndpoints:
+    """Reads, gives each answer its voice, and finds what is kept."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        submission: Submission,
+        tokenizers: TokenizerClient,
+        runtime: Runtime,
+        model: ModelName,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+        self._records = ResponseStore(runtime)
+        self._cipher = ReasoningCipher(runtime.settings.access)
+        self._cancelling = ResponseCanceller(runtime, submission, self._records)
+
+    def operations(self) -> list[Operation]:
+        """Making them, and what can be done with one."""
+        return [
+            Operation(
+                method="POST",
+                path="/v1/responses",
+                handler=self._create,
+                summary="The model's answer to a conversation, as items.",
+                body=ResponsesBody,
+                reply=ResponseReply,
+                unsupported=RESPONSES,
+                examples=(_HELLO, _HELLO | {"stream": True}, _HELLO | {"store": False}),
+            ),
+            Operation(
+                method="POST",
+                path="/v1/responses/input_tokens",
+                handler=self._count,
+                summary="How many tokens the model would read for a response.",
+                body=ResponsesBody,
+                reply=InputTokens,
+                unsupported=RESPONSES,
+                examples=(_HELLO,),
+            ),
+            Operation(
+                method="GET",
+                path=_ONE,
+                handler=self._retrieve,
+                summary="A response that is kept.",
+                reply=ResponseReply,
+                query={
+                    "include": "Additional output; log probabilities are always included.",
+                    "stream": "`true` streams the events of a background response.",
+                    "starting_after": "Sequence number of the event after which the stream starts.",
+                },
+            ),
+            Operation(
+                method="POST",
+                path=f"{_ONE}/cancel",
+                handler=self._cancel,
+                summary="Ends a response that is made in the background.",
+                reply=ResponseReply,
+            ),
+            Operation(
+                method="DELETE",
+                path=_ONE,
+                handler=self._delete,
+                summary="Keeps a response no longer.",
+                reply=ResponseDeleted,
+            ),
+            Operation(
+                method="GET",
+                path=f"{_ONE}/input_items",
+                handler=self._input_items,
+                summary="The conversation that a response was made from.",
+                reply=ItemList,
+                query=QUERY,
+            ),
+        ]
+
+    async def _count(self, request: web.Request) -> web.Response:
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+        )
+        heard = await self._read(request)
+        items = [*await self._previous_items(tenant_of(request), heard), *heard.items]
+        gen_request = (
+            await self._response_handler.run_in_thread(
+                request, lambda: prepare_responses_request(heard, items, formats)
+            )
+        ).gen_request
+        served = served_names(self._runtime.settings)
+        if gen_request.model is not None and gen_request.model not in served:
+            raise UnknownModel.of(gen_request.model, served)
+        request[REQUEST_ID] = request_id = new_request_id()
+        deadline = deadline_in(_COUNT_S, self._runtime.clock)
+        gen_request = msgspec.structs.replace(gen_request, tenant=tenant_of(request))
+        try:
+            encoded = await self._tokenizers.encode(gen_request, request_id, deadline, None)
+        except PromptTooLong as error:
+            error.param = gen_request.prompt_field
+            raise
+        return json_reply(InputTokens(input_tokens=id_count(encoded.token_ids)))
+
+    async def _read(self, request: web.Request) -> ParsedResponsesRequest:
+        tenant = tenant_of(request)
+
+        def unsealed(sealed: str, at: str) -> str:
+            return self._cipher.decrypt(sealed, tenant, at)
+
+        heard = await self._response_handler.parse_body(
+            request, ResponsesBody, lambda body: parse_responses_request(body, unsealed), RESPONSES
+        )
+        warn(request, heard.warnings)
+        return heard
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        formats = await formats_of(
+            self._runtime.settings.gateway, self._tokenizers.card, self._tokenizers.is_text
+        )
+        tenant, heard = tenant_of(request), await self._read(request)
+        body = heard.body
+        kept = await self._records.should_store(body)
+        items = [*await self._previous_items(tenant, heard), *heard.items]
+        if kept:
+            self._records.check_size(items)
+        shown = items
+        for _ in range(TRIES_MAX if body.truncation == "auto" else 0):
+            try:
+                return await self._answer(request, heard, items, shown, formats, kept=kept)
+            except PromptTooLong as error:
+                shorter = truncate_items(shown, error)
+                if shorter is None:
+                    raise
+                warn(request, [f"input: {len(shown) - len(shorter)} items were left out"])
+                shown = shorter
+        return await self._answer(request, heard, items, shown, formats, kept=kept)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        heard: ParsedResponsesRequest,
+        items: list[Item],
+        shown: list[Item],
+        formats: Formats,
+        *,
+        kept: bool,
+    ) -> web.StreamResponse:
+        """Answer a conversation, of which the model is shown a part."""
+        body, tenant = heard.body, tenant_of(request)
+        # The conversation may be long, whatever the length of this body.
+        asking = await self._response_handler.run_in_thread(
+            request, lambda: prepare_responses_request(heard, shown, formats)
+        )
+        gen_request = await with_end_token(asking.gen_request, self._tokenizers)
+
+        async def writer(streams: Sequence[RequestStream]) -> ResponsesWriter:
+            (stream,) = streams
+            return ResponsesWriter(
+                self._draft(heard, stream, kept=kept),
+                asking.parser_options,
+                inside=stream.starts_in_reasoning,
+                logprobs=heard.logprobs,
+                now=self._now,
+                keep=self._persist_function(tenant, heard, items, stream) if kept else None,
+                targets=heard.tools.targets,
+                seal=(lambda text: self._cipher.encrypt(text, tenant)) if heard.sealed else None,
+            )
+
+        if body.background:
+            return await self._detach(request, heard, gen_request, writer)
+        return await self._response_handler.answer(
+            request, [gen_request], writer, streamed=bool(body.stream)
+        )
+
+    async def _detach(
+        self,
+        request: web.Request,
+        heard: ParsedResponsesRequest,
+        gen_request: GenerationRequest,
+        make_writer: ResponsesWriterFactory,
+    ) -> web.StreamResponse:
+        """Return the response as it begins, or its events as they are put by."""
+        journal = self._journal(tenant_of(request), heard.id)
+
+        async def begun(streams: Sequence[RequestStream]) -> ResponsesWriter:
+            writer = await make_writer(streams)
+            await writer.persist()
+            return writer
+
+        write = journal.write if heard.body.stream else _discard
+        writer = await self._response_handler.detach(request, [gen_request], begun, write)
+        if heard.body.stream:
+            return await self._response_handler.relay(
+                request, journal.read(self._records, -1), stream_error
+            )
+        assert isinstance(writer, ResponsesWriter), "as it was made"
+        return json_reply(writer.response)
+
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        warn(request, check_include(request.query.getall("include", [])))
+        record = await self._stored_response(request)
+        if request.query.get("stream") != "true":
+            return json_reply(record.response)
+        if not record.journal:
+            text = "stream: events are kept of responses made with background and stream"
+            raise Unsupported(text, param="stream")
+        journal = self._journal(tenant_of(request), record.response.id)
+        after = _number(request.query.get("starting_after"))
+        return await self._response_handler.relay(
+            request, journal.read(self._records, after), stream_error
+        )
+
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
+        record = await self._stored_response(request)
+        if not record.response.background:
+            raise InvalidRequest("only a response that is made in the background can be cancelled")
+        record = await self._cancelling.cancel(tenant_of(request), record)
+        return json_reply(record.response)
+
+    async def _input_items(self, request: web.Request) -> web.StreamResponse:
+        warn(request, check_include(request.query.getall("include", [])))
+        record = await self._stored_response(request)
+        return json_reply(page_of(record.items, request.query))
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        record = await self._stored_response(request)
+        await self._cancelling.cancel(tenant_of(request), record)
+        await self._records.delete(tenant_of(request), record.response.id)
+        return json_reply(ResponseDeleted(id=record.response.id))
+
+    async def _stored_response(self, request: web.Request) -> StoredResponse:
+        return await self._records.get(tenant_of(request), request.match_info["response_id"])
+
+    async def _previous_items(self, tenant: TenantId, heard: ParsedResponsesRequest) -> list[Item]:
+        """The conversation that the input goes on from."""
+        response_id = heard.body.previous_response_id
+        if response_id is None:
+            return []
+        field = "previous_response_id"
+        try:
+            record = await self._records.get(tenant, response_id)
+        except UnknownResponse as error:
+            raise InvalidRequest(f"Previous {error.message}", param=field) from error
+        if not record.response.ended:
+            text = f"{field}: the response '{response_id}' has not ended"
+            raise InvalidRequest(text, param=field)
+        return [*record.items, *record.response.output]
+
+    def _draft(
+        self, heard: ParsedResponsesRequest, stream: RequestStream, *, kept: bool
+    ) -> ResponseReply:
+        sampling = stream.submit.sampling
+        return draft(heard, sampling, model=self._model, now=self._now(), store=kept)
+
+    def _persist_function(
+        self,
+        tenant: TenantId,
+        heard: ParsedResponsesRequest,
+        items: list[Item],
+        stream: RequestStream,
+    ) -> PersistResponse:
+        """What keeps the response as it stands; stubbornly, if it has ended and nobody waits."""
+        background = bool(heard.body.background)
+
+        async def keep(response: ResponseReply) -> None:
+            record = StoredResponse(
+                response=response,
+                items=items,
+                owner=self._runtime.process,
+                deadline_unix_ms=stream.submit.deadline_unix_ms,
+                journal=background and bool(heard.body.stream),
+            )
+            insists = background and response.ended
+            await (self._records.put_with_retry if insists else self._records.put)(tenant, record)
+
+        return keep
+
+    def _journal(self, tenant: TenantId, response_id: str) -> ResponseEventLog:
+        return ResponseEventLog(self._records.store, self._runtime.clock, tenant, response_id)
+
+    def _now(self) -> int:
+        return self._runtime.clock.unix_ms() // 1000
+
+
+async def _discard(_: bytes) -> None:
+    """Whoever waits for nothing is told nothing."""
+
+
+def _number(text: str | None) -> int:
+    """The event to begin behind; -1: the beginning."""
+    if text is None:
+        return -1
+    if not text.isascii() or not text.isdecimal() or len(text) > _DIGITS_MAX:
+        raise InvalidRequest("starting_after: the number of an event", param="starting_after")
+    return int(text)

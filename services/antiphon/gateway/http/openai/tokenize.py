@@ -1,0 +1,221 @@
+"""POST /v1/tokenize and /v1/detokenize: between texts and token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.gateway.gather import gather
+from antiphon.gateway.http.core.auth import tenant_of
+from antiphon.gateway.http.core.limits import Messages, Tools
+from antiphon.gateway.http.core.operation import Operation
+from antiphon.gateway.http.core.reply import json_reply
+from antiphon.gateway.http.openai.conversation import begins_answer, conversation
+from antiphon.gateway.http.openai.parse import model_of
+from antiphon.gateway.http.openai.schema import PROMPTS_MAX, ChatMessageParam, Json, TokenId
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
+from antiphon.wire.codec import unpack_ids
+from antiphon.wire.errors import InvalidRequest, UnknownModel
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.tokenize import TemplateParams
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from antiphon.gateway.http.core.respond import ResponseHandler
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName
+
+_IDS_MAX = 131_072
+_TIMEOUT_S = 30.0
+_Rows = Meta(min_length=1, max_length=PROMPTS_MAX)
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/tokenize: a text, several, or a conversation."""
+
+    model: str | None = None
+    prompt: Annotated[
+        str | Annotated[list[str], _Rows] | None, Meta(description="A text, or several.")
+    ] = None
+    messages: Annotated[
+        Annotated[Messages[ChatMessageParam], Meta(min_length=1)] | None,
+        Meta(description="A conversation, in place of a text."),
+    ] = None
+    tools: Annotated[Tools[Json] | None, Meta(description="For the chat template.")] = None
+    chat_template_kwargs: Annotated[
+        Json | None, Meta(description="More variables for the chat template.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Meta(description="A text gets those of the tokenizer; true unless said.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="The beginning of the answer follows; true unless said.")
+    ] = None
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Ids and how many they are; lists of both for several texts."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/detokenize: a list of ids, or several."""
+
+    model: str | None = None
+    tokens: Annotated[
+        list[TokenId | Annotated[list[TokenId], Meta(max_length=_IDS_MAX)]],
+        Meta(max_length=_IDS_MAX, description="Token ids, or lists of them."),
+    ]
+    skip_special_tokens: Annotated[
+        bool | None, Meta(description="Special tokens write no text; true unless said.")
+    ] = None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    """The text, or one for each list."""
+
+    text: str | list[str]
+
+
+class TokenizeEndpoints:
+    """Asks the tokenizers and nobody else."""
+
+    def __init__(
+        self,
+        response_handler: ResponseHandler,
+        tokenizers: TokenizerClient,
+        runtime: Runtime,
+        model: ModelName,
+    ) -> None:
+        self._response_handler = response_handler
+        self._tokenizers = tokenizers
+        self._runtime = runtime
+        self._model = model
+
+    def operations(self) -> list[Operation]:
+        """Both ways, each by two names."""
+        return [
+            *(
+                Operation(
+                    method="POST",
+                    path=path,
+                    handler=self._tokenize,
+                    summary="The token ids of a text or of a conversation.",
+                    body=TokenizeBody,
+                    reply=TokenizeReply,
+                    examples=(
+                        {"prompt": "Hello"},
+                        {"prompt": ["One", "Two"], "add_special_tokens": False},
+                        {"messages": [{"role": "user", "content": "Hello"}]},
+                    ),
+                )
+                for path in ("/v1/tokenize", "/tokenize")
+            ),
+            *(
+                Operation(
+                    method="POST",
+                    path=path,
+                    handler=self._detokenize,
+                    summary="The text of token ids.",
+                    body=DetokenizeBody,
+                    reply=DetokenizeReply,
+                    examples=({"tokens": [5, 6, 7]}, {"tokens": [[5], [6, 7]]}),
+                )
+                for path in ("/v1/detokenize", "/detokenize")
+            ),
+        ]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        read = await self._response_handler.parse_body(request, TokenizeBody, self._asks)
+        gen_requests = [
+            msgspec.structs.replace(gen_request, tenant=tenant_of(request)) for gen_request in read
+        ]
+        deadline = deadline_in(_TIMEOUT_S, self._runtime.clock)
+        replies = await gather(
+            [
+                self._tokenizers.encode(gen_request, new_request_id(), deadline, None)
+                for gen_request in gen_requests
+            ]
+        )
+        rows = [list(unpack_ids(reply.token_ids)) for reply in replies]
+        counts = [len(row) for row in rows]
+        batch = gen_requests[0].door == "tokenize_batch"
+        return json_reply(
+            TokenizeReply(
+                tokens=[*rows] if batch else [*rows[0]],
+                count=counts if batch else counts[0],
+                max_model_len=replies[0].context_tokens,
+            )
+        )
+
+    def _asks(self, body: TokenizeBody) -> list[GenerationRequest]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either a prompt or messages", param="prompt")
+        self._check(body.model)
+        if body.messages is not None:
+            template = TemplateParams(
+                generation_prompt=body.add_generation_prompt is not False,
+                tools=_text(body.tools),
+                options=_text(body.chat_template_kwargs),
+            )
+            return [
+                GenerationRequest(
+                    door="tokenize",
+                    model=None,
+                    messages=conversation(body.messages),
+                    continue_final_message=begins_answer(body.messages),
+                    template=template,
+                )
+            ]
+        several = isinstance(body.prompt, list)
+        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        return [
+            GenerationRequest(
+                door="tokenize_batch" if several else "tokenize",
+                model=None,
+                prompt=prompt,
+                special_tokens=body.add_special_tokens is not False,
+            )
+            for prompt in prompts
+        ]
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        rows, several, skips = await self._response_handler.parse_body(
+            request, DetokenizeBody, self._rows
+        )
+        texts = await self._tokenizers.decode(rows, skip_special_tokens=skips)
+        return json_reply(DetokenizeReply(list(texts) if several else texts[0]))
+
+    def _rows(self, body: DetokenizeBody) -> tuple[list[list[int]], bool, bool]:
+        self._check(body.model)
+        skips = body.skip_special_tokens is not False
+        lists = [row for row in body.tokens if isinstance(row, list)]
+        if not lists:
+            return [[token for token in body.tokens if isinstance(token, int)]], False, skips
+        if len(lists) != len(body.tokens):
+            raise InvalidRequest("token ids, or lists of them; not both", param="tokens")
+        if len(lists) > PROMPTS_MAX:
+            text = f"tokens: {len(lists)} lists; the limit is {PROMPTS_MAX}"
+            raise InvalidRequest(text, param="tokens")
+        count = sum(map(len, lists))
+        if count > _IDS_MAX:
+            raise InvalidRequest(f"tokens: {count} ids; the limit is {_IDS_MAX}", param="tokens")
+        return lists, True, skips
+
+    def _check(self, model: str | None) -> None:
+        asked, served = model_of(model), served_names(self._runtime.settings)
+        if asked is not None and asked not in served:
+            raise UnknownModel.of(asked, served)
+
+
+def _text(value: list[Json] | Json | None) -> str | None:
+    return None if not value else msgspec.json.encode(value).decode()

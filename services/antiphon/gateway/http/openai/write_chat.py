@@ -1,0 +1,246 @@
+"""How OpenAI clients hear the answer of a chat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.logprobs import (
+    chat_logprobs,
+)
+from antiphon.gateway.http.core.output_parser import OutputParser
+from antiphon.gateway.http.core.sse import DONE, event
+from antiphon.gateway.http.openai.chunk_frame import GAP, Frame
+from antiphon.gateway.http.openai.replies import (
+    UNSET,
+    AnswerMessage,
+    CallBody,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatFinish,
+    ChatReply,
+    Delta,
+    Extension,
+    Metadata,
+    NoDelta,
+    UnsetType,
+    UsageBody,
+)
+from antiphon.gateway.http.openai.write import OpenAiResponseWriter
+from antiphon.gateway.owner.actions import Finished, TextDelta
+from antiphon.gateway.parsing.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Collector,
+    Content,
+    Reasoning,
+)
+from antiphon.wire.base import FinishReason, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.openai.write import CompletionHeader
+    from antiphon.gateway.parsing.events import Event
+    from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
+    from antiphon.gateway.stream.stream import RequestStream
+
+
+class ChatResponseWriter(OpenAiResponseWriter):
+    """POST /v1/chat/completions."""
+
+    def __init__(
+        self,
+        header: CompletionHeader,
+        streams: Sequence[RequestStream],
+        reply_options: OpenAiResponseOptions,
+        *,
+        cached: bool,
+        record: GenerateOutputs | None = None,
+    ) -> None:
+        super().__init__(header, streams, reply_options, cached=cached, record=record)
+        inside = streams[0].starts_in_reasoning
+        self._parsers = [
+            OutputParser(reply_options.parser_options, starts_in_reasoning=inside)
+            for _ in range(reply_options.choices)
+        ]
+        self._frames: dict[int, Frame] = {}
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        """One object with all choices."""
+        (answer,) = answers
+        if self._record is not None:
+            self._record.add_all(answers)
+        reply = ChatReply(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=[self._choice(index, one) for index, one in enumerate(answer.choices)],
+            usage=self._usage([answer.usage]),
+            metadata=Metadata(answer.weight_version or self._header.weight_version),
+            sglext=self._extension([answer.usage]),
+        )
+        return msgspec.json.encode(reply)
+
+    def begin(self) -> bytes:
+        """The role comes first and alone, of each choice."""
+        delta = Delta(role="assistant", content="")
+        return b"".join(
+            self._event(
+                ChatChunkChoice(
+                    index=index, delta=delta, prompt_token_ids=self._prompt_ids_once(0, index)
+                ),
+                usage=self._usage_so_far(0, None),
+            )
+            for index in range(self._options.choices)
+        )
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """A chunk for each text, and one without any for the end of a choice."""
+        self._record_events(prompt, events)
+        return b"".join(map(self._chunk, events))
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
+        beside = self._extension(usages)
+        told = b"" if beside is UNSET else self._event(sglext=beside)
+        if self._options.usage_last:
+            told += self._event(usage=self._usage(usages))
+        return told + DONE
+
+    def _choice(self, index: int, collected: CollectedChoice) -> ChatChoice:
+        details = collected.details
+        speech = self._parsers[index]
+        events = [*speech.feed(collected.text), *speech.end()]
+        return ChatChoice(
+            index=index,
+            message=_message(events),
+            logprobs=chat_logprobs(details) if self._options.logprobs else None,
+            finish_reason=_reason(collected.end, speech),
+            matched_stop=collected.end.matched_stop,
+            hidden_states=self._hidden_states(details),
+            prompt_token_ids=self._prompt_ids[0],
+            response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, 0, collected.end),
+        )
+
+    def _chunk(self, said: TextDelta | Finished) -> bytes:
+        speech = self._parsers[said.choice]
+        if isinstance(said, TextDelta):
+            events = speech.feed(said.text)
+            if self._bare and len(events) == 1 and isinstance(events[0], Content):
+                return self._content(said.choice, events[0].text)
+            deltas = list(map(_delta, events))
+            return self._choice_chunks(said, [delta for delta in deltas if delta is not None])
+        rest = (_delta(event) for event in speech.end())
+        usage = self._usage_so_far(0, None)
+        told = [
+            self._event(ChatChunkChoice(index=said.choice, delta=delta), usage=usage)
+            for delta in rest
+            if delta is not None
+        ]
+        end = ChatChunkChoice(
+            index=said.choice,
+            delta=NoDelta(),
+            finish_reason=_reason(said, speech),
+            matched_stop=said.matched_stop,
+            meta_info=self._meta_info(said.choice, 0, said),
+        )
+        told.append(self._event(end, usage=usage))
+        states = self._take_hidden_states(said.choice)
+        if states is not UNSET:
+            beside = ChatChunkChoice(index=said.choice, delta=NoDelta(hidden_states=states))
+            told.append(self._event(beside))
+        return b"".join(told)
+
+    def _content(self, index: int, text: str) -> bytes:
+        """A chunk of content and nothing else."""
+        frame = self._frames.get(index)
+        if frame is None:
+            choice = ChatChunkChoice(index=index, delta=Delta(content=GAP))
+            frame = self._frames[index] = Frame(self._event(choice))
+        return frame.around(text)
+
+    def _choice_chunks(self, said: TextDelta, deltas: list[Delta]) -> bytes:
+        """A chunk for each delta: the first tells of the tokens, each of the usage."""
+        usage = self._usage_so_far(0, said)
+        self._collect_hidden_states(said.choice, said.details)
+        if not deltas and not self._bare and (said.details is not None or (usage and said.usage)):
+            deltas = [Delta(content="")]
+        chunks: list[bytes] = []
+        for number, delta in enumerate(deltas):
+            details = said.details if number == 0 else None
+            choice = ChatChunkChoice(
+                index=said.choice,
+                delta=delta,
+                logprobs=chat_logprobs(details) if self._options.logprobs else None,
+                response_token_ids=self._ids(details),
+            )
+            chunks.append(self._event(choice, usage=usage))
+        return b"".join(chunks)
+
+    def _event(
+        self,
+        *choices: ChatChunkChoice,
+        usage: UsageBody | None = None,
+        sglext: Extension | UnsetType = UNSET,
+    ) -> bytes:
+        chunk = ChatChunk(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=list(choices),
+            usage=usage,
+            sglext=sglext,
+        )
+        return event(msgspec.json.encode(chunk))
+
+
+def _delta(event: Event) -> Delta | None:
+    """What a chunk says of an event; None: nothing."""
+    match event:
+        case Content(text):
+            return Delta(content=text)
+        case Reasoning(text):
+            return Delta(reasoning_content=text)
+        case CallBegin(index, call_id, name):
+            function = CalledFunction(name=name, arguments="")
+            return Delta(tool_calls=[CallBody(id=call_id, index=index, function=function)])
+        case CallArguments(index, text):
+            function = CalledFunction(arguments=text)
+            return Delta(tool_calls=[CallBody(index=index, function=function)])
+        case CallEnd():
+            return None
+
+
+def _message(events: Sequence[Event]) -> AnswerMessage:
+    collector = Collector()
+    for each in events:
+        collector.add(each)
+    parsed = collector.parsed()
+    calls = [
+        CallBody(
+            id=call.id,
+            index=call.index,
+            function=CalledFunction(name=call.name, arguments=call.arguments),
+        )
+        for call in parsed.calls
+    ]
+    return AnswerMessage(
+        content=None if calls and not parsed.content else parsed.content,
+        reasoning_content=parsed.reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _reason(finished: Finished, speech: OutputParser) -> ChatFinish:
+    """A call counts only where the model has ended by itself."""
+    if finished.reason is FinishReason.STOP and speech.has_tool_calls:
+        return ChatFinish.TOOL_CALLS
+    return ChatFinish(finished.reason.value)

@@ -1,0 +1,228 @@
+"""How OpenAI clients hear a text completion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.http.core.logprobs import (
+    NOTHING_BEFORE,
+    text_logprobs,
+)
+from antiphon.gateway.http.core.sse import DONE, event
+from antiphon.gateway.http.openai.chunk_frame import GAP, Frame
+from antiphon.gateway.http.openai.replies import (
+    UNSET,
+    Extension,
+    Metadata,
+    TextChoice,
+    TextChunk,
+    TextReply,
+    UnsetType,
+    UsageBody,
+)
+from antiphon.gateway.http.openai.write import OpenAiResponseWriter
+from antiphon.gateway.owner.actions import Finished, TextDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from antiphon.gateway.http.core.generate_outputs import GenerateOutputs
+    from antiphon.gateway.http.core.logprobs import TextLogprobs
+    from antiphon.gateway.http.openai.response_options import OpenAiResponseOptions
+    from antiphon.gateway.http.openai.write import CompletionHeader
+    from antiphon.gateway.stream.group import CollectedChoice, CollectedResponse
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.wire.base import Usage
+    from antiphon.wire.details import DetailPiece
+
+
+class PromptEcho(msgspec.Struct, frozen=True):
+    """A prompt that its answers begin with, and the text of its first token."""
+
+    text: str = ""
+    first: str = ""
+
+
+class CompletionResponseWriter(OpenAiResponseWriter):
+    """POST /v1/completions."""
+
+    def __init__(
+        self,
+        header: CompletionHeader,
+        streams: Sequence[RequestStream],
+        options: OpenAiResponseOptions,
+        *,
+        cached: bool,
+        echoes: Sequence[PromptEcho],
+        record: GenerateOutputs | None = None,
+    ) -> None:
+        super().__init__(header, streams, options, cached=cached, record=record)
+        self._echoes = echoes
+        self._characters = [0] * (options.choices * len(streams))
+        self._begun: set[int] = set()
+        self._frames: dict[int, Frame] = {}
+
+    def full_response(self, answers: Sequence[CollectedResponse]) -> bytes:
+        """One object with the choices of every prompt, the best of each where more were made."""
+        if self._record is not None:
+            self._record.add_all(answers)
+        reply = TextReply(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=[
+                self._choice(prompt, number, collected)
+                for prompt, answer in enumerate(answers)
+                for number, collected in enumerate(best_of(answer.choices, self._options.choices))
+            ],
+            usage=self._usage([answer.usage for answer in answers]),
+            metadata=Metadata(answers[-1].weight_version or self._header.weight_version),
+            sglext=self._extension([answer.usage for answer in answers]),
+        )
+        return msgspec.json.encode(reply)
+
+    def begin(self) -> bytes:
+        """Nothing comes before the text."""
+        return b""
+
+    def chunks(self, prompt: int, events: Sequence[TextDelta | Finished]) -> bytes:
+        """A chunk for each text; the last one of a choice carries its end."""
+        self._record_events(prompt, events)
+        if len(events) == 1 and self._bare and isinstance(said := events[0], TextDelta):
+            index = self._index(prompt, said.choice)
+            if index in self._begun:
+                return self._text(index, said.text)
+        return b"".join(
+            self._event(
+                self._piece(prompt, choice, said, finished),
+                usage=self._usage_so_far(prompt, said),
+            )
+            + (self._states_event(self._index(prompt, choice)) if finished else b"")
+            for choice, said, finished in _merge_finish(events)
+        )
+
+    def end(self, usages: Sequence[Usage]) -> bytes:
+        """What is told beside and the tokens of it all, if asked for, and the mark of the end."""
+        beside = self._extension(usages)
+        told = b"" if beside is UNSET else self._event(sglext=beside)
+        if self._options.usage_last:
+            told += self._event(usage=self._usage(usages))
+        return told + DONE
+
+    def _text(self, index: int, text: str) -> bytes:
+        """A chunk of text and nothing else."""
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(self._event(TextChoice(index=index, text=GAP)))
+        return frame.around(text)
+
+    def _states_event(self, index: int) -> bytes:
+        """The hidden states of a choice, in a chunk of their own."""
+        states = self._take_hidden_states(index)
+        if states is UNSET:
+            return b""
+        return self._event(TextChoice(index=index, text="", hidden_states=states))
+
+    def _piece(
+        self, prompt: int, choice: int, said: TextDelta | None, finished: Finished | None
+    ) -> TextChoice:
+        index = self._index(prompt, choice)
+        echo = self._echoes[prompt] if index not in self._begun else PromptEcho()
+        self._begun.add(index)
+        details = said.details if said else None
+        self._collect_hidden_states(index, details)
+        return TextChoice(
+            index=index,
+            text=echo.text + (said.text if said else ""),
+            logprobs=self._logprobs(index, details, echo),
+            finish_reason=finished.reason if finished else None,
+            matched_stop=finished.matched_stop if finished else None,
+            prompt_token_ids=self._prompt_ids_once(prompt, choice),
+            response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, finished) if finished else UNSET,
+        )
+
+    def _logprobs(
+        self, index: int, details: DetailPiece | None, echo: PromptEcho
+    ) -> TextLogprobs | None:
+        if not self._options.logprobs:
+            return None
+        before = NOTHING_BEFORE if not echo.first else (echo.first,)
+        logprobs = text_logprobs(details, self._characters[index], before)
+        if logprobs is not None:
+            self._characters[index] += sum(map(len, logprobs.tokens))
+        return logprobs
+
+    def _choice(self, prompt: int, number: int, collected: CollectedChoice) -> TextChoice:
+        details, echo = collected.details, self._echoes[prompt]
+        index = self._index(prompt, number)
+        return TextChoice(
+            index=index,
+            text=echo.text + collected.text,
+            logprobs=self._logprobs(index, details, echo),
+            finish_reason=collected.end.reason,
+            matched_stop=collected.end.matched_stop,
+            hidden_states=self._hidden_states(details),
+            prompt_token_ids=self._prompt_ids[prompt],
+            response_token_ids=self._ids(details),
+            meta_info=self._meta_info(index, prompt, collected.end),
+        )
+
+    def _event(
+        self,
+        *choices: TextChoice,
+        usage: UsageBody | None = None,
+        sglext: Extension | UnsetType = UNSET,
+    ) -> bytes:
+        chunk = TextChunk(
+            id=self._header.id,
+            created=self._header.created,
+            model=self._header.model,
+            choices=list(choices),
+            usage=usage,
+            sglext=sglext,
+        )
+        return event(msgspec.json.encode(chunk))
+
+
+def best_of(choices: Sequence[CollectedChoice], count: int) -> Sequence[CollectedChoice]:
+    """The choices with the highest mean log-probability of a token, the likeliest first."""
+    if len(choices) == count:
+        return choices
+    return sorted(choices, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(collected: CollectedChoice) -> float:
+    piece = collected.details
+    logprobs = (
+        [
+            token.logprob
+            for offset, token in enumerate(piece.details.each(), piece.offset)
+            if offset >= 0 and token.logprob is not None
+        ]
+        if piece is not None
+        else []
+    )
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _merge_finish(
+    events: Sequence[TextDelta | Finished],
+) -> Iterator[tuple[int, TextDelta | None, Finished | None]]:
+    """Put the end of a choice beside the text right before it."""
+    last: TextDelta | None = None
+    for each in events:
+        if isinstance(each, Finished):
+            together = last is not None and last.choice == each.choice
+            if last is not None and not together:
+                yield last.choice, last, None
+            yield each.choice, last if together else None, each
+            last = None
+        else:
+            if last is not None:
+                yield last.choice, last, None
+            last = each
+    if last is not None:
+        yield last.choice, last, None

@@ -1,0 +1,169 @@
+"""`embed.<model>`: vectors and scores for NATS clients."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from antiphon.gateway.gather import gather
+from antiphon.gateway.nats.inbox import TIMEOUT_MAX_S, tenant_of
+from antiphon.gateway.owner.actions import TextDelta
+from antiphon.gateway.requests.generation_request import GenerationRequest
+from antiphon.gateway.requests.pooling import OPEN_MAX, pool_params, pooled_vector
+from antiphon.gateway.requests.tokenizer_client import CARD_TIMEOUT_S
+from antiphon.gateway.stream.group import CollectedResponse as Heard
+from antiphon.service.endpoint import Answer
+from antiphon.wire.base import Usage
+from antiphon.wire.digests import cache_salt
+from antiphon.wire.embed import EmbedReply
+from antiphon.wire.errors import InvalidRequest, UnknownModel, Unsupported
+from antiphon.wire.routes import EMBED
+from antiphon.wire.sampling import PoolParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.bus.bus import Delivery
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.requests.pooling import Pooled, Prompt
+    from antiphon.gateway.requests.submission import Submission
+    from antiphon.gateway.requests.token_output_budget import TokenOutputBudget
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.service.endpoint import Endpoint
+    from antiphon.wire.embed import EmbedRequest
+    from antiphon.wire.ids import ModelName, TenantId
+    from antiphon.wire.tokenize import PoolingCard
+
+VECTORS_BYTES_MAX = 512 * 1024
+"""Most bytes of vectors in an answer: as base64 in JSON they still fit into a message."""
+
+_NUMBER_BYTES = 4
+
+
+class NatsEmbeddingEndpoints:
+    """Answers each request once: there is nothing to retry under a key, and nothing to resume."""
+
+    def __init__(
+        self,
+        served: Sequence[ModelName],
+        submission: Submission,
+        driver: OwnerDriver,
+        tokenizers: TokenizerClient,
+        metrics: GatewayMetrics,
+        access: Access,
+    ) -> None:
+        self._model = served[0]
+        self._served = served
+        self._submission = submission
+        self._driver = driver
+        self._tokenizers = tokenizers
+        self._metrics = metrics
+        self._access = access
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """New requests."""
+        return [
+            Answer(route=EMBED, handler=self._embed, address={"model": name})
+            for name in self._served
+        ]
+
+    async def _embed(self, request: EmbedRequest, delivery: Delivery) -> EmbedReply:
+        with self._metrics.count_rejections():
+            tenant = self._access.authenticate_tenant(request.api_key, tenant_of(delivery))
+        with self._metrics.count_rejections(tenant):
+            self._access.count_request(tenant)
+            if request.model not in self._served:
+                raise UnknownModel.of(request.model, self._served)
+            card = (await self._tokenizers.card(CARD_TIMEOUT_S)).pooling
+            gen_requests = _asks(request, card, tenant)
+        room = self._submission.token_output_budget()
+        places = asyncio.Semaphore(self._submission.max_concurrent(tenant, OPEN_MAX))
+
+        async def one(gen_request: GenerationRequest) -> Pooled:
+            async with places:
+                return await self._collect(gen_request, room)
+
+        pooled = await gather([one(gen_request) for gen_request in gen_requests])
+        return EmbedReply(
+            model=self._model,
+            vectors=tuple(each.vector for each in pooled),
+            labels=card.labels if card is not None else (),
+            usage=Usage(
+                prompt_tokens=sum(each.usage.prompt_tokens for each in pooled),
+                cached_tokens=sum(each.usage.cached_tokens for each in pooled),
+            ),
+        )
+
+    async def _collect(self, gen_request: GenerationRequest, room: TokenOutputBudget) -> Pooled:
+        stream = await self._submission.submit(gen_request, room)
+        try:
+            heard = Heard(stream)
+            while stream.ended is None or stream.has_events:
+                for event in await stream.get():
+                    heard.add(event)
+                    if isinstance(event, TextDelta):
+                        self._driver.mark_consumed(stream, event)
+            if stream.ended.error is not None:
+                raise stream.ended.error
+            return pooled_vector(heard)
+        finally:
+            self._submission.release(stream)
+
+
+def _asks(
+    request: EmbedRequest, card: PoolingCard | None, tenant: TenantId
+) -> list[GenerationRequest]:
+    """One ask for each text.
+
+    Raises:
+        InvalidRequest: `param` names the field at fault.
+        Unsupported: The model generates.
+    """
+    if card is None:
+        raise Unsupported("this model does not embed: it generates text", param="model")
+    prompts = _prompts(request)
+    pairs = request.pairs or (None,) * len(prompts)
+    if len(pairs) != len(prompts):
+        text = f"pairs: {len(pairs)} second texts for {len(prompts)} first ones"
+        raise InvalidRequest(text, param="pairs")
+    if request.pairs is not None and request.prompt_ids is not None:
+        raise InvalidRequest("pairs: a second text goes with a text, not with ids", param="pairs")
+    if request.timeout_s is not None and request.timeout_s > TIMEOUT_MAX_S:
+        raise InvalidRequest(f"timeout_s: at most {TIMEOUT_MAX_S:g}", param="timeout_s")
+    pool = PoolParams() if card.scores else pool_params(card, request.dimensions)
+    if card.scores and request.dimensions is not None:
+        raise InvalidRequest("dimensions: scores are told as they are", param="dimensions")
+    fit = VECTORS_BYTES_MAX // (_NUMBER_BYTES * (pool.dimensions or card.width))
+    if len(prompts) > fit:
+        field = "texts" if request.texts is not None else "prompt_ids"
+        text = f"{field}: there are {len(prompts)}; {fit} vectors of this model go into one answer"
+        raise InvalidRequest(text, param=field)
+    return [
+        GenerationRequest(
+            door="embed",
+            prompt_field="texts",
+            model=request.model,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_ids=None if isinstance(prompt, str) else prompt,
+            pair=pair,
+            tokens_max=0,
+            pool=pool,
+            cache_salt=cache_salt(request.cache_salt),
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+            tenant=tenant,
+            traceparent=request.traceparent,
+        )
+        for prompt, pair in zip(prompts, pairs, strict=True)
+    ]
+
+
+def _prompts(request: EmbedRequest) -> Sequence[Prompt]:
+    if (request.texts is None) == (request.prompt_ids is None):
+        raise InvalidRequest("give exactly one of texts and prompt_ids", param="texts")
+    for index, text in enumerate(request.texts or ()):
+        if not text.strip():
+            raise InvalidRequest(f"texts: text {index} is empty or white space", param="texts")
+    return request.texts or request.prompt_ids or ()

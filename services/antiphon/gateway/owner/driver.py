@@ -1,0 +1,266 @@
+"""The owner on the bus: gives it events, does what it wants done, keeps its time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+from antiphon.bus.errors import BusDown
+from antiphon.gateway.owner.actions import (
+    Announce,
+    Cancel,
+    Deliver,
+    Ended,
+    FetchText,
+    Submit,
+    TextDelta,
+)
+from antiphon.service.peers import Change
+from antiphon.service.refusals import UnknownSender
+from antiphon.service.tasks import isolated
+from antiphon.wire.base import Role
+from antiphon.wire.errors import EngineError, Internal
+from antiphon.wire.routes import CANCEL, DETOKENIZER_CONTROL, NOTICE, OPEN, SUBMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable
+
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.actions import Action
+    from antiphon.gateway.owner.machine import Owner
+    from antiphon.gateway.stream.stream import RequestStream
+    from antiphon.service.peers import Peer
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.notice import NoticeBatch
+    from antiphon.wire.submit import CancelRequest, OpenList, SubmitAccepted, SubmitRequest
+    from antiphon.wire.text import ResumeText, TextBatch
+
+M = TypeVar("M")
+
+log = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 1.0
+"""How long a call of the owner waits for its answer before it counts as lost."""
+_TIMER_MIN_S = 0.001
+"""uvloop counts in milliseconds; an alarm that rings early would ring again at once."""
+
+
+class OwnerDriver:
+    """Delivers to streams at once, in the task that brought the event: a token costs no task."""
+
+    def __init__(
+        self, owner: Owner, runtime: Runtime, model: ModelName, metrics: GatewayMetrics
+    ) -> None:
+        self._owner = owner
+        self._runtime = runtime
+        self._model = model
+        self._metrics = metrics
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_count(self) -> int:
+        """Requests that have not ended."""
+        return self._owner.open_count
+
+    def start(self) -> None:
+        """Begin to keep time and to watch the peers."""
+        self._on_timer()
+        self._runtime.peers.watch(self._on_peer_change)
+        for peer in self._runtime.peers.all():
+            self._on_peer_change(Change.APPEARED, peer)
+
+    def stop(self) -> None:
+        """Keep no more time. Events still take effect."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def open(self, stream: RequestStream) -> None:
+        """Own a request and deliver what happens to its stream."""
+        self._streams[stream.submit.request_id] = stream
+        self._idle.clear()
+        self._apply(self._owner.open(stream.submit))
+
+    def mark_consumed(self, stream: RequestStream, said: TextDelta) -> None:
+        """The client has taken this."""
+        self._owner.mark_consumed(stream.submit.request_id, said.size_bytes)
+
+    def cancel(self, stream: RequestStream, error: EngineError | None = None) -> None:
+        """Cancel a request unless it has ended: nobody reads its stream any more."""
+        if stream.ended is None:
+            self._apply(self._owner.cancel(stream.submit.request_id, error))
+
+    def streams(self) -> tuple[RequestStream, ...]:
+        """Those that have not ended."""
+        return tuple(self._streams.values())
+
+    def abort(self, stream: RequestStream) -> None:
+        """End each choice of a request with `abort`, and the request well."""
+        if stream.ended is None:
+            self._apply(self._owner.abort(stream.submit.request_id))
+
+    async def idle(self) -> None:
+        """Return when nothing is open. The caller bounds it."""
+        await self._idle.wait()
+
+    def close(self, error: EngineError) -> None:
+        """End what is open and tell everybody; called when the group has ended."""
+        self.stop()
+        for action in self._owner.close(error):
+            if isinstance(action, Deliver):
+                self._deliver(action)
+        self._announce(self._owner.final_open_list())
+
+    def on_text_batch(self, batch: TextBatch) -> None:
+        """Apply one batch of a detokenizer.
+
+        Raises:
+            UnknownSender: It is of none that lives.
+        """
+        if not self._runtime.peers.lives(batch.detokenizer):
+            raise UnknownSender(f"text of {batch.detokenizer.instance}, which is no live peer")
+        self._apply(self._owner.text_arrived(batch))
+
+    def on_notice(self, batch: NoticeBatch) -> None:
+        """Apply what the leader says is lost."""
+        peers, leader = self._runtime.peers, batch.leader.scheduler
+        offset_ms = peers.offset_ms(leader)
+        if offset_ms is None or peers.is_late(batch.not_after_unix_ms, leader):
+            self._runtime.metrics.late.labels(NOTICE.name).inc()
+        else:
+            self._apply(self._owner.notice_arrived(batch, offset_ms))
+
+    def _on_peer_change(self, change: Change, peer: Peer) -> None:
+        beat = peer.beat
+        if beat.role is Role.DETOKENIZER:
+            if change is Change.DIED:
+                self._apply(self._owner.detokenizer_died(peer.process))
+            else:
+                self._apply(self._owner.detokenizer_heartbeat(peer.process, beat.streams))
+        elif beat.role is Role.SCHEDULER:
+            leading = self._runtime.peers.leading(self._model)
+            self._apply(self._owner.leader_changed(leading))
+
+    def _apply(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            try:
+                self._run_action(action)
+            except Exception:
+                # Of one request, or one message: the actions after it belong to others.
+                log.exception("action failed", extra={"action": type(action).__name__})
+        self._update_timer()
+
+    def _run_action(self, action: Action) -> None:
+        match action:
+            case Deliver():
+                self._deliver(action)
+            case Announce():
+                self._announce(action.message)
+            case Submit():
+                self._start(self._submit, action.message)
+            case Cancel():
+                self._start(self._cancel, action.message)
+            case FetchText():
+                self._start(self._fetch_text, action.message)
+
+    def _start(self, work: Callable[[M], Coroutine[None, None, None]], message: M) -> None:
+        self._runtime.group.create_task(isolated(work, message))
+
+    def _deliver(self, action: Deliver) -> None:
+        stream = self._streams[action.request_id]
+        now = self._runtime.clock.now()
+        if isinstance(action.event, TextDelta):
+            if stream.last_token_at is not None:
+                self._metrics.observe_inter_token_latency(stream, now - stream.last_token_at)
+            else:
+                self._metrics.observe_ttft(stream, now - stream.received_at)
+        stream.put(action.event, now)
+        if isinstance(action.event, Ended):
+            del self._streams[action.request_id]
+            if not self._streams:
+                self._idle.set()
+            self._metrics.observe_finished(stream, action.event)
+
+    def _announce(self, message: OpenList) -> None:
+        try:
+            self._runtime.bus.publish(OPEN, message, model=self._model)
+        except BusDown:
+            return  # told again, whole, when the link is back
+        except EngineError as error:
+            extra = {"code": error.code, "reason": error.message}
+            log.error("open list not sent", extra=extra)  # noqa: TRY400  # no bug of this line
+
+    async def _submit(self, message: SubmitRequest) -> None:
+        answer: SubmitAccepted | EngineError
+        try:
+            answer = await self._runtime.bus.call(
+                SUBMIT, message, timeout_s=_CALL_TIMEOUT_S, model=self._model
+            )
+        except EngineError as error:
+            answer = error
+        except Exception:
+            log.exception("submit failed", extra={"request_id": message.request_id})
+            answer = Internal("internal error")
+        self._apply(self._owner.submit_answered(message.request_id, answer))
+
+    async def _cancel(self, message: CancelRequest) -> None:
+        try:
+            await self._runtime.bus.call(
+                CANCEL, message, timeout_s=_CALL_TIMEOUT_S, model=self._model
+            )
+            accepted = True
+        except EngineError as error:
+            accepted = False
+            log.info("cancel not taken", extra={"id": message.request_id, "code": error.code})
+        except Exception:
+            accepted = False
+            log.exception("cancel failed", extra={"request_id": message.request_id})
+        self._apply(self._owner.cancel_answered(message.request_id, accepted=accepted))
+
+    async def _fetch_text(self, message: ResumeText) -> None:
+        detokenizer = message.detokenizer
+        self._metrics.text_resumes.inc()
+        try:
+            await self._runtime.bus.call(
+                DETOKENIZER_CONTROL,
+                message,
+                timeout_s=_CALL_TIMEOUT_S,
+                detokenizer=detokenizer.instance,
+            )
+            answered = True
+        except EngineError as error:
+            answered = False
+            log.warning("missing text not sent", extra={"code": error.code})
+        except Exception:
+            answered = False
+            log.exception("asking for text failed", extra={"detokenizer": detokenizer.instance})
+        self._apply(self._owner.text_answered(detokenizer, answered=answered))
+
+    def _update_timer(self) -> None:
+        """Set the alarm, if the owner wants to be woken before it rings."""
+        if self._timer is not None and self._owner.wake_at() < self._timer_at:
+            self._timer.cancel()
+            self._start_timer()
+
+    def _on_timer(self) -> None:
+        self._metrics.flush_inter_token_latencies()
+        actions: Iterable[Action] = ()
+        try:
+            actions = self._owner.tick()
+        except Exception:
+            # What was due and failed is not due any more; without an alarm nothing ever would be.
+            log.exception("tick failed")
+        self._start_timer()
+        self._apply(actions)
+
+    def _start_timer(self) -> None:
+        # The time is ours to remember: uvloop's handle of a short pause does not tell it.
+        self._timer_at = self._owner.wake_at()
+        pause_s = max(_TIMER_MIN_S, self._timer_at - self._runtime.clock.now())
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._on_timer)

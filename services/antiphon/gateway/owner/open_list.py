@@ -1,0 +1,74 @@
+"""The open list: what this gateway owns, whole or as changes, each with the next version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.wire.submit import OpenList
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from antiphon.gateway.owner.request import OwnedRequest
+    from antiphon.service.clock import Clock
+    from antiphon.wire.base import Process
+    from antiphon.wire.ids import ModelName, RequestId
+    from antiphon.wire.submit import OpenRequest
+
+_LISTS_VALID = 3
+"""A list that is this many intervals late says nothing any more."""
+
+
+class OpenListBuilder:
+    """Collects changes until they are announced. Pure.
+
+    The lines are kept: each whole list has them all, and a request is far from the processor's
+    cache that has waited for half a second.
+    """
+
+    def __init__(self, owner: Process, model: ModelName, clock: Clock, interval_s: float) -> None:
+        self._owner = owner
+        self._model = model
+        self._clock = clock
+        self._valid_ms = int(_LISTS_VALID * interval_s * 1000)
+        self._version = 0
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._changed: dict[RequestId, OpenRequest] = {}
+        self._closed: list[RequestId] = []
+
+    def add(self, request: OwnedRequest) -> None:
+        """The request is new, or follows another attempt."""
+        self._open[request.id] = self._changed[request.id] = request.open_list_entry()
+
+    def close(self, request: OwnedRequest) -> None:
+        """The request has ended."""
+        del self._open[request.id]
+        self._changed.pop(request.id, None)
+        self._closed.append(request.id)
+
+    def changes(self) -> OpenList | None:
+        """Take what has changed since the last list, if anything has."""
+        if not self._changed and not self._closed:
+            return None
+        return self._list(self._changed.values(), tuple(self._closed), whole=False)
+
+    def whole(self) -> OpenList:
+        """List everything that is open; this covers all changes so far."""
+        return self._list(self._open.values(), (), whole=True)
+
+    def _list(
+        self, opened: Iterable[OpenRequest], closed: tuple[RequestId, ...], *, whole: bool
+    ) -> OpenList:
+        self._version += 1
+        message = OpenList(
+            model=self._model,
+            owner=self._owner,
+            version=self._version,
+            whole=whole,
+            opened=tuple(opened),
+            closed=closed,
+            not_after_unix_ms=self._clock.unix_ms() + self._valid_ms,
+        )
+        self._changed.clear()
+        self._closed.clear()
+        return message

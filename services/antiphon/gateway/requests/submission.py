@@ -1,0 +1,401 @@
+"""From a checked request to an open one: the same way in, whichever door it came through."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.gateway import PreferredSampling
+from antiphon.gateway.parsing.reasoning.constraint import after_thinking
+from antiphon.gateway.request_log.request_log import RecordedStream
+from antiphon.gateway.requests.generation_request import PROBE_API, validate_request
+from antiphon.gateway.requests.sampling import NOTHING, Seeds, answer_tokens, sampling_params
+from antiphon.gateway.requests.token_output_budget import TokenOutputBudget, check_logprob_start
+from antiphon.gateway.requests.tokenizer_client import truncated
+from antiphon.gateway.stream.stream import RequestStream
+from antiphon.service.deadline import deadline_in
+from antiphon.service.model import served_names
+from antiphon.telemetry.context import working_on
+from antiphon.telemetry.tracing import span
+from antiphon.wire.base import Role, State
+from antiphon.wire.codec import id_count
+from antiphon.wire.errors import (
+    DuplicateRequest,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.sampling import SamplingParams
+from antiphon.wire.submit import SubmitRequest
+from antiphon.wire.tokenize import SamplingDefaults
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from antiphon.gateway.access.access import Access
+    from antiphon.gateway.access.limits import QuotaReservation
+    from antiphon.gateway.metrics import GatewayMetrics
+    from antiphon.gateway.owner.driver import OwnerDriver
+    from antiphon.gateway.request_log.request_log import RequestLog
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.gateway.requests.tokenizer_client import TokenizerClient
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ClientKey, ModelName, RequestId, TenantId
+    from antiphon.wire.tokenize import EncodeReply
+
+
+log = logging.getLogger(__name__)
+
+RESERVED_OUTPUT_TOKENS = 6
+"""Tokens of the context that a truncated prompt leaves to its answer, as in SGLang."""
+
+
+class Submission:
+    """Encodes, opens, and holds the names of live requests."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelName,
+        driver: OwnerDriver,
+        tokenizers: TokenizerClient,
+        metrics: GatewayMetrics,
+        access: Access,
+        request_log: RequestLog,
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._driver = driver
+        self._tokenizers = tokenizers
+        self._metrics = metrics
+        self._access = access
+        self._request_log = request_log
+        gateway = runtime.settings.gateway
+        self._model_defaults = gateway.sampling_defaults == "model"
+        self._preferred = msgspec.json.decode(gateway.preferred_sampling, type=SamplingDefaults)
+        limits = msgspec.json.decode(gateway.preferred_sampling, type=PreferredSampling)
+        self._preferred_tokens = limits.max_new_tokens
+        self._served = served_names(runtime.settings)
+        self._seeds = Seeds.of(runtime.settings, runtime.process.instance)
+        self._submitting = 0
+        self._probes = 0
+        self._names: set[tuple[TenantId, ClientKey]] = set()
+
+    def token_output_budget(self) -> TokenOutputBudget:
+        """Room for what is told of the tokens of one body's prompts."""
+        return TokenOutputBudget(self._runtime.settings.gateway.details_bytes_max)
+
+    async def submit(
+        self, gen_request: GenerationRequest, room: TokenOutputBudget
+    ) -> RequestStream:
+        """Open a request; from here on the caller reads its stream, or leaves it.
+
+        Args:
+            gen_request: The request.
+            room: For what is told of its tokens, and of those of its body's other prompts.
+
+        Raises:
+            UnknownModel: It is not served here.
+            Forbidden: The tenant may not use it.
+            RateLimited: The tenant has used up one of its limits.
+            DuplicateRequest: A live request of this tenant and gateway has the same key.
+            Overloaded: As many requests are open as may be.
+            Unavailable: This process leaves, or no tokenizer is there.
+            InvalidRequest: The prompt or a limit does not fit the model or the tenant, or there is
+                not so much room.
+            Unsupported: An answer is wanted of a model that makes vectors, or the other way round.
+        """
+        with self._metrics.count_rejections(gen_request.tenant):
+            if gen_request.model is not None and gen_request.model not in self._served:
+                raise UnknownModel.of(gen_request.model, self._served)
+            validate_request(gen_request)
+            self._check_capacity(gen_request)
+            with self._reserve_name(gen_request):
+                return await self._submit_with_reservation(gen_request, room)
+
+    def check_concurrency(self, tenant: TenantId, prompts: int) -> None:
+        """Check that a tenant may have so many prompts answered together.
+
+        Raises:
+            InvalidRequest: It never may.
+        """
+        with self._metrics.count_rejections(tenant):
+            self._access.check_concurrency(tenant, prompts)
+
+    def max_concurrent(self, tenant: TenantId, most: int) -> int:
+        """How many prompts of one body may be under way at once, of at most so many."""
+        return self._access.max_concurrent(tenant, most)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing: no request that enters, and no name."""
+        return not (self._submitting or self._names)
+
+    def abort(self, prefix: str, *, tenant: TenantId | None = None, exact: bool = False) -> None:
+        """End every request whose name, or else its id, begins so, or is so: as aborted.
+
+        With a `tenant` only its own.
+        """
+        for stream in self._driver.streams():
+            if tenant is not None and stream.submit.tenant != tenant:
+                continue
+            name = stream.name[1] if stream.name is not None else stream.submit.request_id
+            if name == prefix or (name.startswith(prefix) and not exact):
+                self._driver.abort(stream)
+
+    def release(self, stream: RequestStream) -> None:
+        """Free the request's name, and cancel it unless it has ended."""
+        if stream.name is not None:
+            self._names.discard(stream.name)
+        self._probes -= stream.api == PROBE_API
+        self._driver.cancel(stream)
+
+    @contextmanager
+    def _reserve_name(self, gen_request: GenerationRequest) -> Generator[None]:
+        """Count a request that is not open yet, and take its name; keep it if all goes well."""
+        name = _name(gen_request)
+        probes = gen_request.door == PROBE_API
+        if name is not None:
+            if name in self._names:
+                text = f"a request with the rid '{gen_request.key}' is running"
+                raise DuplicateRequest(text, param="rid")
+            self._names.add(name)
+        self._submitting += 1
+        self._probes += probes
+        try:
+            yield
+        except BaseException:
+            self._probes -= probes
+            if name is not None:
+                self._names.discard(name)
+            raise
+        finally:
+            self._submitting -= 1
+
+    def _check_capacity(self, gen_request: GenerationRequest) -> None:
+        if self._runtime.health.state is not State.READY:
+            text = f"this gateway is {self._runtime.health.state}"
+            raise Unavailable(text, retry_after_s=1.0)
+        most = self._runtime.settings.gateway.requests_max
+        if gen_request.door == PROBE_API:
+            return  # it has a place of its own: tenants neither lose one to it, nor take it
+        if self._driver.open_count + self._submitting - self._probes >= most:
+            raise Overloaded(f"{most} requests are open, the limit", retry_after_s=1.0)
+
+    async def _submit_with_reservation(
+        self, gen_request: GenerationRequest, room: TokenOutputBudget
+    ) -> RequestStream:
+        """Hold a part of the tenant's limits: until the request's end, or until it fails here."""
+        hold = self._access.admit(gen_request, self._model)
+        # The seed is drawn before the first wait: in the order in which requests come.
+        sampling = (
+            gen_request.sampling
+            if gen_request.pool is not None
+            else self._seeds.fill(gen_request.sampling)
+        )
+        priority = hold.tenant.priority(gen_request.priority)
+        salt = self._access.cache_salt(gen_request)
+        gen_request = msgspec.structs.replace(
+            gen_request, priority=priority, sampling=sampling, cache_salt=salt
+        )
+        try:
+            return await self._encode_and_open(gen_request, new_request_id(), hold, room)
+        except BaseException:
+            hold.end(0)
+            raise
+
+    async def _encode_and_open(
+        self,
+        gen_request: GenerationRequest,
+        request_id: RequestId,
+        hold: QuotaReservation,
+        room: TokenOutputBudget,
+    ) -> RequestStream:
+        clock = self._runtime.clock
+        came_at = clock.now()
+        timeout_s = gen_request.timeout_s or self._runtime.settings.gateway.request_timeout_s
+        deadline_unix_ms = deadline_in(timeout_s, clock)
+        record = self._request_log.begin(gen_request, request_id)
+        whole = span(
+            f"gateway.{gen_request.door}",
+            gen_request.traceparent,
+            request_id=request_id,
+            tenant=gen_request.tenant,
+        ).start()
+        try:
+            with working_on(request_id), span("gateway.encode", whole.traceparent) as here:
+                encoded = await self._tokenizers.encode(
+                    gen_request,
+                    request_id,
+                    deadline_unix_ms,
+                    here.traceparent,
+                    truncate=self._may_truncate(gen_request),
+                )
+            _check_model_kind(gen_request, encoded)
+            with working_on(request_id):
+                encoded = self._truncate_to_context(gen_request, encoded)
+            check_logprob_start(gen_request, id_count(encoded.token_ids))
+            gen_request = self._tokenizers.template_defaults.switched(gen_request)
+            gen_request, inside = _apply_reasoning(gen_request, encoded.text_end)
+            tokens_max = self._reserve(gen_request, encoded, hold)
+            submit = self._build_submit_request(
+                gen_request, encoded, tokens_max, request_id, deadline_unix_ms, whole.traceparent
+            )
+            room.reserve(submit, gen_request.detail_fields, hidden_size=encoded.hidden_size)
+        except BaseException as error:
+            whole.end(error)
+            if record is not None:
+                self._request_log.refuse(record, error, came_at)
+            raise
+        kind = (
+            RequestStream if record is None else partial(RecordedStream, record, self._request_log)
+        )
+        stream = kind(
+            submit, whole, hold, api=gen_request.door, received_at=came_at, submitted_at=clock.now()
+        )
+        stream.starts_in_reasoning = inside
+        stream.truncated = encoded.untruncated_tokens is not None
+        stream.labels = self._metrics.custom.current()
+        stream.name = _name(gen_request)
+        self._driver.open(stream)
+        return stream
+
+    def _may_truncate(self, gen_request: GenerationRequest) -> bool:
+        """Whether a request may get less than it asks for: of its prompt, and of its answer."""
+        allowed = self._runtime.settings.gateway.allow_auto_truncate
+        # Without its end, a prompt with a gap would have neither the suffix nor the mark of it.
+        return allowed and gen_request.auto_truncate and gen_request.suffix is None
+
+    def _truncate_to_context(
+        self, gen_request: GenerationRequest, encoded: EncodeReply
+    ) -> EncodeReply:
+        """Truncate a prompt that leaves no room for its answer in any worker, if it may be."""
+        context_tokens = max(self._context_lengths(encoded))
+        answers = gen_request.tokens_max != 0
+        if (
+            self._may_truncate(gen_request)
+            and id_count(encoded.token_ids) + answers > context_tokens
+        ):
+            kept = max(1, context_tokens - RESERVED_OUTPUT_TOKENS) if answers else context_tokens
+            if gen_request.pair is None or kept > (encoded.second_from or kept):
+                encoded = truncated(encoded, kept)
+        if encoded.untruncated_tokens is not None:
+            log.warning(
+                "prompt truncated",
+                extra={
+                    "prompt_tokens": encoded.untruncated_tokens,
+                    "kept_tokens": id_count(encoded.token_ids),
+                    "context_tokens": context_tokens,
+                },
+            )
+        return encoded
+
+    def _reserve(
+        self, gen_request: GenerationRequest, encoded: EncodeReply, hold: QuotaReservation
+    ) -> int:
+        """Charge all that a request may need; return how many tokens each answer may have."""
+        prompt_tokens = id_count(encoded.token_ids)
+        tokens_max = answer_tokens(
+            gen_request,
+            prompt_tokens=prompt_tokens,
+            contexts=self._context_lengths(encoded),
+            preferred=self._preferred_tokens,
+            truncate=self._may_truncate(gen_request),
+        )
+        return self._access.reserve(
+            hold, gen_request, prompt_tokens=prompt_tokens, tokens_max=tokens_max
+        )
+
+    def _build_submit_request(
+        self,
+        gen_request: GenerationRequest,
+        encoded: EncodeReply,
+        tokens_max: int,
+        request_id: RequestId,
+        deadline_unix_ms: int,
+        traceparent: str | None,
+    ) -> SubmitRequest:
+        sampling = self._sampling(gen_request, encoded, tokens_max)
+        content = (self._model, encoded.token_ids, sampling, gen_request.stop, gen_request.choices)
+        return SubmitRequest(
+            request_id=request_id,
+            owner=self._runtime.process,
+            tenant=gen_request.tenant,
+            model=self._model,
+            digest=hashlib.sha256(msgspec.msgpack.encode(content)).digest(),
+            prompt_ids=encoded.token_ids,
+            block_digests=encoded.block_digests,
+            choices=gen_request.choices,
+            sampling=sampling,
+            stop=gen_request.stop,
+            priority=gen_request.priority or 0,
+            cache_salt=gen_request.cache_salt,
+            deadline_unix_ms=deadline_unix_ms,
+            traceparent=traceparent,
+        )
+
+    def _sampling(
+        self, gen_request: GenerationRequest, encoded: EncodeReply, tokens_max: int
+    ) -> SamplingParams:
+        if gen_request.pool is not None:
+            pool = msgspec.structs.replace(gen_request.pool, second_from=encoded.second_from)
+            return SamplingParams(max_new_tokens=0, pool=pool)
+        return sampling_params(
+            gen_request,
+            encoded.defaults if self._model_defaults else NOTHING,
+            tokens_max=tokens_max,
+            vocabulary_size=encoded.vocabulary_size,
+            preferred=self._preferred,
+        )
+
+    def _context_lengths(self, encoded: EncodeReply) -> set[int]:
+        """The longest context of each worker: its cache may hold less than the model takes."""
+        beats = [peer.beat for peer in self._runtime.peers.of(Role.WORKER)]
+        contexts = {
+            min(encoded.context_tokens, beat.worker.context_tokens)
+            for beat in beats
+            if beat.worker is not None and beat.model == self._model
+        }
+        return contexts or {encoded.context_tokens}
+
+
+def _name(gen_request: GenerationRequest) -> tuple[TenantId, ClientKey] | None:
+    return None if gen_request.key is None else (gen_request.tenant, gen_request.key)
+
+
+def _check_model_kind(gen_request: GenerationRequest, encoded: EncodeReply) -> None:
+    """Refuse what the model does not do: it generates, or makes vectors of texts."""
+    if gen_request.pool is None and encoded.pooling is not None:
+        does = "scores labels" if encoded.pooling.scores else "embeds"
+        raise Unsupported(f"this model does not generate: it {does}", param="model")
+    if gen_request.pool is not None and encoded.pooling is None:
+        raise Unsupported("this model does not embed: it generates text", param="model")
+
+
+def _apply_reasoning(
+    gen_request: GenerationRequest, text_end: str
+) -> tuple[GenerationRequest, bool]:
+    """Put the form of an answer behind its thinking; say whether the answer begins as that.
+
+    Its marks go along, for whoever counts the tokens of it.
+    """
+    thinks, grammar = gen_request.thinking, gen_request.sampling.grammar
+    if thinks is None:
+        return gen_request, False
+    inside = thinks.format.begins_inside(text_end or None, thinking=thinks.switched)
+    marks = thinks.format.marks(inside=inside, call_marks=thinks.call_marks)
+    gen_request = msgspec.structs.replace(
+        gen_request, stop=msgspec.structs.replace(gen_request.stop, thinking=marks)
+    )
+    if grammar is None or thinks.switched is False:
+        return gen_request, inside
+    behind = after_thinking(grammar, thinks.format, inside=inside, end_id=thinks.end_id)
+    sampling = msgspec.structs.replace(gen_request.sampling, grammar=behind)
+    return msgspec.structs.replace(gen_request, sampling=sampling), inside

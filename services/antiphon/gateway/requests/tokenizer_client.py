@@ -1,0 +1,337 @@
+"""Prompts to ids: asks a tokenizer; a second one if the first is slow, more if it may be gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.gateway.requests.lost_calls import LostCalls
+from antiphon.gateway.requests.template_defaults import TemplateDefaults
+from antiphon.service.deadline import deadline_in, remaining_s
+from antiphon.wire.base import Role
+from antiphon.wire.codec import id_count, pack_ids, unpack_ids
+from antiphon.wire.digests import (
+    BLOCK_TOKENS,
+    DIGEST_BYTES,
+    TOKEN_BYTES,
+    block_digests,
+    namespace,
+    salted,
+)
+from antiphon.wire.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+)
+from antiphon.wire.ids import new_request_id
+from antiphon.wire.routes import CANCEL_ENCODE, DECODE, TOKENIZE
+from antiphon.wire.tokenize import (
+    CancelEncode,
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    characters_max,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.gateway.requests.generation_request import GenerationRequest
+    from antiphon.service.service import Runtime
+    from antiphon.wire.ids import ModelName, RequestId
+
+log = logging.getLogger(__name__)
+
+CARD_TIMEOUT_S = 5.0
+"""How long a request waits for any tokenizer to be there."""
+_WAIT_MAX_S = 30.0
+_CARD_WAIT_S = 5.0
+_DECODE_S = 10.0
+_PAUSE_MAX_S = 2.0
+
+
+class TokenizerClient:
+    """Calls tokenizers. They hold nothing, so asking twice is harmless."""
+
+    def __init__(self, runtime: Runtime, model: ModelName) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._hedge_s = runtime.settings.gateway.encode_hedge_s
+        self.template_defaults = TemplateDefaults(runtime.settings.gateway.chat_template_kwargs)
+        self._lost_calls = LostCalls(runtime, Role.TOKENIZER)
+        cluster = runtime.settings.cluster
+        self._root = namespace(cluster.model_digest, cluster.hash_salt)
+        self._card: EncodeReply | None = None
+        self._marks: dict[str, int | None] = {}
+        self._is_text: dict[str, bool] = {}
+
+    async def encode(
+        self,
+        gen_request: GenerationRequest,
+        request_id: RequestId,
+        deadline_unix_ms: int,
+        traceparent: str | None,
+        *,
+        truncate: bool = False,
+    ) -> EncodeReply:
+        """Return the prompt's ids and what goes with them.
+
+        Args:
+            gen_request: The request.
+            request_id: Its id.
+            deadline_unix_ms: When it ends.
+            traceparent: The span that this is a part of.
+            truncate: Whether a prompt longer than the context loses its end; else it is refused,
+                as is in any case a text that is too long to be encoded.
+
+        Raises:
+            InvalidRequest: The prompt cannot be encoded, or an id is not in the vocabulary.
+            EngineError: No tokenizer answered in time.
+        """
+        if self._card is not None:
+            _check_length(gen_request, self._card, truncate=truncate)
+        if gen_request.prompt_ids is not None:
+            card = await self.card(CARD_TIMEOUT_S)
+            return self._encode_ids(
+                gen_request, gen_request.prompt_ids, request_id, card, truncate=truncate
+            )
+        gen_request = self.template_defaults.filled(gen_request)
+        request = EncodeRequest(
+            request_id=request_id,
+            model=self._model,
+            tenant=gen_request.tenant,
+            messages=gen_request.messages,
+            prompt=gen_request.prompt,
+            pair=gen_request.pair,
+            suffix=gen_request.suffix,
+            continue_final_message=gen_request.continue_final_message,
+            template=gen_request.template,
+            special_tokens=gen_request.special_tokens,
+            truncate=truncate,
+            cache_salt=gen_request.cache_salt,
+            deadline_unix_ms=deadline_unix_ms,
+            traceparent=traceparent,
+        )
+        self._card = await self._hedged(request, CARD_TIMEOUT_S)
+        return self._card
+
+    async def decode(
+        self, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> tuple[str, ...]:
+        """Write each row of ids as text.
+
+        Raises:
+            InvalidRequest: An id is not in the vocabulary.
+            EngineError: No tokenizer answered in time.
+        """
+        request = DecodeRequest(
+            request_id=new_request_id(),
+            model=self._model,
+            token_ids=tuple(map(pack_ids, rows)),
+            skip_special_tokens=skip_special_tokens,
+            deadline_unix_ms=deadline_in(_DECODE_S, self._runtime.clock),
+            left_ms=round(_DECODE_S * 1000),
+        )
+        try:
+            reply = await self._runtime.bus.call(
+                DECODE, request, timeout_s=_DECODE_S, model=self._model
+            )
+        except EngineError as error:
+            raise _public_error(error) from error
+        return reply.texts
+
+    async def token_id_of(self, mark: str) -> int | None:
+        """Return the id of a mark of the model's, if that is one token.
+
+        Raises:
+            EngineError: No tokenizer answered in time.
+        """
+        if mark not in self._marks:
+            request = EncodeRequest(
+                request_id=new_request_id(),
+                model=self._model,
+                prompt=mark,
+                special_tokens=False,
+                deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+            )
+            ids = unpack_ids((await self._hedged(request, CARD_TIMEOUT_S)).token_ids)
+            self._marks[mark] = ids[0] if len(ids) == 1 else None
+        return self._marks[mark]
+
+    async def is_text(self, mark: str) -> bool:
+        """Whether a mark of the model's is text: special tokens write none.
+
+        Raises:
+            EngineError: No tokenizer answered in time.
+        """
+        if mark not in self._is_text:
+            token = await self.token_id_of(mark)
+            texts = ("?",) if token is None else await self.decode([[token]])
+            self._is_text[mark] = bool(texts[0])
+        return self._is_text[mark]
+
+    async def card(self, patience_s: float = 0.0) -> EncodeReply:
+        """Return what the tokenizers say of the model, whatever was encoded with it.
+
+        Raises:
+            EngineError: None has ever answered, and none answers now.
+        """
+        if self._card is None:
+            self._card = await self._hedged(
+                EncodeRequest(
+                    request_id=new_request_id(),
+                    model=self._model,
+                    prompt="-",
+                    deadline_unix_ms=deadline_in(_CARD_WAIT_S, self._runtime.clock),
+                ),
+                patience_s,
+            )
+        return self._card
+
+    def _encode_ids(
+        self,
+        gen_request: GenerationRequest,
+        prompt_ids: tuple[int, ...],
+        request_id: RequestId,
+        card: EncodeReply,
+        *,
+        truncate: bool,
+    ) -> EncodeReply:
+        untruncated_tokens = None
+        if len(prompt_ids) > card.context_tokens:
+            if not truncate:
+                raise PromptTooLong.of(
+                    prompt_tokens=len(prompt_ids), tokens_max=card.context_tokens, param="prompt"
+                )
+            untruncated_tokens = len(prompt_ids)
+            prompt_ids = prompt_ids[: card.context_tokens]
+        if max(prompt_ids, default=0) >= card.vocabulary_size:
+            raise InvalidRequest(
+                f"prompt has the id {max(prompt_ids)}; the vocabulary ends at "
+                f"{card.vocabulary_size - 1}",
+                param="prompt",
+            )
+        ids = pack_ids(prompt_ids)
+        return EncodeReply(
+            request_id=request_id,
+            token_ids=ids,
+            block_digests=block_digests(salted(self._root, gen_request.cache_salt), ids),
+            vocabulary_size=card.vocabulary_size,
+            context_tokens=card.context_tokens,
+            hidden_size=card.hidden_size,
+            defaults=card.defaults,
+            reranks=card.reranks,
+            pooling=card.pooling,
+            token_characters=card.token_characters,
+            untruncated_tokens=untruncated_tokens,
+        )
+
+    async def _hedged(self, request: EncodeRequest, patience_s: float) -> EncodeReply:
+        outcome = await self._call_until_answered(request, patience_s)
+        if not isinstance(outcome, EngineError):
+            return outcome
+        if remaining_s(request.deadline_unix_ms, self._runtime.clock) <= 0:
+            raise DeadlineExceeded("the request's deadline has passed")
+        raise _public_error(outcome)
+
+    async def _call_until_answered(
+        self, request: EncodeRequest, patience_s: float
+    ) -> EncodeReply | EngineError:
+        """Ask until one answers, with pauses that grow.
+
+        Again after an error; once beside a call that is merely slow, if there is another tokenizer;
+        and as often as calls may have been lost. A tokenizer that died took its calls along, and
+        its successor is there in a moment.
+        """
+        now = self._runtime.clock.now
+        give_up_at, asked_at = now() + patience_s, now()
+        pause_s, hedged = self._hedge_s, False
+        calls = set[asyncio.Task[EncodeReply | EngineError]]()
+        async with asyncio.TaskGroup() as group:
+            try:
+                while True:
+                    hedges = bool(calls) and not hedged and self._lost_calls.live_count > 1
+                    if hedges or not calls or self._lost_calls.may_be_lost(asked_at):
+                        hedged, asked_at = hedged or hedges, now()
+                        calls.add(group.create_task(self._call(request)))
+                    done, calls = await asyncio.wait(
+                        calls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for call in done:
+                        outcome = call.result()
+                        late = now() >= give_up_at
+                        if not _is_retryable(outcome) or (late and not calls):
+                            return outcome
+                    if not calls:
+                        await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            finally:
+                for call in calls:
+                    call.cancel()
+                if calls:
+                    self._cancel(request.request_id)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        """Have tokenizers stop work for a request whose caller left, or has a reply."""
+        try:
+            self._runtime.bus.publish(
+                CANCEL_ENCODE, CancelEncode(request_id=request_id), model=self._model
+            )
+        except Unavailable as error:  # the text is encoded in vain, which hurts no other
+            log.info("tokenizers not reached", extra={"code": error.code})
+
+    async def _call(self, request: EncodeRequest) -> EncodeReply | EngineError:
+        left_s = min(remaining_s(request.deadline_unix_ms, self._runtime.clock), _WAIT_MAX_S)
+        request = msgspec.structs.replace(request, left_ms=round(left_s * 1000))
+        try:
+            return await self._runtime.bus.call(
+                TOKENIZE, request, timeout_s=left_s, model=self._model
+            )
+        except EngineError as error:
+            return error
+
+
+def truncated(encoded: EncodeReply, tokens: int) -> EncodeReply:
+    """Keep the first tokens of a prompt, and of the rest of the reply what is true of these."""
+    return msgspec.structs.replace(
+        encoded,
+        token_ids=encoded.token_ids[: tokens * TOKEN_BYTES],
+        block_digests=encoded.block_digests[: tokens // BLOCK_TOKENS * DIGEST_BYTES],
+        text_end="",
+        untruncated_tokens=encoded.untruncated_tokens or id_count(encoded.token_ids),
+    )
+
+
+def _check_length(gen_request: GenerationRequest, card: EncodeReply, *, truncate: bool) -> None:
+    """Refuse a text that no tokens of the vocabulary make short enough: no tokenizer is called."""
+    texts = (gen_request.prompt, gen_request.pair, gen_request.suffix)
+    length = sum(len(text) for text in texts if text is not None)
+    length += sum(len(message.content) for message in gen_request.messages or ())
+    most = characters_max(card.context_tokens, card.token_characters, truncate=truncate)
+    if card.token_characters and length > most:
+        raise PromptTooLong.of_characters(
+            characters=length,
+            context_tokens=card.context_tokens,
+            token_characters=card.token_characters,
+            truncated_max=most if truncate else None,
+            param="prompt" if gen_request.messages is None else "messages",
+        )
+
+
+def _is_retryable(outcome: EncodeReply | EngineError) -> bool:
+    return isinstance(outcome, Unavailable | Overloaded)
+
+
+def _public_error(error: EngineError) -> EngineError:
+    """Say what failed without naming the parts of the bus."""
+    if isinstance(error, DeadlineExceeded):
+        return Unavailable("no tokenizer answered in time", retry_after_s=1.0)
+    if isinstance(error, Unavailable):
+        return Unavailable("no tokenizer is available", retry_after_s=error.retry_after_s or 1.0)
+    return error

@@ -1,0 +1,94 @@
+"""Where sessions lie: on the broker, or in the memory of one gateway."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+from antiphon.bus.store import Store, StoreLimits
+from antiphon.wire.buckets import SESSIONS
+
+if TYPE_CHECKING:
+    from antiphon.bus.bus import Bus
+    from antiphon.config.sessions import SessionsConfig
+
+Key = tuple[str, ...]
+
+
+class SessionStore(Protocol):
+    """Values by key. All raise `Unavailable` where they cannot be reached."""
+
+    async def read(self, *key: str) -> tuple[bytes, int] | None:
+        """Return a value and its revision, for `swap`; None if there is none."""
+        ...
+
+    async def swap(self, *key: str, value: bytes, revision: int) -> bool:
+        """Write a value if nobody else has since that revision was read; 0: if there is none."""
+        ...
+
+    async def get(self, *key: str) -> bytes | None:
+        """Return a value; None if there is none."""
+        ...
+
+    async def put(self, *key: str, value: bytes) -> None:
+        """Keep a value, however large."""
+        ...
+
+    async def forget(self, *key: str) -> bool:
+        """Drop a value and all below its key; return whether there was one."""
+        ...
+
+
+class MemorySessionStore:
+    """A `SessionStore` in this process's memory. Evicts the oldest values beyond `bytes_max`."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._revision = 0
+        self._values: OrderedDict[Key, tuple[bytes, int]] = OrderedDict()
+
+    async def read(self, *key: str) -> tuple[bytes, int] | None:
+        """Return a value and its revision."""
+        return self._values.get(key)
+
+    async def swap(self, *key: str, value: bytes, revision: int) -> bool:
+        """Write a value unless another revision is there."""
+        _, there = self._values.get(key, (b"", 0))
+        if there != revision:
+            return False
+        await self.put(*key, value=value)
+        return True
+
+    async def get(self, *key: str) -> bytes | None:
+        """Return a value."""
+        value, _ = self._values.get(key, (None, 0))
+        return value
+
+    async def put(self, *key: str, value: bytes) -> None:
+        """Keep a value, and as much of the others as there is room for."""
+        self._drop(key)
+        self._revision += 1
+        self._values[key] = (value, self._revision)
+        self._bytes += len(value)
+        while self._bytes > self._bytes_max:
+            self._drop(next(iter(self._values)))
+
+    async def forget(self, *key: str) -> bool:
+        """Drop a value and all below its key."""
+        there = key in self._values
+        for each in [each for each in self._values if each[: len(key)] == key]:
+            self._drop(each)
+        return there
+
+    def _drop(self, key: Key) -> None:
+        value, _ = self._values.pop(key, (b"", 0))
+        self._bytes -= len(value)
+
+
+def session_store(config: SessionsConfig, bus: Bus) -> SessionStore:
+    """Where sessions lie, as the operator says."""
+    if not config.store:
+        return MemorySessionStore(config.bytes_max)
+    limits = StoreLimits(keep_s=config.keep_s, bytes_max=config.bytes_max, replicas=config.replicas)
+    return Store(bus, SESSIONS, limits)
