@@ -57,10 +57,10 @@ test-long: setup  ## Tests that take minutes
 	$(BIN)/pytest -q -m "long and not gpu"
 
 eval: setup  ## Score the embedded model, skill by skill
-	$(BIN)/python -m antiphon.model_worker.training.evaluate $(ARGS)
+	$(BIN)/python -m tests.training.evaluate $(ARGS)
 
 train: setup  ## Train the embedded model again; ARGS='--seed 0 --out DIR'
-	$(BIN)/python -m antiphon.model_worker.training.train $(ARGS)
+	$(BIN)/python -m tests.training.train $(ARGS)
 
 bench: setup  ## What the services add: latency hop by hop, processor time, 128 streams at once
 	$(BIN)/python -m tests.bench $(ARGS)

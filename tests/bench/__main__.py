@@ -16,7 +16,7 @@ from tests.bench.services import echo_stack
 from tests.bench.services_cpu import ServicesCpu
 from tests.bench.serving.report import RESULTS
 
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 FILE = RESULTS / "services.json"
 

@@ -29,15 +29,15 @@ from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import METHODS
 from antiphon.layers.tp import SingleRank
 from antiphon.model_worker.model.load import Model, load
-from antiphon.model_worker.training.batches import Encoder
-from antiphon.model_worker.training.dialogue import seeded
-from antiphon.model_worker.training.grammar import conversations
+from tests.training.batches import Encoder
+from tests.training.dialogue import seeded
+from tests.training.grammar import conversations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import Manner
-    from antiphon.model_worker.training.batches import Row
+    from tests.training.batches import Row
 
 SEED = 20_000
 """Training starts from another."""

@@ -22,7 +22,7 @@ from antiphon.supervisor.ports import free_port
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ECHO_WORKER = "antiphon.testing.echo_worker"
+ECHO_WORKER = "tests.support.echo_worker"
 GATEWAY = "antiphon.gateway"
 MODULES = {
     "scheduler-0": "antiphon.scheduler",

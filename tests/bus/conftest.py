@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.bus.worlds import WORLDS, World
 
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

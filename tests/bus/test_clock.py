@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 
 if TYPE_CHECKING:
     from antiphon.service.clock import Clock

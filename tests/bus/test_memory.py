@@ -9,7 +9,7 @@ from tests.bus.worlds import Mailbox
 
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.testing.wait import until
+from tests.support.wait import until
 
 
 async def test_one_link_is_cut_and_the_others_stay() -> None:

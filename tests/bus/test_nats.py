@@ -22,8 +22,8 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.transport import Packet
 from antiphon.service.tasks import Tasks
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

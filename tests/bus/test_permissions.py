@@ -16,8 +16,8 @@ from antiphon.bus.discovery import ASKERS, OPERATOR, Discovery, Endpoint
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
 from antiphon.bus.server import ServerSettings
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, InstanceId, TenantId, new_incarnation

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.bus import server
 from antiphon.bus.server import ServerFailed, ServerMissing, ServerSettings, find, name_at, start
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import users, users_text
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.store import PART_BYTES, Store, StoreLimits
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import CLUSTER, client_bus
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import CLUSTER, client_bus
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import Unavailable

@@ -9,7 +9,7 @@ import pytest
 from tests.bus.worlds import Mailbox, World
 
 from antiphon.bus.errors import BusDown
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

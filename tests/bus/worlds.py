@@ -11,8 +11,8 @@ from antiphon.bus.faulty import FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Packet, Transport

@@ -13,7 +13,7 @@ from tests.support.scripted_worker import CONTEXT_TOKENS, read_prompts, write_sc
 from tests.system.stack import Stack, serving
 
 from antiphon import embedded
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,13 +20,13 @@ from antiphon.kv_storage.service import KvStorageService
 from antiphon.model_worker.service import ModelWorker
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.model import served_name
-from antiphon.testing.services import CLUSTER, QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import CLUSTER, QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import State
 
 if TYPE_CHECKING:
-    from antiphon.testing.services import Running
+    from tests.support.services import Running
 
 SERVICES = (
     KvStorageService, EncoderService, TokenizerService, DetokenizerService, SchedulerService,

@@ -17,7 +17,7 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.process import BusConfig
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT, OPEN

@@ -22,7 +22,7 @@ from antiphon.gateway.owner.actions import (
     TextDelta,
 )
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from antiphon.bus.errors import BusDown, NobodyListens
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.codec import decode, decode_reply, encode
 from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
 

@@ -14,7 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from antiphon.service.main import run
-from antiphon.testing.echo_worker import Answer, EchoWorker
+from tests.support.echo_worker import Answer, EchoWorker
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import unpack_ids
 

@@ -20,7 +20,7 @@ from antiphon.client import Client
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.load import child_environment, load
 from antiphon.config.settings import Settings
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.ids import ClusterName
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))

@@ -12,9 +12,9 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from antiphon.client import Client
-from antiphon.model_worker.training.evaluate import held_out_cases, score
-from antiphon.model_worker.training.grammar import SKILLS
-from antiphon.model_worker.training.served import ServedModel
+from tests.training.evaluate import held_out_cases, score
+from tests.training.grammar import SKILLS
+from tests.training.served import ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT

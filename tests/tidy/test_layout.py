@@ -111,7 +111,7 @@ def test_tokenizers_of_models_are_opened_in_one_place():
         if isinstance(node, ast.Attribute) and node.attr in OPENS
         if isinstance(node.value, ast.Name) and node.value.id == "Tokenizer"
     }
-    trains = "antiphon.model_worker.training."
+    trains = "tests.training."
     assert {name for name in openers if not name.startswith(trains)} == {
         "antiphon.service.tokenizer_file"
     }

@@ -33,7 +33,7 @@ from tests.bench.services_cpu import used_s
 from tests.bench.serving.report import RESULTS
 from tests.system.stack import wait_until
 
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -41,9 +41,9 @@ from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import Source
 from antiphon.model_worker.opening import Engine, open_engine
 from antiphon.service.sockets import CannotStart
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role

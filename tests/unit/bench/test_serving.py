@@ -25,7 +25,7 @@ from tests.unit.client.gateway import MODEL, USAGE, gateway
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
-from antiphon.testing.services import CLUSTER
+from tests.support.services import CLUSTER
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.testing.services import CLUSTER
+from tests.support.services import CLUSTER
 from antiphon.wire.base import FinishReason, Process, Role, Usage
 from antiphon.wire.errors import EngineError, InvalidRequest, encode_error
 from antiphon.wire.generate import (

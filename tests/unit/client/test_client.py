@@ -13,8 +13,8 @@ from tests.unit.client.gateway import MODEL, USAGE, FakeGateway, Mischief, Reque
 from antiphon.bus.errors import NobodyListens
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
-from antiphon.testing.services import CLUSTER
-from antiphon.testing.wait import until
+from tests.support.services import CLUSTER
+from tests.support.wait import until
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import (
     DeadlineExceeded,

@@ -10,9 +10,9 @@ from tests.unit.client.gateway import MODEL, gateway
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.process import BusConfig
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import CLUSTER
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import CLUSTER
+from tests.support.wait import until
 from antiphon.wire.errors import Unavailable
 
 

@@ -12,7 +12,7 @@ from antiphon.bus.faulty import Faults, FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.service.tasks import Tasks
-from antiphon.testing.services import CLUSTER
+from tests.support.services import CLUSTER
 from antiphon.wire.sampling import DetailParams
 
 TEXT = "".join(SCRIPT)

@@ -14,7 +14,7 @@ import pytest
 
 from antiphon.encoder.cache import Embedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:

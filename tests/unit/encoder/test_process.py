@@ -17,7 +17,7 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 from antiphon.transfer.fetch import fetch
 from antiphon.wire.base import Process, State
 from antiphon.wire.encode import EncodeImage

@@ -19,8 +19,8 @@ from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.testing.services import QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
 from antiphon.transfer.shelf import Shelf
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
     from antiphon.encoder.cache import Embedding
-    from antiphon.testing.services import Running
+    from tests.support.services import Running
     from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()

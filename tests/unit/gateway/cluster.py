@@ -17,8 +17,8 @@ from antiphon.config.sessions import SessionsConfig
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
-from antiphon.testing.services import QUICK, Running, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, Running, client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone, FlushCache

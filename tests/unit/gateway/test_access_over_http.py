@@ -22,8 +22,8 @@ from antiphon.gateway import metrics
 from antiphon.gateway.access import keys_file
 from antiphon.gateway.http.core import app as server
 from antiphon.gateway.service import GatewayService
-from antiphon.testing.services import running
-from antiphon.testing.wait import until
+from tests.support.services import running
+from tests.support.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -16,9 +16,9 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.access import AccessConfig
 from antiphon.config.process import BusConfig
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import client_bus
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import client_bus
+from tests.support.wait import until
 from antiphon.wire.codec import decode, encode_json
 from antiphon.wire.errors import (
     EngineError,

@@ -18,9 +18,9 @@ from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.http.openai.responses import event_log as journal
 from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
 from antiphon.gateway.service import GatewayService
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import running
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import running
+from tests.support.wait import until
 from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, vectors
 from antiphon.client.vectors import BATCH, CALLS_MAX
 from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
-from antiphon.testing.services import client_bus
-from antiphon.testing.wait import until
+from tests.support.services import client_bus
+from tests.support.wait import until
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
 from antiphon.wire.details import pack_floats, unpack_floats

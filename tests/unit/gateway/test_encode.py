@@ -9,7 +9,7 @@ from tests.unit.gateway.cluster import House, house, tokenizer
 from tests.unit.gateway.test_http import COMPLETE, post
 
 from antiphon.service.peers import Verdict
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.base import Role
 
 

@@ -12,8 +12,8 @@ from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House, 
 
 from antiphon.gateway.owner import request as owner_request
 from antiphon.service.clock import SystemClock
-from antiphon.testing.services import CLUSTER, client_bus
-from antiphon.testing.wait import until
+from tests.support.services import CLUSTER, client_bus
+from tests.support.wait import until
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import Unavailable, encode_error
 from antiphon.wire.notice import LostRequest, NoticeBatch

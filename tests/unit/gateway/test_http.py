@@ -17,8 +17,8 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart
-from antiphon.testing.services import running
-from antiphon.testing.wait import until
+from tests.support.services import running
+from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost

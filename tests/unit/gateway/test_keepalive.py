@@ -18,8 +18,8 @@ from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.service.clock import SystemClock
-from antiphon.testing.clock import ManualClock
-from antiphon.testing.wait import until
+from tests.support.clock import ManualClock
+from tests.support.wait import until
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, WorkerLost
 
 if TYPE_CHECKING:

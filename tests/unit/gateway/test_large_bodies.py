@@ -28,7 +28,7 @@ from antiphon.gateway.http.native.parsing import ParseBody
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses import endpoints as responses
 from antiphon.service.process_pool import ProcessPool
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.codec import decode, encode
 from antiphon.wire.embed import TEXTS_MAX, EmbedRequest
 from antiphon.wire.errors import InvalidRequest, decode_error

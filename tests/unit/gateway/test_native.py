@@ -17,8 +17,8 @@ from tests.unit.gateway.test_http import post, stream
 
 from antiphon.config.sglang import rows
 from antiphon.gateway.http.native.absent_routes import ABSENT
-from antiphon.testing.services import client_bus
-from antiphon.testing.wait import until
+from tests.support.services import client_bus
+from tests.support.wait import until
 from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids

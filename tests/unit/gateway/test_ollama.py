@@ -15,7 +15,7 @@ from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, hou
 from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.heartbeat import WorkerFigures

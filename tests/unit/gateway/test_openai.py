@@ -11,7 +11,7 @@ import pytest
 from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
 from antiphon.wire.grammar import GrammarKind

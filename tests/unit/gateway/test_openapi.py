@@ -19,8 +19,8 @@ from schemathesis.core.result import Ok
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_stored_responses import joining
 
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from antiphon.gateway.request_log.record import TextTruncator
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.request_log.writer import RecordWriter
 from antiphon.gateway.service import GatewayService
-from antiphon.testing.services import running
-from antiphon.testing.wait import until
+from tests.support.services import running
+from tests.support.wait import until
 from antiphon.wire.errors import WorkerLost
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
 from antiphon.wire.ids import ClientKey

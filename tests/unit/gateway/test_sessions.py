@@ -10,7 +10,7 @@ from antiphon.bus.store import PART_BYTES
 from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import MemorySessionStore
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.base import Process
 from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.ids import Incarnation, InstanceId, TenantId

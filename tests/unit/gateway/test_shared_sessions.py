@@ -18,9 +18,9 @@ from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import session_store
 from antiphon.service.clock import SystemClock
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import client_bus, running
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import DEFAULT_TENANT

@@ -17,9 +17,9 @@ from antiphon.bus.store import Store
 from antiphon.gateway.http.openai.responses.items import InputText, MessageItem
 from antiphon.gateway.http.openai.responses.paging import page_of
 from antiphon.gateway.http.openai.responses.store import StoredResponse
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.services import QUICK
-from antiphon.testing.wait import until
+from tests.support.nats import NatsServer
+from tests.support.services import QUICK
+from tests.support.wait import until
 from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from antiphon.detokenizer.texts import TokenTexts
 from antiphon.gateway.service import GatewayService
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.vocabulary import read_vocabulary
-from antiphon.testing.echo_worker import EchoWorker
-from antiphon.testing.services import QUICK, running
+from tests.support.echo_worker import EchoWorker
+from tests.support.services import QUICK, running
 from antiphon.tokenizer.service import TokenizerService
 
 if TYPE_CHECKING:

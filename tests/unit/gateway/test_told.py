@@ -23,7 +23,7 @@ from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import DetailPiece, TokenDetail, TokenDetails, pack_floats

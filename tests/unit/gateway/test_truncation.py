@@ -15,7 +15,7 @@ from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vect
 
 from antiphon.gateway.requests.submission import RESERVED_OUTPUT_TOKENS
 from antiphon.gateway.requests.tokenizer_client import truncated
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests

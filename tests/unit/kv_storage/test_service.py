@@ -17,8 +17,8 @@ from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from antiphon.testing.services import QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.transfer.fetch import BlobGone, fetch_all
 from antiphon.transfer.server import BlobServer
 from antiphon.transfer.shelf import Shelf

@@ -13,8 +13,8 @@ from antiphon.model_worker.agreement import Agreement
 from antiphon.model_worker.opening import Engine
 from antiphon.model_worker.service import ModelWorker
 from antiphon.service.sockets import CannotStart
-from antiphon.testing.services import QUICK, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, running
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName

@@ -23,8 +23,8 @@ from antiphon.model_worker.opening import Engine
 from antiphon.model_worker.recording import read
 from antiphon.model_worker.service import ModelWorker
 from antiphon.model_worker.watchdog import Hung
-from antiphon.testing.services import client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,

@@ -14,7 +14,7 @@ from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.reports import REPORTS_MAX, Reports
-from antiphon.testing.wait import until
+from tests.support.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -29,8 +29,8 @@ from antiphon.service.clock import SystemClock
 from antiphon.service.model import served_name
 from antiphon.service.refusals import SharedStateBroken
 from antiphon.service.sockets import CannotStart
-from antiphon.testing.services import QUICK, Running, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, Running, client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (

@@ -14,8 +14,8 @@ from antiphon.model_worker.cache.events import Stored
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.service import Report, Runtime
-from antiphon.testing.services import QUICK, Running, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, Running, running
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch

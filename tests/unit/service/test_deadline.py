@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from antiphon.service.deadline import check, deadline_in, remaining_s
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.ids import ModelName, new_request_id
 from antiphon.wire.tokenize import DecodeRequest

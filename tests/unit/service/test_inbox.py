@@ -12,8 +12,8 @@ from antiphon.service.counts import RouteCounts
 from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
-from antiphon.testing.services import client_bus
-from antiphon.testing.wait import until
+from tests.support.services import client_bus
+from tests.support.wait import until
 from antiphon.wire.base import Process
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded

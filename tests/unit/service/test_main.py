@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 
 from antiphon.service.main import CANNOT_START
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 HANGING = """
 import threading, time

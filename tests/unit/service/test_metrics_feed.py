@@ -16,8 +16,8 @@ from antiphon.gateway.model_metrics import ModelMetrics
 from antiphon.service import metrics_feed
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
-from antiphon.testing.services import client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName

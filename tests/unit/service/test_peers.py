@@ -7,7 +7,7 @@ import random
 import pytest
 
 from antiphon.service.peers import Change, Patience, Peer, Peers, Verdict
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import Incarnation, InstanceId

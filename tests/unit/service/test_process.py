@@ -21,9 +21,9 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
-from antiphon.testing.echo import BUG, MODEL, echo_request
-from antiphon.testing.nats import NatsServer
-from antiphon.testing.wait import until
+from tests.support.echo import BUG, MODEL, echo_request
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from antiphon.wire.base import Process, State
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
@@ -53,7 +53,7 @@ async def bus(server: NatsServer) -> AsyncGenerator[Bus]:
 
 
 class Echo:
-    """A process of `antiphon.testing.echo`."""
+    """A process of `tests.support.echo`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -100,7 +100,7 @@ class Echo:
 async def echo(url: str, *flags: str) -> AsyncGenerator[Echo]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "antiphon.testing.echo", "--instance", "echo-0", "--bus-url", url, *flags),
+        *("-m", "tests.support.echo", "--instance", "echo-0", "--bus-url", url, *flags),
         stderr=asyncio.subprocess.PIPE,
     )
     try:
@@ -301,7 +301,7 @@ async def test_a_process_ends_with_its_parent_even_if_that_one_is_killed(
 ) -> None:
     script = (
         "import os, subprocess, sys, time\n"
-        "command = [sys.executable, '-m', 'antiphon.testing.echo', '--instance', 'echo-0',\n"
+        "command = [sys.executable, '-m', 'tests.support.echo', '--instance', 'echo-0',\n"
         f"           '--bus-url', {server.url!r}, '--parent-pid', str(os.getpid())]\n"
         "print(subprocess.Popen(command, stderr=subprocess.DEVNULL).pid, flush=True)\n"
         "time.sleep(60)\n"

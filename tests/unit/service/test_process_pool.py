@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.service import process_pool
 from antiphon.service.process_pool import ProcessPool
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:

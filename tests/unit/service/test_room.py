@@ -10,7 +10,7 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.service import GatewayService
 from antiphon.service.room import HELD_BYTES, OPEN_BYTES, check_room
 from antiphon.service.sockets import CannotStart
-from antiphon.testing.services import running
+from tests.support.services import running
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.ids import Incarnation, InstanceId, new_request_id

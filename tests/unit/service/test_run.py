@@ -17,9 +17,9 @@ from antiphon.service.clock import SystemClock
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.peers import Change
 from antiphon.service.refusals import SharedStateBroken
-from antiphon.testing.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
-from antiphon.testing.services import QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Message, Process, Role, State
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from antiphon.bus.transport import Receive
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime
-    from antiphon.testing.services import Running
+    from tests.support.services import Running
     from antiphon.wire.tokenize import EncodeReply, EncodeRequest
 
 CLOCK = SystemClock()

@@ -20,7 +20,7 @@ from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.ids import InstanceId
 

@@ -19,7 +19,7 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.supervisor.main import stop_signals
 from antiphon.supervisor.stack import CannotServe, Stack
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId

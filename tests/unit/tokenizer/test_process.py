@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from antiphon import embedded
-from antiphon.testing.nats import NatsServer
+from tests.support.nats import NatsServer
 
 
 async def test_a_broken_model_card_is_one_line_and_exit_code_3(tmp_path: Path) -> None:

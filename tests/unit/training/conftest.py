@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.model_worker.training.tokenizer import train_tokenizer
+from tests.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

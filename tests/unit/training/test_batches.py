@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.model_worker.training.batches import UNSUPERVISED, Row, batches, collate
-from antiphon.model_worker.training.tokenizer import CONTEXT_TOKENS
+from tests.training.batches import UNSUPERVISED, Row, batches, collate
+from tests.training.tokenizer import CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

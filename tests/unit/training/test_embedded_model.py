@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from antiphon import embedded
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Chat,
     Message,
     Skill,
@@ -19,11 +19,11 @@ from antiphon.model_worker.training.dialogue import (
     messages_of,
     seeded,
 )
-from antiphon.model_worker.training.evaluate import held_out_cases, score
-from antiphon.model_worker.training.generation import LocalModel
-from antiphon.model_worker.training.grammar import SKILLS, weave
-from antiphon.model_worker.training.skills.copying import COPYING
-from antiphon.model_worker.training.skills.sums import SUMS
+from tests.training.evaluate import held_out_cases, score
+from tests.training.generation import LocalModel
+from tests.training.grammar import SKILLS, weave
+from tests.training.skills.copying import COPYING
+from tests.training.skills.sums import SUMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ def test_a_name_is_remembered_over_a_long_chat(model: LocalModel) -> None:
     "skill", [skill for skill in SKILLS if skill.floor], ids=lambda skill: skill.name
 )
 def test_a_sample_of_held_out_prompts_is_answered(model: LocalModel, skill: Skill) -> None:
-    """A quick look; `antiphon.model_worker.training.evaluate` gives the whole score."""
+    """A quick look; `tests.training.evaluate` gives the whole score."""
     assert skill.floor
     assert score(skill, held_out_cases(skill, seed=0, count=20), model).share >= skill.floor - 0.1
 

@@ -12,13 +12,13 @@ from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.model_worker.training.dialogue import Call, Message, Skill, said, schema
-from antiphon.model_worker.training.evaluate import PROMPTS_PER_SKILL, held_out_cases
-from antiphon.model_worker.training.grammar import SKILLS, Case
-from antiphon.model_worker.training.skills.json_answers import JSON, JSON_FORCED
-from antiphon.model_worker.training.skills.thinking import THINKING
-from antiphon.model_worker.training.skills.tools import TOOL_CALL
-from antiphon.model_worker.training.tokenizer import CHAT_TEMPLATE
+from tests.training.dialogue import Call, Message, Skill, said, schema
+from tests.training.evaluate import PROMPTS_PER_SKILL, held_out_cases
+from tests.training.grammar import SKILLS, Case
+from tests.training.skills.json_answers import JSON, JSON_FORCED
+from tests.training.skills.thinking import THINKING
+from tests.training.skills.tools import TOOL_CALL
+from tests.training.tokenizer import CHAT_TEMPLATE
 from antiphon.tokenizer.habits import habits_of
 
 if TYPE_CHECKING:

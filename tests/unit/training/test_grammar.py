@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from antiphon.model_worker.training.dialogue import Skill, Split, Tools
-from antiphon.model_worker.training.evaluate import held_out_cases
-from antiphon.model_worker.training.grammar import SKILLS, choose_skills, conversations, weave
-from antiphon.model_worker.training.skills.sums import pair_key
+from tests.training.dialogue import Skill, Split, Tools
+from tests.training.evaluate import held_out_cases
+from tests.training.grammar import SKILLS, choose_skills, conversations, weave
+from tests.training.skills.sums import pair_key
 
 CONVERSATIONS = 3000
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from antiphon.model_worker.training.muon import Muon, orthogonal
+from tests.training.muon import Muon, orthogonal
 
 SHAPES = ((8, 8), (24, 8), (8, 24), (24, 8))
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from antiphon import embedded
-from antiphon.model_worker.training.batches import Encoder
-from antiphon.model_worker.training.dialogue import Chat, Message, said, schema, seeded
-from antiphon.model_worker.training.grammar import conversations
-from antiphon.model_worker.training.tokenizer import (
+from tests.training.batches import Encoder
+from tests.training.dialogue import Chat, Message, said, schema, seeded
+from tests.training.grammar import conversations
+from tests.training.tokenizer import (
     BOS,
     CHAT_TEMPLATE,
     MARKS,

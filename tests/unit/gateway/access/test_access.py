@@ -12,7 +12,7 @@ from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import AccessLevel, Caller
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
-from antiphon.testing.clock import ManualClock
+from tests.support.clock import ManualClock
 from antiphon.wire.errors import (
     EngineError,
     Forbidden,

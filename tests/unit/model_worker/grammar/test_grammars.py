@@ -20,7 +20,7 @@ from antiphon.model_worker.grammar.places import WAITING_MAX, Places
 from antiphon.model_worker.grammar.queue import GrammarQueue
 from antiphon.model_worker.output import Run
 from antiphon.telemetry.metrics import Metrics
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 from antiphon.wire.grammar import Grammar, GrammarKind

@@ -14,8 +14,8 @@ from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.service import ModelWorker
-from antiphon.testing.services import QUICK, client_bus, running
-from antiphon.testing.wait import until
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason
 from antiphon.wire.command import Abort
 from antiphon.wire.grammar import Grammar, GrammarKind

@@ -1,4 +1,4 @@
-"""Trains the embedded model: `python -m antiphon.model_worker.training.train --out DIR`."""
+"""Trains the embedded model: `python -m tests.training.train --out DIR`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from antiphon.model_worker.training.batches import UNSUPERVISED, Batch, batches
-from antiphon.model_worker.training.model import new_model, save_model, trained_model
-from antiphon.model_worker.training.muon import Muon
-from antiphon.model_worker.training.tokenizer import train_tokenizer
+from tests.training.batches import UNSUPERVISED, Batch, batches
+from tests.training.model import new_model, save_model, trained_model
+from tests.training.muon import Muon
+from tests.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A worker without a model: it says the prompt's own tokens back, over the real routes.
 
 What a request takes with it is what the services themselves take: the benchmark's zero. Run as a
-process in the worker's place: `python -m antiphon.testing.echo_worker --config FILE ...`.
+process in the worker's place: `python -m tests.support.echo_worker --config FILE ...`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The smallest service: in the tokenizer's place, it answers each request at its deadline.
 
-Run by `python -m antiphon.testing.echo` where a test needs a process to send signals to.
+Run by `python -m tests.support.echo` where a test needs a process to send signals to.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from antiphon.model_worker.training.dialogue import said, signature
-from antiphon.model_worker.training.grammar import conversations
+from tests.training.dialogue import said, signature
+from tests.training.grammar import conversations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ from antiphon.config.process import HealthConfig, ServiceConfig
 from antiphon.config.settings import Settings
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.run import Surroundings, serve
-from antiphon.testing.wait import until
+from tests.support.wait import until
 from antiphon.wire.base import Process, State
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 

@@ -1,4 +1,4 @@
-"""Scores the embedded model: `python -m antiphon.model_worker.training.evaluate`.
+"""Scores the embedded model: `python -m tests.training.evaluate`.
 
 Prints the share of exact answers, skill by skill, to prompts that no training run has seen to the
 letter. Where a skill has values to draw, such as numbers or names, these are held out. Where it has
@@ -19,10 +19,10 @@ import msgspec
 import torch
 
 from antiphon import embedded
-from antiphon.model_worker.training.dialogue import Skill, seeded
-from antiphon.model_worker.training.generation import Generate, LocalModel
-from antiphon.model_worker.training.grammar import SKILLS, Case, case
-from antiphon.model_worker.training.served import HttpModel, ServedModel
+from tests.training.dialogue import Skill, seeded
+from tests.training.generation import Generate, LocalModel
+from tests.training.grammar import SKILLS, Case, case
+from tests.training.served import HttpModel, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from antiphon.model_worker.training.skills.smalltalk import PLACES
-from antiphon.model_worker.training.words import (
+from tests.training.skills.smalltalk import PLACES
+from tests.training.words import (
     ADJECTIVES,
     NAMES,
     NOUNS,

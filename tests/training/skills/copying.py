@@ -5,8 +5,8 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
-from antiphon.model_worker.training.words import NOUNS, compose, invented_name, sentence, words
+from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
+from tests.training.words import NOUNS, compose, invented_name, sentence, words
 
 if TYPE_CHECKING:
     from random import Random

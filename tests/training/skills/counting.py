@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
-from antiphon.model_worker.training.words import NOUNS, compose
+from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
+from tests.training.words import NOUNS, compose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

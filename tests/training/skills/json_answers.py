@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Exchange,
     Skill,
     Split,
@@ -17,9 +17,9 @@ from antiphon.model_worker.training.dialogue import (
     Tools,
     draw,
 )
-from antiphon.model_worker.training.skills.facts import COLOUR_ASKED, COLOUR_OF, LEGS_ASKED, LEGS_OF
-from antiphon.model_worker.training.skills.tool_kinds import CITIES
-from antiphon.model_worker.training.words import (
+from tests.training.skills.facts import COLOUR_ASKED, COLOUR_OF, LEGS_ASKED, LEGS_OF
+from tests.training.skills.tool_kinds import CITIES
+from tests.training.words import (
     COLOURS,
     NAMES,
     NOUNS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
-from antiphon.model_worker.training.words import article, compose, wording_key
+from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
+from tests.training.words import article, compose, wording_key
 
 if TYPE_CHECKING:
     from random import Random

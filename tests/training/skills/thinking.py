@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Exchange,
     Skill,
     Split,
@@ -13,8 +13,8 @@ from antiphon.model_worker.training.dialogue import (
     draw,
     split_of,
 )
-from antiphon.model_worker.training.skills.sums import pair_key
-from antiphon.model_worker.training.words import compose
+from tests.training.skills.sums import pair_key
+from tests.training.words import compose
 
 if TYPE_CHECKING:
     from random import Random

@@ -13,7 +13,7 @@ from antiphon.config.grammar import GrammarConfig
 from antiphon.model_worker.batching.processors import words_count
 from antiphon.model_worker.grammar.matcher import Compiler
 from antiphon.model_worker.grammar.source import Source
-from antiphon.model_worker.training.dialogue import schema, template_message
+from tests.training.dialogue import schema, template_message
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.grammar import GrammarKind
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.model_worker.grammar.matcher import Matcher
-    from antiphon.model_worker.training.dialogue import Chat
+    from tests.training.dialogue import Chat
 
 
 class Generate(Protocol):

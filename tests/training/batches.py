@@ -10,9 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from antiphon.model_worker.training.dialogue import Chat, said, seeded, turns
-from antiphon.model_worker.training.grammar import conversations
-from antiphon.model_worker.training.tokenizer import (
+from tests.training.dialogue import Chat, said, seeded, turns
+from tests.training.grammar import conversations
+from tests.training.tokenizer import (
     BOS,
     CONTEXT_TOKENS,
     END,

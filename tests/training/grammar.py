@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Chat,
     Exchange,
     Message,
@@ -19,21 +19,21 @@ from antiphon.model_worker.training.dialogue import (
     said,
     seeded,
 )
-from antiphon.model_worker.training.skills.copying import COPYING
-from antiphon.model_worker.training.skills.counting import COUNTING
-from antiphon.model_worker.training.skills.facts import ANIMALS, COLOURS
-from antiphon.model_worker.training.skills.json_answers import JSON, JSON_FORCED, schema_of
-from antiphon.model_worker.training.skills.recall import RECALL, RECALL_COLOUR, RECALL_PET
-from antiphon.model_worker.training.skills.smalltalk import (
+from tests.training.skills.copying import COPYING
+from tests.training.skills.counting import COUNTING
+from tests.training.skills.facts import ANIMALS, COLOURS
+from tests.training.skills.json_answers import JSON, JSON_FORCED, schema_of
+from tests.training.skills.recall import RECALL, RECALL_COLOUR, RECALL_PET
+from tests.training.skills.smalltalk import (
     GREETING,
     IDENTITY_SKILL,
     REFUSALS,
     STORIES,
 )
-from antiphon.model_worker.training.skills.sums import SUMS
-from antiphon.model_worker.training.skills.thinking import THINKING
-from antiphon.model_worker.training.skills.tools import TOOL_CALL
-from antiphon.model_worker.training.words import sentence
+from tests.training.skills.sums import SUMS
+from tests.training.skills.thinking import THINKING
+from tests.training.skills.tools import TOOL_CALL
+from tests.training.words import sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from antiphon.model_worker.training.tokenizer import (
+from tests.training.tokenizer import (
     BOS,
     CONTEXT_TOKENS,
     END,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.training.dialogue import Exchange, Skill, Split, Thread, draw
-from antiphon.model_worker.training.words import (
+from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
+from tests.training.words import (
     COLOURS,
     NAMES,
     PET_NAMES,

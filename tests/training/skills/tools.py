@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Call,
     Exchange,
     Parameter,
@@ -18,16 +18,16 @@ from antiphon.model_worker.training.dialogue import (
     Tools,
     split_of,
 )
-from antiphon.model_worker.training.skills import sums
-from antiphon.model_worker.training.skills.smalltalk import REFUSAL
-from antiphon.model_worker.training.skills.tool_kinds import (
+from tests.training.skills import sums
+from tests.training.skills.smalltalk import REFUSAL
+from tests.training.skills.tool_kinds import (
     FAILED_SHARE,
     Kind,
     Values,
     fails,
     kind,
 )
-from antiphon.model_worker.training.words import compose
+from tests.training.words import compose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

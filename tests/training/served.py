@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import ClientSession, ClientTimeout
 
 from antiphon.client import Client
-from antiphon.model_worker.training.dialogue import (
+from tests.training.dialogue import (
     Call,
     Message,
     said,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.client.client import AskOptions
-    from antiphon.model_worker.training.dialogue import Chat
+    from tests.training.dialogue import Chat
 
 AT_ONCE = 16
 
