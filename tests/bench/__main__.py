@@ -15,7 +15,6 @@ from tests.bench.latency import HOPS, Latency, measure
 from tests.bench.services import echo_stack
 from tests.bench.services_cpu import ServicesCpu
 from tests.bench.serving.report import RESULTS
-
 from tests.support.nats import NatsServer
 
 FILE = RESULTS / "services.json"

@@ -1,7 +1,8 @@
 """An echo worker with the pace of a model: 600 tokens a second when 16 requests run."""
 
-from antiphon.service.main import run
 from tests.support.echo_worker import EchoWorker
+
+from antiphon.service.main import run
 from antiphon.wire.base import Role
 
 RUNNING = 16

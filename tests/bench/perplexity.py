@@ -19,6 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from tests.bench.figures import Machine, machine
 from tests.models.specs import attention_of
+from tests.training.batches import Encoder
+from tests.training.dialogue import seeded
+from tests.training.grammar import conversations
 from tokenizers import Tokenizer
 
 from antiphon import embedded
@@ -28,16 +31,13 @@ from antiphon.kernels.rotary import angles, rotary
 from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import METHODS
 from antiphon.layers.tp import SingleRank
-from antiphon.model_worker.model.load import Model, load
-from tests.training.batches import Encoder
-from tests.training.dialogue import seeded
-from tests.training.grammar import conversations
+from antiphon.model_worker.model.load import LoadedModel, load
 
 if TYPE_CHECKING:
+    from tests.training.batches import Row
     from torch import Tensor
 
     from antiphon.layers.context import Manner
-    from tests.training.batches import Row
 
 SEED = 20_000
 """Training starts from another."""
@@ -100,7 +100,7 @@ class WholeSequence:
         return mixed.transpose(0, 1).contiguous()
 
 
-def logits(model: Model, row: Row) -> Tensor:
+def logits(model: LoadedModel, row: Row) -> Tensor:
     """Of every token of a conversation, (T, V)."""
     spec, build = model.spec, model.build
     positions = torch.tensor(row.positions)
@@ -142,7 +142,7 @@ class Foretold:
     likeliest: Tensor
 
 
-def foretold(model: Model, rows: list[Row]) -> Foretold:
+def foretold(model: LoadedModel, rows: list[Row]) -> Foretold:
     """Run all rows."""
     losses: list[Tensor] = []
     likeliest: list[Tensor] = []

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import WORLDS, World
-
 from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import Mailbox, World
+from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.errors import AnswerLost, BusDown, NobodyListens
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode_json
 from antiphon.wire.errors import DeadlineExceeded, Overloaded

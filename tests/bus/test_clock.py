@@ -6,7 +6,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.support.clock import ManualClock
 
 if TYPE_CHECKING:

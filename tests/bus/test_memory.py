@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 from tests.bus.worlds import Mailbox
+from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from tests.support.wait import until
 
 
 async def test_one_link_is_cut_and_the_others_stay() -> None:

@@ -14,6 +14,8 @@ import pytest
 import uvloop
 from nats.aio.client import Client
 from tests.bus.worlds import Mailbox, bus_config, flood
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 
 from antiphon.bus import nats as transport_module
 from antiphon.bus.connection import Connection, Socket
@@ -22,8 +24,6 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.transport import Packet
 from antiphon.service.tasks import Tasks
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import Mailbox, bus_config
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from tests.wire.examples import EXAMPLES, TERM, WORKER
 
 from antiphon.bus.bus import Bus
@@ -16,8 +18,6 @@ from antiphon.bus.discovery import ASKERS, OPERATOR, Discovery, Endpoint
 from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import compose_config, user, users, users_text
 from antiphon.bus.server import ServerSettings
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.command import CommandBatch
 from antiphon.wire.ids import DEFAULT_TENANT, ClusterName, InstanceId, TenantId, new_incarnation

@@ -8,10 +8,10 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.nats import NatsServer
 
 from antiphon.bus import server
 from antiphon.bus.server import ServerFailed, ServerMissing, ServerSettings, find, name_at, start
-from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import bus_config
+from tests.support.nats import NatsServer
+from tests.support.services import CLUSTER, client_bus
+from tests.support.wait import until
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
@@ -14,9 +17,6 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.bus.permissions import users, users_text
 from antiphon.bus.server import ServerSettings
 from antiphon.bus.store import PART_BYTES, Store, StoreLimits
-from tests.support.nats import NatsServer
-from tests.support.services import CLUSTER, client_bus
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.buckets import RESPONSES
 from antiphon.wire.errors import Unavailable

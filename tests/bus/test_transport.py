@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bus.worlds import Mailbox, World
+from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown
-from tests.support.wait import until
 from antiphon.wire.errors import RequestTooLarge
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
+from tests.support.nats import NatsServer
+from tests.support.wait import until
+
 from antiphon.bus.faulty import FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 
 if TYPE_CHECKING:
     from antiphon.bus.transport import Packet, Transport

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.bench.services import echo_stack
+from tests.support.nats import NatsServer
 from tests.support.scripted_worker import CONTEXT_TOKENS, read_prompts, write_script
 from tests.system.stack import Stack, serving
 
 from antiphon import embedded
-from tests.support.nats import NatsServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.fuzz.forger import Forger, Known
+from tests.support.services import CLUSTER, QUICK, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
@@ -20,8 +22,6 @@ from antiphon.kv_storage.service import KvStorageService
 from antiphon.model_worker.service import ModelWorker
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.model import served_name
-from tests.support.services import CLUSTER, QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import State
 

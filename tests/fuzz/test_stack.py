@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from tests.fuzz.forger import Forger, Known
+from tests.support.wait import until
 from tests.system.stack import SERVICES, serving
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.process import BusConfig
-from tests.support.wait import until
 from antiphon.wire.base import Process
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 from antiphon.wire.routes import HEARTBEAT, OPEN

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from antiphon.kernels.cpu.extension import lacking
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
@@ -75,7 +75,7 @@ class Engine:
             deterministic=mode.deterministic,
         )
         pools = CachePools(model.groups)
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=2048,
             chunk_tokens=mode.chunk,
             running_max=mode.batch,
@@ -89,7 +89,7 @@ class Engine:
         )
         index = RadixIndex(pools) if mode.cached else None
         self._pools = pools
-        self._batching = Batching(limits, pools, index)
+        self._batching = EngineCore(limits, pools, index)
         self._loop = BatchingLoop(self._batching, model.runner, Mailbox(1), self._hear)
         self._ran = Ran([])
 

@@ -16,9 +16,9 @@ from tests.models.pooling import PoolingEngine
 from tests.models.stepper import Stepper
 from torch import Tensor
 
-from antiphon.model_worker.batching.plan import Outcome, Plan
+from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 from antiphon.model_worker.cache.groups import GroupKind
-from antiphon.model_worker.runner.batch import build
+from antiphon.model_worker.runner.input_batch import build_input_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,20 +42,22 @@ class Reader:
         self.kept: dict[int, list[Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """Compute a plan; types of tokens are those of `typed`."""
         runner, rows = self._runner, len(plan.slot)
         if self._types:
             types = (plan.tokens % self._types).astype(np.int32)
             plan = msgspec.structs.replace(plan, token_types=types)
-        self.ctx = runner._contexts.of(plan, build(plan, runner._shapes, runner._states_count))
+        self.ctx = runner._contexts.of(
+            plan, build_input_batch(plan, runner._shapes, runner._states_count)
+        )
         tokens = torch.as_tensor(plan.tokens.astype(np.int64))
-        left = runner._model.own.forward(self.ctx, tokens=tokens).last
+        left = runner._model.own_decoder.forward(self.ctx, tokens=tokens).last
         for slot, piece in zip(plan.slot, left.split(plan.query_len.tolist()), strict=True):
             self.kept.setdefault(int(slot), []).append(piece)
         nothing = np.zeros(0, np.int32)
         status, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
-        return Outcome(step=plan.step, starts=starts, token_ids=nothing, status=status)
+        return StepOutcome(step=plan.step, starts=starts, token_ids=nothing, status=status)
 
 
 def typed(ids: list[int], types: int) -> Tensor:
@@ -92,7 +94,7 @@ def said(model: OpenModel, reader: Reader, slots: range) -> Tensor:
     if model.spec.head is None:
         return torch.cat(streams)
     pooled = torch.stack([POOLED[model.spec.pooling](stream) for stream in streams])
-    return model.runner._model.own.scores(reader.ctx, pooled)
+    return model.runner._model.own_decoder.scores(reader.ctx, pooled)
 
 
 def check_said(saved: Saved, linear: str) -> None:

@@ -20,10 +20,10 @@ from antiphon.kernels.cpu.extension import lacking
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import Model, load
+from antiphon.model_worker.model.load import LoadedModel, load
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.open import OpenModel
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ def opened(
         spec = mutant(spec)
         decoder = Decoder(spec, model.build, method=METHODS[linear])
         checkpoint = Checkpoint.open(saved.folder)
-        checkpoint.complete(spec.prefix)
+        checkpoint.add_prefix(spec.prefix)
         checkpoint.load(decoder.sources())
         decoder.pack()
-        model = Model(spec, decoder, model.build)
+        model = LoadedModel(spec, decoder, model.build)
     groups = cache_groups(spec, model.build, page_tokens=4, pages=128, states=512)
-    return OpenModel(Runner(model, groups), groups, spec)
+    return OpenModel(ModelRunner(model, groups), groups, spec)
 
 
 class Heard:
@@ -229,12 +229,12 @@ def check_prefix(saved: Saved) -> None:
 
 def without_tensors(saved: Saved) -> Iterator[tuple[str, OpenModel]]:
     """The model with its tensors of one name zero, in all layers: by each name that shows."""
-    names = {source.name for source in opened(saved).runner._model.own.sources()}
+    names = {source.name for source in opened(saved).runner._model.own_decoder.sources()}
     for kind in sorted({_NUMBER.sub("*", name) for name in names}):
         if kind.endswith(saved.row.idle):
             continue
         model = opened(saved)
-        decoder = model.runner._model.own
+        decoder = model.runner._model.own_decoder
         for source in decoder.sources():
             if _NUMBER.sub("*", source.name) == kind:
                 source.load(torch.zeros(source.shape))

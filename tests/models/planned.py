@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def check_counted(saved: Saved) -> None:
     """Weights, cache and states, to the byte."""
     model, card = load(saved.folder, dtype="float32"), read_card(saved.folder)
-    taken = {source.name: source.shape for source in model.own.sources()}
+    taken = {source.name: source.shape for source in model.own_decoder.sources()}
     tensors = {name: math.prod(shape) for name, shape in taken.items()}
     copied = sum(_copied(layer.mixer) for layer in model.spec.layers)
     plain = Linear.PLAIN
@@ -47,7 +47,7 @@ def check_counted(saved: Saved) -> None:
 def check_counted_nearly(saved: Saved) -> None:
     """Without weights: norms and biases are left out, which are a part of tiny models only."""
     card = read_card(find_files(saved.folder, LoadFormat.DUMMY))
-    sources = {source.name: source.shape for source in load(saved.folder).own.sources()}
+    sources = {source.name: source.shape for source in load(saved.folder).own_decoder.sources()}
     matrices = sum(
         math.prod(shape)
         for name, shape in sources.items()

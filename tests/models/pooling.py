@@ -9,8 +9,8 @@ import numpy as np
 from antiphon.config.card import read_card
 from antiphon.config.pooling import PoolMode, read_pooling
 from antiphon.kernels.cpu.extension import lacking
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
@@ -61,7 +61,7 @@ class PoolingEngine:
             pooling=pooling,
         )
         pools = CachePools(model.groups)
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=512,
             chunk_tokens=chunk if card.causal else None,
             running_max=batch,
@@ -73,7 +73,7 @@ class PoolingEngine:
             pool_width=pooling.width,
         )
         index = RadixIndex(pools) if pooling.mode is PoolMode.LAST and card.causal else None
-        self._batching = Batching(limits, pools, index)
+        self._batching = EngineCore(limits, pools, index)
         self._loop = BatchingLoop(self._batching, model.runner, Mailbox(1), lambda _: None)
         self._keys = 0
         self.vectors: dict[int, np.ndarray] = {}

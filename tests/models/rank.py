@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from antiphon.layers.tp import GroupRank
-from antiphon.model_worker.batching.plan import Plan, SamplingColumns
+from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.runner.open import open_model
 
 
@@ -37,7 +37,7 @@ class RecordedPlan(msgspec.Struct):
     choice: list[int]
 
 
-def record(plan: Plan) -> RecordedPlan:
+def record(plan: StepPlan) -> RecordedPlan:
     def column(name: str):
         owner = plan if hasattr(plan, name) else plan.sampling
         return getattr(owner, name).tolist()
@@ -50,14 +50,14 @@ def record(plan: Plan) -> RecordedPlan:
     )
 
 
-def replayed(recorded: RecordedPlan) -> Plan:
+def replayed(recorded: RecordedPlan) -> StepPlan:
     def ints(values: list) -> np.ndarray:
         return np.array(values, np.int32)
 
     def floats(values: list[float]) -> np.ndarray:
         return np.array(values, np.float32)
 
-    return Plan(
+    return StepPlan(
         step=recorded.step,
         slot=ints(recorded.slot),
         query_start=ints(recorded.query_start),

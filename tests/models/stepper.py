@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Outcome, Plan, SamplingColumns, future
+from antiphon.model_worker.batching.plan import SamplingColumns, StepOutcome, StepPlan, future
 from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from antiphon.kernels.cpu.stack import Scored
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.runner import PlanRunner
     from antiphon.model_worker.cache.groups import CacheGroup
-    from antiphon.model_worker.runner.batch import Batch
-    from antiphon.model_worker.runner.forward import Runner as Rank
+    from antiphon.model_worker.runner.input_batch import InputBatch
+    from antiphon.model_worker.runner.model_runner import ModelRunner as Rank
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Stepper:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: PlanRunner,
         groups: Sequence[CacheGroup],
         seed: int = 0,
         *,
@@ -59,7 +59,7 @@ class Stepper:
         self.groups = groups
         self.follows = follows
         self.lines: dict[int, Line] = {}
-        self.plans: list[Plan] = []
+        self.plans: list[StepPlan] = []
         random = np.random.default_rng(seed)
         self._free = [random.permutation(group.pages_total).tolist() for group in groups]
 
@@ -76,7 +76,7 @@ class Stepper:
         drafts: Mapping[int, Sequence[int]] | None = None,
         all_logits: bool = False,
         as_future: bool = False,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Compute the next `lengths[slot]` tokens of each slot, and its drafts after them.
 
         With `all_logits` every token's are asked for; with `as_future` the last known token of a
@@ -120,7 +120,7 @@ class Stepper:
         *,
         all_logits: bool,
         as_future: bool,
-    ) -> Plan:
+    ) -> StepPlan:
         lines = [self.lines[slot] for slot in lengths]
         tokens: list[list[int]] = []
         wanted: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
@@ -137,7 +137,7 @@ class Stepper:
         query_len = _ints(map(len, tokens))
         computed = _ints(line.computed for line in lines)
         kv_len = computed + query_len
-        return Plan(
+        return StepPlan(
             step=len(self.plans) + 1,
             slot=_ints(lengths),
             query_start=(np.cumsum(query_len) - query_len).astype(np.int32),
@@ -182,7 +182,7 @@ class Stepper:
         return np.array(pairs, np.int32)
 
 
-def follows(plan: Plan, before: Plan) -> bool:
+def follows(plan: StepPlan, before: StepPlan) -> bool:
     """Whether each row is the one before, one token further; nobody here changes its columns."""
     rows = len(plan.slot)
     decodes = all(
@@ -212,14 +212,16 @@ def spy_on_logits(runner: Rank) -> list[Tensor]:
     seen: list[Tensor] = []
     at_once, by_parts = runner._contexts.score, runner._score
 
-    def spy_at_once(plan: Plan, batch: Batch, tokens: Ints, *, bare: bool) -> Scored | None:
+    def spy_at_once(
+        plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
+    ) -> Scored | None:
         del bare  # whoever asks for less gets more
         scored = at_once(plan, batch, tokens, bare=False)
         if scored is not None:
             seen.append(scored.logits.clone())
         return scored
 
-    def spy_by_parts(plan: Plan, batch: Batch, tokens: Ints) -> Scored:
+    def spy_by_parts(plan: StepPlan, batch: InputBatch, tokens: Ints) -> Scored:
         scored = by_parts(plan, batch, tokens)
         seen.append(scored.logits.clone())
         return scored

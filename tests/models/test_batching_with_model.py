@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.models.tiny import VOCABULARY
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
@@ -48,7 +48,7 @@ def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]],
     """The texts of some requests that arrive one a turn, and the last report."""
     model = open_model(folder, page_tokens=4, pages=pages, dtype="float32")
     pools = CachePools(model.groups)
-    limits = Limits(
+    limits = EngineLimits(
         step_tokens_max=40,
         chunk_tokens=24,
         running_max=6,
@@ -58,7 +58,7 @@ def run(folder: Path, pages: int, indices: range) -> tuple[dict[int, list[int]],
         weights_digest="",
         conservativeness=0.0,  # keeps nothing free for answers, so that some are retracted
     )
-    batching = Batching(limits, pools)
+    batching = EngineCore(limits, pools)
     texts: dict[int, list[int]] = {index: [] for index in indices}
 
     def hear(report: StepReport) -> None:

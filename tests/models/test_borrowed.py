@@ -25,11 +25,11 @@ from tests.models.parity import (
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
-from antiphon.model_worker.model.borrowed import BorrowedDecoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.opening import open_engine
+from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.startup.engine import open_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,7 +232,7 @@ def test_cache_is_planned_as_transformers_modules_fill_it(
     assert plan is not None
     assert plan.implementation.value == "transformers"
     assert decided in plan.implementation.reason
-    kept = [group.page_bytes * group.pages_total for group in engine.batching.pools.groups]
+    kept = [group.page_bytes * group.pages_total for group in engine.core.pools.groups]
     assert plan.cache_bytes.value == sum(kept)
 
 
@@ -252,7 +252,7 @@ def test_a_line_in_the_log_says_whose_layers_run(
     saved: Saved, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        assert isinstance(load(saved.folder).decoder, BorrowedDecoder)
+        assert isinstance(load(saved.folder).decoder, TransformersDecoder)
     (line,) = [each for each in caplog.records if each.message.startswith("transformers' own")]
     assert line.__dict__["reason"] == "no family of ours"
 

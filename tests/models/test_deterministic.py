@@ -20,10 +20,10 @@ from tests.models.tiny import VOCABULARY, write_llama
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import Model, fill, load
+from antiphon.model_worker.model.load import LoadedModel, load, load_weights
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ class Bench:
         if kind.windows is not None:
             model = with_windows(model, folder, kind)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=1024)
-        runner = Runner(model, groups, fused=kind.fused, deterministic=True)
+        runner = ModelRunner(model, groups, fused=kind.fused, deterministic=True)
         return cls(Stepper(runner, groups), spy_on_logits(runner))
 
     def warm(self, ids: list[int], seed: int) -> Line:
@@ -85,12 +85,12 @@ class Bench:
         return line
 
 
-def with_windows(model: Model, folder: Path, kind: Kind) -> Model:
+def with_windows(model: LoadedModel, folder: Path, kind: Kind) -> LoadedModel:
     assert kind.windows is not None
     spec = windowed(model.spec, kind.windows)
     decoder = Decoder(spec, model.build, method=METHODS[kind.linear])
-    fill(decoder, Checkpoint.open(folder), spec)
-    return Model(spec, decoder, model.build)
+    load_weights(decoder, Checkpoint.open(folder), spec)
+    return LoadedModel(spec, decoder, model.build)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_what_cannot_be_deterministic_does_not_start(folder: Path) -> None:
     def start(linear: str, dtype: str = "float32", **forced: str) -> None:
         model = load(folder, dtype=dtype, linear=linear)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=8)
-        Runner(model, groups, deterministic=True, forced=forced)
+        ModelRunner(model, groups, deterministic=True, forced=forced)
 
     start("packed")
     with pytest.raises(KernelUnavailable, match="keep them packed"):

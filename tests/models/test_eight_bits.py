@@ -29,9 +29,9 @@ from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import CACHE_DTYPES, load
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def test_every_way_to_run_it_agrees(
 ) -> None:
     model = load(llama.folder, dtype="float32", linear=linear, cache_dtype=format_)
     groups = cache_groups(model.spec, model.build, page_tokens=4, pages=128)
-    run = OpenModel(Runner(model, groups, forced=forced), groups, model.spec)
+    run = OpenModel(ModelRunner(model, groups, forced=forced), groups, model.spec)
     ours = logits_of(run, texts()[-1], chunk=17)
     assert error(ours, reference(llama, texts()[-1], format_)) < LIMIT
 

@@ -11,15 +11,15 @@ from tests.models.test_batching_with_model import state
 from tests.models.tiny import VOCABULARY, write_llama
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, Finish
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.recording import Header, read, write
-from antiphon.model_worker.replay import replay
+from antiphon.model_worker.observability.recording import RecordingHeader, read, write
+from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.open import open_model
 from antiphon.model_worker.runner.sampling import Sampler
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.recorder import Record
     from antiphon.model_worker.batching.request import RequestState
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.runner import PlanRunner
     from antiphon.model_worker.cache.groups import CacheGroup
+    from antiphon.model_worker.observability.flight_recorder import StepRecord
 
 CURSE = VOCABULARY - 1
 COUNT = 5
@@ -56,15 +56,15 @@ def requests(culprit: int | None) -> list[RequestState]:
 
 
 def run(
-    runner: Runner,
+    runner: PlanRunner,
     groups: tuple[CacheGroup, ...],
     states: list[RequestState],
     *,
     overlap: bool = False,
-) -> tuple[list[list[int]], list[Finish | None], tuple[Record, ...]]:
+) -> tuple[list[list[int]], list[Finish | None], tuple[StepRecord, ...]]:
     """What each says and how it ends, all at once, and what was recorded."""
     pools = CachePools(groups)
-    limits = Limits(
+    limits = EngineLimits(
         step_tokens_max=64,
         chunk_tokens=40,
         running_max=COUNT,
@@ -73,7 +73,7 @@ def run(
         end_ids=frozenset(),
         weights_digest="",
     )
-    batching = Batching(limits, pools, RadixIndex(pools))
+    batching = EngineCore(limits, pools, RadixIndex(pools))
     texts: list[list[int]] = [[] for _ in states]
     ends: list[Finish | None] = [None for _ in states]
 
@@ -153,7 +153,7 @@ def test_a_step_that_raises_leaves_no_number_behind(llama: Path) -> None:
 def test_a_recording_of_the_model_is_replayed_from_its_file(llama: Path, tmp_path: Path) -> None:
     model = open_model(llama, page_tokens=4, pages=256, dtype="float32")
     records = run(model.runner, model.groups, requests(None))[2]
-    header = Header(
+    header = RecordingHeader(
         reason="test",
         unix_ms=1,
         instance="w",

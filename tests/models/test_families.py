@@ -26,7 +26,7 @@ from tests.models.planned import check_counted, check_counted_nearly
 
 from antiphon.model_worker.model import registry
 from antiphon.model_worker.model.config_file import read_config
-from antiphon.model_worker.model.declare import read_spec
+from antiphon.model_worker.model.llama_parts import read_spec
 
 if TYPE_CHECKING:
     from tests.models.families import Row

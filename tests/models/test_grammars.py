@@ -18,9 +18,9 @@ from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
-from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.backend import GrammarBackend
 from antiphon.model_worker.grammar.metrics import GrammarMetrics
-from antiphon.model_worker.opening import Engine, open_engine
+from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -30,7 +30,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.guide import Guide
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 TOKENIZER = Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 SETTINGS = Settings(model=ModelConfig(dtype=Dtype.FLOAT32), cache=CacheConfig(tokens_max=4096))
@@ -80,18 +80,18 @@ class Worker:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self.settings = settings
-        self.loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+        self.loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
 
-    def guides(self, states: Sequence[RequestState]) -> list[Guide | None]:
-        async def make() -> list[Guide | None]:
-            vocab_size = self.engine.batching.limits.vocab_size
+    def guides(self, states: Sequence[RequestState]) -> list[GrammarMatcher | None]:
+        async def make() -> list[GrammarMatcher | None]:
+            vocab_size = self.engine.core.limits.vocab_size
             opener = self.engine.open_compiler
             async with asyncio.TaskGroup() as group:
-                grammars = Grammars(
+                grammars = GrammarBackend(
                     self.settings.grammar, vocab_size, opener, group, GrammarMetrics(Metrics())
                 )
                 made = [
-                    None if state.sampling.grammar is None else await grammars.guide(state)
+                    None if state.sampling.grammar is None else await grammars.matcher(state)
                     for state in states
                 ]
                 grammars.close()
@@ -109,9 +109,9 @@ class Worker:
         guides = zip(said, self.guides(states), strict=True)
         mail = Mail(
             runs=tuple(zip(said, states, strict=True)),
-            guides={key: guide for key, guide in guides if guide is not None},
+            matchers={key: guide for key, guide in guides if guide is not None},
         )
-        while not self.engine.batching.idle or mail.runs:
+        while not self.engine.core.idle or mail.runs:
             for news in self.loop.turn(mail).progress:
                 said[news.key].ids += unpack_ids(news.token_ids)
                 said[news.key].finish = news.finish
@@ -190,5 +190,5 @@ def test_few_pages_and_long_waits_leave_no_trace() -> None:
     tight, roomy = Worker(open_engine(small), small), Worker(open_engine(SETTINGS), SETTINGS)
     states = [state(schema(), seed, max_new_tokens=120) for seed in range(8)]
     assert [said.ids for said in tight.run(*states)] == [said.ids for said in roomy.run(*states)]
-    assert tight.engine.batching.retractions > 0
-    assert tight.engine.batching.pools.used() == tight.engine.batching.pools.loose()
+    assert tight.engine.core.retractions > 0
+    assert tight.engine.core.pools.used() == tight.engine.core.pools.loose()

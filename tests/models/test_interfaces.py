@@ -24,16 +24,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model import registry
-from antiphon.model_worker.model.declare import attention, gated, layers, rms_norm
-from antiphon.model_worker.model.declare import model as model_of
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.layer import NotPlain
-from antiphon.model_worker.model.load import Model, fill, load
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.layer import NotStackable
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, rms_norm
+from antiphon.model_worker.model.llama_parts import model as model_of
+from antiphon.model_worker.model.load import LoadedModel, load, load_weights
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 RANDOM = np.random.default_rng(11)
@@ -122,9 +122,9 @@ def with_windows(folder: Path, windows: tuple[int | None, ...]) -> OpenModel:
     model = load(folder, dtype="float32")
     spec = windowed(model.spec, windows)
     decoder = Decoder(spec, model.build)
-    fill(decoder, Checkpoint.open(folder), spec)
+    load_weights(decoder, Checkpoint.open(folder), spec)
     groups = cache_groups(spec, model.build, page_tokens=4, pages=128)
-    return OpenModel(Runner(Model(spec, decoder, model.build), groups), groups, spec)
+    return OpenModel(ModelRunner(LoadedModel(spec, decoder, model.build), groups), groups, spec)
 
 
 def test_layers_with_a_window_have_their_own_pages_and_drop_old_ones(llama: Path) -> None:
@@ -158,7 +158,7 @@ def declare(config):
     return model_of("qwen2", config, layers(config.windows(), layer), norm)
 
 
-QWEN2 = Family(name="qwen2", declare=declare)
+QWEN2 = ModelFamily(name="qwen2", declare=declare)
 
 
 def test_a_family_with_window_layers_is_a_declaration(
@@ -222,10 +222,10 @@ def test_decoders_of_some_layers_in_a_row_give_what_the_whole_gives(llama: Path)
             return stages[-1].logits(ctx, hidden)
 
         def stack(self, caches, **_):
-            raise NotPlain("these are stages")
+            raise NotStackable("these are stages")
 
     groups = cache_groups(spec, build, page_tokens=4, pages=128)
-    runner = Runner(replace(model, decoder=Staged()), groups)
+    runner = ModelRunner(replace(model, decoder=Staged()), groups)
     batch = Stepper(runner, groups)
     line = batch.add(PROMPT)
     batch.step({0: len(PROMPT)})
@@ -235,7 +235,7 @@ def test_decoders_of_some_layers_in_a_row_give_what_the_whole_gives(llama: Path)
 
 def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
     model = opened(llama)
-    decoder = model.runner._model.own
+    decoder = model.runner._model.own_decoder
     seen: dict[int, Tensor] = {}
     forward, norm = decoder.forward, decoder._norm
     assert norm is not None
@@ -257,7 +257,7 @@ def test_hidden_states_of_chosen_layers_are_handed_out(llama: Path) -> None:
 
 def test_decoder_takes_embeddings_in_place_of_tokens(llama: Path) -> None:
     model = opened(llama)
-    decoder = model.runner._model.own
+    decoder = model.runner._model.own_decoder
     forward = decoder.forward
 
     def embedding(ctx, *, tokens=None, **_):

@@ -14,9 +14,9 @@ from tests.models.stepper import Stepper, spy_on_logits
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.kv_pool import PageCodec, PageCorrupt
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def bits(folder: Path, dtype: str, chunks: list[int], others: int) -> torch.Tens
     """Logits of a prompt in such chunks, beside so many others, by a deterministic runner."""
     model = load(folder, dtype=dtype, linear="packed")
     groups = cache_groups(model.spec, model.build, page_tokens=4, pages=256)
-    runner = Runner(model, groups, deterministic=True)
+    runner = ModelRunner(model, groups, deterministic=True)
     batch = Stepper(runner, groups)
     seen = spy_on_logits(runner)
     batch.add(texts()[-1])

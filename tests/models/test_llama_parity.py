@@ -16,11 +16,11 @@ from torch import Tensor
 from antiphon import embedded
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Decoder
-from antiphon.model_worker.model.load import Model, fill, load
+from antiphon.model_worker.model.load import LoadedModel, load, load_weights
 from antiphon.model_worker.model.spec import PRE, Norms
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ def test_the_embedded_model_says_what_transformers_says(reference) -> None:
 def mutated(folder: Path, spec: ModelSpec) -> OpenModel:
     model = load(folder, dtype="float32")
     decoder = Decoder(spec, model.build)
-    fill(decoder, Checkpoint.open(folder), spec)
+    load_weights(decoder, Checkpoint.open(folder), spec)
     groups = cache_groups(spec, model.build, page_tokens=4, pages=256)
-    return OpenModel(Runner(Model(spec, decoder, model.build), groups), groups, spec)
+    return OpenModel(ModelRunner(LoadedModel(spec, decoder, model.build), groups), groups, spec)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from antiphon.config.card import read_card
 from antiphon.config.errors import ConfigError
 from antiphon.config.model_files import find_files
 from antiphon.kernels.op import KernelUnavailable
-from antiphon.model_worker.model.borrowed import BorrowedDecoder
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
+from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import open_model
 
@@ -93,7 +93,7 @@ def test_a_config_with_other_names_for_its_shape_says_which_are_missing(folder: 
 
 def test_an_activation_that_only_transformers_has_is_left_to_its_modules(folder: Path) -> None:
     change_config(folder, hidden_act="mish")
-    assert isinstance(load(folder).decoder, BorrowedDecoder)
+    assert isinstance(load(folder).decoder, TransformersDecoder)
     with pytest.raises(ModelLoadError, match="hidden_act 'mish' is not supported"):
         load(folder, implementation="antiphon")
     change_config(folder, hidden_act="wish")

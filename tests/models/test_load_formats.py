@@ -22,9 +22,9 @@ from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import ModelFiles, find_files
 from antiphon.layers.weights import WeightSource
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats import ahead
+from antiphon.model_worker.model.formats import prefetch as ahead
 from antiphon.model_worker.model.formats.files import Copied, Mapped
-from antiphon.model_worker.model.formats.progress import Progress
+from antiphon.model_worker.model.formats.progress import LoadProgress
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import open_model
@@ -51,7 +51,7 @@ def weights(place: Path | ModelFiles) -> dict[str, Tensor]:
     """What a decoder holds after loading, source by source."""
     model = load(place, dtype="float32")
     kept: dict[str, Tensor] = {}
-    decoder = model.own
+    decoder = model.own_decoder
     for source in decoder.sources():
         kept[source.name] = torch.full(source.shape, float("nan"))
     checkpoint = Checkpoint.open(place, list(decoder.sources()))
@@ -396,7 +396,7 @@ def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPa
         number: int
         size_bytes = 40
 
-        def ask(self) -> None:
+        def prefetch(self) -> None:
             asked.append(self.number)
 
         def read(self) -> Tensor:
@@ -407,7 +407,7 @@ def test_what_is_read_ahead_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPa
             held.discard(self.number)
 
     tensors = [Counted(number) for number in range(20)]
-    for number, content in enumerate(ahead.read_ahead(tensors)):
+    for number, content in enumerate(ahead.prefetch_tensors(tensors)):
         assert content.item() == number
         most = max(most, len(held))
         asked_most = max(asked_most, len(asked) - number)
@@ -425,13 +425,13 @@ def test_what_the_disk_was_asked_for_is_read_all_the_same(llama: Path, mapped: b
     tensors = Checkpoint.open(find_files(llama, mapped=mapped)).tensors
     for tensor in tensors.values():
         before = tensor.data.read().clone()
-        tensor.data.ask()
+        tensor.data.prefetch()
         assert torch.equal(tensor.data.read(), before)
 
 
 def test_loading_says_once_a_second_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    progress = Progress(1000, clock=lambda: now[0], stream=io.StringIO())
+    progress = LoadProgress(1000, clock=lambda: now[0], stream=io.StringIO())
     with caplog.at_level(logging.INFO):
         for _ in range(10):
             now[0] += 0.5
@@ -457,7 +457,7 @@ class Terminal(io.StringIO):
 
 def test_in_a_terminal_it_is_a_bar_that_goes_away(caplog: pytest.LogCaptureFixture) -> None:
     now, terminal = [0.0], Terminal()
-    progress = Progress(4_000_000_000, clock=lambda: now[0], stream=terminal)
+    progress = LoadProgress(4_000_000_000, clock=lambda: now[0], stream=terminal)
     with caplog.at_level(logging.INFO):
         for _ in range(4):
             now[0] += 2.0

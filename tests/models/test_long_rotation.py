@@ -12,8 +12,8 @@ from tests.models.parity import Saved, error, logits_of, save, texts
 from antiphon.config.model import ModelConfig
 from antiphon.config.settings import Settings
 from antiphon.config.worker import CacheConfig
-from antiphon.model_worker.opening import content_digest, open_engine
 from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.startup.engine import content_digest, open_engine
 from antiphon.service.model import model_files
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from antiphon.config.model_files import find_files
 from antiphon.config.quantization_file import read_quantization
 from antiphon.kernels.rotary import LinearScaling, Rotary
 from antiphon.model_worker.model.config_file import read_config
-from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.model.registry import find_family
 from antiphon.model_worker.model.weights import Checkpoint

@@ -17,8 +17,8 @@ from antiphon.kernels.op import table
 from antiphon.model_worker.batching.plan import RowStatus, Splice
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,17 +39,19 @@ SHAPES = {
 }
 
 
-def runner_of(folder: Path, *, linear: str = "packed", dtype: str = "bfloat16", **said) -> Runner:
+def runner_of(
+    folder: Path, *, linear: str = "packed", dtype: str = "bfloat16", **said
+) -> ModelRunner:
     model = load(folder, dtype=dtype, linear=linear)
     groups = cache_groups(model.spec, model.build, page_tokens=4, pages=256)
-    return Runner(model, groups, **said)
+    return ModelRunner(model, groups, **said)
 
 
-def stepper_of(runner: Runner) -> Stepper:
+def stepper_of(runner: ModelRunner) -> Stepper:
     return Stepper(runner, [pool.group for pool in runner.pools])
 
 
-def written(runner: Runner) -> tuple[list[list[int]], list[Tensor]]:
+def written(runner: ModelRunner) -> tuple[list[list[int]], list[Tensor]]:
     """Some requests in chunks and then side by side: what they say, and all logits."""
     seen = spy_on_logits(runner)
     batch = stepper_of(runner)
@@ -93,12 +95,12 @@ def test_the_table_says_why_layers_run_one_by_one(llama: Path, said, reason: str
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 
 
-def windowed(folder: Path, **said) -> Runner:
+def windowed(folder: Path, **said) -> ModelRunner:
     """A runner of a model whose upper two layers have windows, and pages of their own."""
     return runner_of(write_qwen2(folder, WINDOWS), **said)
 
 
-def spy_on_going_on(runner: Runner) -> list[bool]:
+def spy_on_going_on(runner: ModelRunner) -> list[bool]:
     """Of each time that the stack was asked to go on, whether it did."""
     stack, seen = runner._contexts._stack, list[bool]()
     assert stack is not None
@@ -113,7 +115,7 @@ def spy_on_going_on(runner: Runner) -> list[bool]:
     return seen
 
 
-def two_steppers(runners: Sequence[Runner], temperatures: Sequence[float]) -> list[Stepper]:
+def two_steppers(runners: Sequence[ModelRunner], temperatures: Sequence[float]) -> list[Stepper]:
     """The same requests before two runners; the first is told which plans follow another."""
     steppers: list[Stepper] = []
     for runner in runners:
@@ -194,7 +196,7 @@ def test_a_plan_that_follows_goes_beyond_the_angles_that_were_known(
 class Curse:
     """Makes a runner raise in the middle of its next pass, after its layers or in place of them."""
 
-    def __init__(self, runner: Runner, *, early: bool) -> None:
+    def __init__(self, runner: ModelRunner, *, early: bool) -> None:
         self._runner = runner
         self._part = runner._contexts if early else runner._sampler
         self._name = "score" if early else "draw"
@@ -288,7 +290,7 @@ def test_a_pass_with_adapters_goes_layer_by_layer_and_the_next_does_not(llama: P
 
 def test_a_row_that_is_not_finite_is_told_by_the_stack(llama: Path) -> None:
     runner = runner_of(llama)
-    embedding = runner._model.own._embedding
+    embedding = runner._model.own_decoder._embedding
     assert embedding is not None
     poison = PROMPTS[1][2]
     embedding._weights.tensors["weight"][poison] = torch.nan

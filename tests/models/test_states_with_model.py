@@ -28,10 +28,10 @@ from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.opening import open_engine
-from antiphon.model_worker.replay import replay
+from antiphon.model_worker.observability.replay import replay
 from antiphon.model_worker.runner.memory import cache_groups
 from antiphon.model_worker.runner.open import open_model
+from antiphon.model_worker.startup.engine import open_engine
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.ids import RequestId
 
@@ -142,7 +142,7 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
     engine = open_engine(settings)
     assert engine.resolved is not None
     assert engine.resolved.running_max.value == 12
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
     states = [
         RequestState(
             request_id=RequestId(str(number)),
@@ -154,11 +154,9 @@ def test_a_worker_opens_a_hybrid_as_its_settings_say_and_replays_its_plans(folde
         for number in range(20)
     ]
     loop.turn(Mail(runs=tuple((ChoiceKey(i), state) for i, state in enumerate(states))))
-    while not engine.batching.idle:
+    while not engine.core.idle:
         loop.turn(Mail())
-    again = replay(
-        loop.recorder.records(), engine.batching.pools.groups, open_engine(settings).runner
-    )
+    again = replay(loop.recorder.records(), engine.core.pools.groups, open_engine(settings).runner)
     assert again.difference is None
     assert again.passed == 0
     assert again.rows > 20 * NEW_TOKENS

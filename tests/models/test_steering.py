@@ -13,8 +13,8 @@ import pytest
 from tests.models.tiny import VOCABULARY
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tests.models.conftest import Reference
 
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.runner import PlanRunner
 
 RANDOM = np.random.default_rng(8)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, length).tolist() for length in (40, 11, 90, 3, 27, 61)]
@@ -77,12 +77,12 @@ class World:
         *,
         chunk: int = 24,
         tree: bool = False,
-        through: Callable[[Runner], Runner] = lambda runner: runner,
+        through: Callable[[PlanRunner], PlanRunner] = lambda runner: runner,
         overlap: bool = False,
     ) -> None:
         model = open_model(folder, page_tokens=4, pages=256, dtype="float32")
         self.pools = CachePools(model.groups)
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=40,
             chunk_tokens=chunk,
             running_max=6,
@@ -93,7 +93,7 @@ class World:
             hidden_states=True,
         )
         index = RadixIndex(self.pools) if tree else None
-        self.batching = Batching(limits, self.pools, index)
+        self.batching = EngineCore(limits, self.pools, index)
         self.heard: dict[int, Heard] = {}
         self.numbers = count()
         runner = through(model.runner)
@@ -119,7 +119,7 @@ class World:
             if self.batching.idle:
                 return [self.heard[key] for key in keys]
             if turn in retract_at:
-                self.batching.set_aside(PauseMode.RETRACT)
+                self.batching.prepare_pause(PauseMode.RETRACT)
             self.hear(self.loop.turn(Mail()))
         raise AssertionError("the loop does not come to an end")
 
@@ -242,7 +242,7 @@ def test_steps_that_overlap_change_nothing(llama: Path, alone: list[Heard]) -> N
     """The next plan is made before the last token is known: what it changes is known in time."""
     apart: list[ApartRunner] = []
 
-    def through(runner: Runner) -> Runner:
+    def through(runner: PlanRunner) -> PlanRunner:
         apart.append(ApartRunner(runner, resolves=False))
         return apart[0]
 

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Outcome, Plan
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+    from antiphon.model_worker.batching.runner import PlanRunner
 
 
 class Cursed(Exception):
@@ -22,12 +22,12 @@ class Cursed(Exception):
 class CursedRunner:
     """Raises for every plan that computes a certain token, after the others are written."""
 
-    def __init__(self, runner: Runner, token: int) -> None:
+    def __init__(self, runner: PlanRunner, token: int) -> None:
         self.runner = runner
         self.token = token
         self.raised = 0
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         outcome = self.runner.run(plan)
         if self.token in plan.tokens:
             self.raised += 1
@@ -47,7 +47,7 @@ class ApartRunner:
         futures: Tokens that were not known when their plan was made.
     """
 
-    def __init__(self, runner: Runner, *, resolves: bool = True) -> None:
+    def __init__(self, runner: PlanRunner, *, resolves: bool = True) -> None:
         self._runner = runner
         self._resolves = resolves
         self._thread = ThreadPoolExecutor(max_workers=1)
@@ -61,23 +61,23 @@ class ApartRunner:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         return self.launch(plan)()
 
-    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
         self._held += 1
         self.held_max = max(self.held_max, self._held)
         self.rows += len(plan.slot)
         self.tokens += len(plan.tokens)
         computed = self._thread.submit(self._compute, plan)
 
-        def outcome() -> Outcome:
+        def outcome() -> StepOutcome:
             self._held -= 1
             return computed.result(timeout=10)
 
         return outcome
 
-    def _compute(self, plan: Plan) -> Outcome:
+    def _compute(self, plan: StepPlan) -> StepOutcome:
         futures = np.flatnonzero(plan.tokens < 0).tolist()
         self.futures += len(futures)
         if not self._resolves:

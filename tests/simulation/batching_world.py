@@ -12,11 +12,11 @@ import numpy as np
 from tests.simulation.hash_runner import HashRunner, next_token
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.policy import QueueRules
 from antiphon.model_worker.batching.request import (
     ChoiceKey,
     Finish,
@@ -27,7 +27,7 @@ from antiphon.model_worker.batching.request import (
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE, CacheGroup, GroupKind
-from antiphon.model_worker.cache.hashing import of_request
+from antiphon.model_worker.cache.hashing import request_namespace
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
 from antiphon.wire.base import FinishReason
@@ -39,7 +39,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Ints, Outcome, Plan
+    from antiphon.model_worker.batching.plan import Ints, StepOutcome, StepPlan
     from antiphon.model_worker.cache.index import PrefixIndex
 
 VOCAB_SIZE = 40
@@ -61,11 +61,11 @@ class WorldRunner(HashRunner):
     """
 
     fail = False
-    last: Plan | None = None
+    last: StepPlan | None = None
     _drawn: dict[int, int]
-    _before: tuple[Plan, Ints] | None = None
+    _before: tuple[StepPlan, Ints] | None = None
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         self.last = plan
         if plan.follows:
             self._check_follows(plan)
@@ -82,10 +82,10 @@ class WorldRunner(HashRunner):
             raise RunFailed
         return outcome
 
-    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
         return lambda: self.run(plan)
 
-    def _check_follows(self, plan: Plan) -> None:
+    def _check_follows(self, plan: StepPlan) -> None:
         """It is the plan before, one token further: that which was drawn then."""
         assert self._before is not None, "it follows a plan that failed"
         before, drawn = self._before
@@ -100,7 +100,7 @@ class WorldRunner(HashRunner):
         unusual = (plan.penalties, plan.token_masks, plan.biases, plan.details, plan.pooling)
         assert unusual == (None,) * 5
 
-    def _known(self, plan: Plan) -> Plan:
+    def _known(self, plan: StepPlan) -> StepPlan:
         """With each `future` replaced by what its slot drew last."""
         self._drawn = getattr(self, "_drawn", {})
         tokens = plan.tokens.copy()
@@ -155,7 +155,7 @@ class World:
         index: PrefixIndex | None = None
         if self.cached:
             index = RadixIndex(self.pools, STRATEGIES[self.pick("eviction", "lru", "lfu")])
-        self.batching = Batching(self.limits, self.pools, index, self.rules)
+        self.batching = EngineCore(self.limits, self.pools, index, self.rules)
         accepted_max = self.pick("accepted_max", 1, 1, ACCEPTED_MAX)
         self.runner = WorldRunner(groups, VOCAB_SIZE, accepted_max=accepted_max)
         self.runner.poisoned = lambda _plan, _row: self.random.random() < self.poison
@@ -198,9 +198,9 @@ class World:
             window=window,
         )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> EngineLimits:
         running_max = self.pick("running_max", 1, 3, 16)
-        return Limits(
+        return EngineLimits(
             step_tokens_max=max(running_max, self.pick("step_tokens_max", 1, 7, 32, 256)),
             chunk_tokens=self.pick("chunk_tokens", None, 1, 5, 64),
             fill_tokens=self.pick("fill_tokens", None, 8, 64),
@@ -219,8 +219,8 @@ class World:
             conservativeness=self.pick("conservativeness", 0.0, 0.3, 1.0),
         )
 
-    def _rules(self) -> Rules:
-        return Rules(
+    def _rules(self) -> QueueRules:
+        return QueueRules(
             policy=self.pick("policy", *(p for p in Policy if p is not Policy.PRIORITY)),
             priority=self.pick("priority", False, True),
             low_first=self.pick("low_first", False, True),
@@ -259,7 +259,7 @@ class World:
         if self.random.random() < 0.005:
             orders = (PauseWorker(mode=PauseMode.RETRACT), ContinueWorker())
         returns = tuple(keys for keys in asked if drops.keys().isdisjoint(keys))
-        self.turn(Mail(runs=tuple(runs), drops=drops, returns=returns, orders=orders))
+        self.turn(Mail(runs=tuple(runs), drops=drops, requeues=returns, commands=orders))
 
     def turn(self, mail: Mail | None = None) -> StepReport:
         """One turn of the loop, and all that must hold after it."""
@@ -381,7 +381,7 @@ class World:
         names: dict[tuple[int, int], bytes] = {}
         for request in self.batching.running.values():
             assert request.table is not None
-            name = of_request(request.namespace, request.state.cache_salt)
+            name = request_namespace(request.namespace, request.state.cache_salt)
             for group in range(len(self.groups)):
                 for page in set(request.table.pages(group)) - {HOLE}:
                     assert names.setdefault((group, page), name) == name, "salts share a page"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Outcome, RowStatus
+from antiphon.model_worker.batching.plan import RowStatus, StepOutcome
 from antiphon.model_worker.cache.groups import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.model_worker.batching.plan import Ints, Plan
+    from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.cache.groups import CacheGroup
 
 
@@ -41,12 +41,12 @@ class HashRunner:
         self.groups = groups
         self.vocab_size = vocab_size
         self.accepted_max = accepted_max
-        self.poisoned: Callable[[Plan, int], bool] = lambda _plan, _row: False
+        self.poisoned: Callable[[StepPlan, int], bool] = lambda _plan, _row: False
         self.plans = 0
         self._pages = [np.full((g.pages_total, g.page_tokens), -1, np.int32) for g in groups]
         self._states: dict[tuple[int, int], Ints] = {}
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """Write the plan's tokens into their pages and draw from what the pages hold then."""
         assert plan.step == self.plans + 1, "a step is missing"
         self.plans += 1
@@ -58,14 +58,14 @@ class HashRunner:
             status.append(RowStatus.NON_FINITE if self.poisoned(plan, row) else RowStatus.OK)
             draws = bool(drawing[row]) and status[-1] is RowStatus.OK
             accepted.append(self._draw(plan, row, contexts) if draws else [])
-        return Outcome(
+        return StepOutcome(
             step=plan.step,
             starts=np.cumsum([0, *map(len, accepted)], dtype=np.int32),
             token_ids=np.array([token for ids in accepted for token in ids], np.int32),
             status=np.array(status, np.int32),
         )
 
-    def _context(self, plan: Plan, row: int, group: int) -> Ints:
+    def _context(self, plan: StepPlan, row: int, group: int) -> Ints:
         """Write the row's tokens into one group's pages; return all that its last query sees."""
         if self.groups[group].kind is GroupKind.STATE:
             return self._advance(plan, row, group)
@@ -83,7 +83,7 @@ class HashRunner:
         assert (pages >= 0).all(), "a page that the row sees is gone"
         return self._pages[group][pages, seen % page_tokens]
 
-    def _advance(self, plan: Plan, row: int, group: int) -> Ints:
+    def _advance(self, plan: StepPlan, row: int, group: int) -> Ints:
         """Read a state, write the one after the row's tokens, and return what that is made of."""
         read, write = plan.page_tables[group][row].tolist()
         begin, length = int(plan.query_start[row]), int(plan.query_len[row])
@@ -94,7 +94,7 @@ class HashRunner:
         self._states[group, write] = after
         return after
 
-    def _draw(self, plan: Plan, row: int, contexts: list[Ints]) -> list[int]:
+    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints]) -> list[int]:
         kv_len = int(plan.kv_len[row])
         full = next(
             context.tolist()

@@ -8,6 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.support.clock import ManualClock
 
 from antiphon.gateway.owner.actions import (
     Accepted,
@@ -22,7 +23,6 @@ from antiphon.gateway.owner.actions import (
     TextDelta,
 )
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
-from tests.support.clock import ManualClock
 from antiphon.wire.base import Attempt, FinishReason, Process, Term, Usage
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.heartbeat import StreamSeq

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from antiphon.bus.errors import BusDown, NobodyListens
 from tests.support.clock import ManualClock
+
+from antiphon.bus.errors import BusDown, NobodyListens
 from antiphon.wire.codec import decode, decode_reply, encode
 from antiphon.wire.errors import DeadlineExceeded, EngineError, encode_error
 

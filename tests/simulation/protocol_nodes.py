@@ -16,7 +16,7 @@ from antiphon.gateway.owner.actions import Announce, Cancel, Deliver, FetchText,
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.output import Output, Run
+from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.actions import SendCommands, SendNotice
 from antiphon.scheduler.leader import Leader
 from antiphon.scheduler.rules import Rules
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from antiphon.gateway.owner.actions import Action as OwnerAction
     from antiphon.gateway.owner.actions import StreamEvent
-    from antiphon.model_worker.output import Action as WorkerAction
+    from antiphon.model_worker.protocol.worker_output import Action as WorkerAction
     from antiphon.service.clock import Clock
     from antiphon.wire.errors import EngineError
     from antiphon.wire.notice import NoticeBatch
@@ -416,7 +416,7 @@ class WorkerNode(Node):
     ) -> None:
         super().__init__(timeline, network, instance, life)
         self.seqs = SeqSender()
-        self.output = Output(
+        self.output = WorkerOutput(
             self.process,
             self.seqs,
             live_max=2 * RUNNING_MAX,
@@ -497,7 +497,7 @@ class WorkerNode(Node):
 
     def _act(self, actions: Iterable[WorkerAction]) -> None:
         for action in actions:
-            if isinstance(action, Run):
+            if isinstance(action, RunChoice):
                 said = len(action.state.output_ids) // 4
                 answer = self._answer(action.state.prompt_ids, action.state.choice)
                 prompt_tokens = len(action.state.prompt_ids) // 4
@@ -524,7 +524,7 @@ class WorkerNode(Node):
         returned = [key for keys in asked for key in keys if waiting.issuperset(keys)]
         self.running = deque(one for one in self.running if one.key not in returned)
         if returned:
-            self._act(self.output.returned(returned))
+            self._act(self.output.requeued(returned))
             self.beat()
 
     def _steady(self, running: Sequence[Running]) -> Sequence[Progress]:

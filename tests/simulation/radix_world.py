@@ -6,7 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.cache.events import Blocks, Cleared, EventLog, Removed, Stored
+from antiphon.model_worker.cache.events import (
+    BlockTracker,
+    ClearedEvent,
+    EventLog,
+    RemovedEvent,
+    StoredEvent,
+)
 from antiphon.model_worker.cache.eviction import STRATEGIES
 from antiphon.model_worker.cache.groups import HOLE
 from antiphon.model_worker.cache.index import CacheKey
@@ -60,7 +66,7 @@ class RadixWorld:
         self.pools = CachePools(groups)
         self.events_max = random.choice([1, 3, 50])
         self.log = EventLog(self.events_max)
-        self.index = RadixIndex(self.pools, STRATEGIES[strategy], Blocks())
+        self.index = RadixIndex(self.pools, STRATEGIES[strategy], BlockTracker())
         self.holders: list[Holder] = []
         self.entries: dict[Position, Entry] = {}
         self.content: dict[tuple[int, int], Position] = {}
@@ -438,14 +444,14 @@ class RadixWorld:
         self.reached["dumped"] += self.log.seq - self.heard_to > self.events_max
         for event in replay.events:
             match event:
-                case Stored(parent, blocks):
+                case StoredEvent(parent, blocks):
                     assert parent in self.heard or parent in (b"n" * 32, b"m" * 32)
                     assert self.heard.isdisjoint(blocks), "a block came twice"
                     self.heard |= set(blocks)
-                case Removed(blocks):
+                case RemovedEvent(blocks):
                     assert self.heard.issuperset(blocks), "a block went that was not there"
                     self.heard -= set(blocks)
-                case Cleared():
+                case ClearedEvent():
                     self.heard.clear()
         self.heard_to = replay.seq
         assert self.heard == present

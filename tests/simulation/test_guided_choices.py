@@ -12,15 +12,15 @@ import pytest
 from tests.simulation.batching_world import EOS, VOCAB_SIZE, WorldRunner
 from tests.simulation.hash_runner import next_token
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.batching.guide import Deferred, Guide
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
-from antiphon.model_worker.batching.processors import pack
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
+from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker
@@ -32,8 +32,8 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.plan import Ints, Plan
-    from antiphon.model_worker.batching.walking import Walk
+    from antiphon.model_worker.batching.plan import Ints, StepPlan
+    from antiphon.model_worker.grammar.executor import MatcherTask
 
 AFTER = (7, 8)
 """What a deferred grammar begins after."""
@@ -76,15 +76,15 @@ class ToyState:
         del self.ids[len(self.ids) - tokens :]
 
 
-def guide_of(state: RequestState) -> Guide | None:
+def guide_of(state: RequestState) -> GrammarMatcher | None:
     """As a worker makes it: from the grammar and the answer so far."""
     grammar = state.sampling.grammar
     if grammar is None:
         return None
     toy = ToyState(grammar.text)
-    place = Deferred(toy, grammar.begins_after) if grammar.begins_after else toy
+    place = DeferredGrammarState(toy, grammar.begins_after) if grammar.begins_after else toy
     assert all(place.accept(token) for token in unpack_ids(state.output_ids))
-    return Guide(place, VOCAB_SIZE, frozenset({EOS}))
+    return GrammarMatcher(place, VOCAB_SIZE, frozenset({EOS}))
 
 
 def steered(drawn: int, words: Ints | None) -> int:
@@ -99,7 +99,7 @@ def steered(drawn: int, words: Ints | None) -> int:
 class MaskedRunner(WorldRunner):
     """Draws what the masks of the plan leave."""
 
-    def _draw(self, plan: Plan, row: int, contexts: list[Ints]) -> list[int]:
+    def _draw(self, plan: StepPlan, row: int, contexts: list[Ints]) -> list[int]:
         (drawn,) = super()._draw(plan, row, contexts)
         if plan.token_masks is None or plan.token_mask_rows is None:
             return [drawn]
@@ -114,7 +114,7 @@ def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
     while len(said) < sampling.max_new_tokens:
         drawn = next_token([*prompt, *said], [None], sampling.seed, state.choice, VOCAB_SIZE)
         token = steered(drawn, None if guide is None else guide.mask)
-        if guide is not None and (finish := guide.follow(token)) is not None:
+        if guide is not None and (finish := guide.accept_token(token)) is not None:
             return said, finish.reason, None if finish.error is None else finish.error.code
         if token == EOS and not sampling.ignore_eos:
             return said, FinishReason.STOP, None
@@ -122,15 +122,15 @@ def alone(state: RequestState) -> tuple[list[int], FinishReason, str | None]:
     return said, FinishReason.LENGTH, None
 
 
-class SlowWalker:
+class SlowMatcherExecutor:
     """Follows some guides at once, and others steps later, in any order."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
-        self.waiting: list[Walk] = []
+        self.waiting: list[MatcherTask] = []
         self.late = 0
 
-    def walk(self, walks: Sequence[Walk]) -> None:
+    def submit(self, walks: Sequence[MatcherTask]) -> None:
         self.waiting += walks
         self.dice.shuffle(self.waiting)
         self._run(self.dice.randint(0, len(self.waiting)))
@@ -139,7 +139,7 @@ class SlowWalker:
     def wait(self) -> None:
         self._run(1)
 
-    def forget(self, walk: Walk) -> None:
+    def cancel(self, walk: MatcherTask) -> None:
         if walk in self.waiting:
             self.waiting.remove(walk)
 
@@ -154,11 +154,11 @@ class World:
 
     def __init__(self, seed: int, *, overlap: bool, slow: bool = False) -> None:
         self.random = random.Random(seed)
-        self.slow = SlowWalker(random.Random(seed)) if slow else None
+        self.slow = SlowMatcherExecutor(random.Random(seed)) if slow else None
         group = CacheGroup(
             kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=32
         )
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=48,
             chunk_tokens=16,
             running_max=8,
@@ -168,7 +168,7 @@ class World:
             weights_digest="w",
             conservativeness=0.0,
         )
-        self.batching = Batching(limits, CachePools([group]), walker=self.slow)
+        self.batching = EngineCore(limits, CachePools([group]), matcher_executor=self.slow)
         self.runner = MaskedRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(
             self.batching,
@@ -216,7 +216,7 @@ class World:
         self.states |= dict(runs)
         self.ids |= {key: list(unpack_ids(state.output_ids)) for key, state in runs}
         guides = {key: guide for key, state in runs if (guide := guide_of(state)) is not None}
-        self.hear(self.loop.turn(Mail(runs=runs, guides=guides)))
+        self.hear(self.loop.turn(Mail(runs=runs, matchers=guides)))
         return keys
 
     def drain(self) -> None:
@@ -252,7 +252,7 @@ def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bo
         if turn % 9 == 5:
             mode = world.random.choice([PauseMode.RETRACT, PauseMode.IN_PLACE])
             orders = (PauseWorker(mode=mode), ContinueWorker())
-            world.hear(world.loop.turn(Mail(orders=orders)))
+            world.hear(world.loop.turn(Mail(commands=orders)))
     world.drain()
     for key in world.states:
         world.verify(key)
@@ -264,7 +264,7 @@ def test_however_late_its_guide_is_a_choice_says_the_same(seed: int, overlap: bo
 def test_who_waits_for_a_late_guide_holds_nobody_up_and_ends_as_an_overload() -> None:
     world = World(1, overlap=False, slow=True)
     assert world.slow is not None
-    world.slow.walk = lambda walks: None  # type: ignore[method-assign]
+    world.slow.submit = lambda walks: None  # type: ignore[method-assign]
     world.slow.wait = lambda: None  # type: ignore[method-assign]
     sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
     free = msgspec.structs.replace(world.new_state(), sampling=sampling)
@@ -330,7 +330,7 @@ def test_a_choice_that_is_moved_at_any_token_goes_on_as_if_it_had_stayed() -> No
 def test_a_mask_is_never_older_than_its_row() -> None:
     """Steps overlap; a guided row waits for its own last token, and nobody waits for it."""
     world = World(4, overlap=True)
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
     run = world.runner.run
     world.runner.run = lambda plan: (plans.append(plan), run(plan))[1]  # type: ignore[method-assign]
     for _ in range(30):

@@ -221,7 +221,7 @@ def give_back_at_will(seed: int) -> None:
     world.check_recovered()
     world.finish()
     assert_all_succeeded(world)
-    returned = sum(worker.output.returned_count for worker in world.workers)
+    returned = sum(worker.output.requeued_count for worker in world.workers)
     assert returned, "nothing was given back"
     assert set(world.begun.values()) == {1}, "a request ran twice"
 

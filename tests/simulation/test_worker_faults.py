@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from tests.simulation.test_worker_overlap import CURSE, Stage, both, harmless, staged
 
-from antiphon.model_worker.batching import batching, builder, holdings, loop
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.batching.builder import Row
-from antiphon.model_worker.batching.commits import Commits
-from antiphon.model_worker.batching.holdings import Holdings
+from antiphon.model_worker.batching import builder, engine_core, loop, running_batch
+from antiphon.model_worker.batching.builder import BatchRow
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.mailbox import Mail
-from antiphon.model_worker.batching.planner import Planner
+from antiphon.model_worker.batching.outcome_processor import OutcomeProcessor
+from antiphon.model_worker.batching.planner import StepPlanner
 from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
+from antiphon.model_worker.batching.running_batch import RunningBatch
 from antiphon.model_worker.batching.slots import Slots
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.batching.stretch import Stretch
@@ -28,7 +28,7 @@ from antiphon.wire.command import ContinueWorker, PauseMode, PauseWorker, SetWei
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from antiphon.model_worker.batching.mailbox import Order
+    from antiphon.model_worker.batching.mailbox import ControlCommand
 
 AT_FAULT = ChoiceKey(3)
 """The choice whose handling fails, of those of a test."""
@@ -41,7 +41,7 @@ def keys(arguments: Iterable[object]) -> set[ChoiceKey]:
         match argument:
             case Request():
                 found.add(argument.key)
-            case Row():
+            case BatchRow():
                 found.add(argument.request.key)
             case RequestState():
                 found.add(ChoiceKey(int(argument.request_id[1:])))
@@ -82,20 +82,20 @@ class Fault:
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "check": (batching, "check"),
-    "prefix": (Holdings, "prefix"),
-    "table": (Holdings, "table"),
+    "check": (engine_core, "check"),
+    "prefix": (RunningBatch, "prefix"),
+    "table": (RunningBatch, "cached_table"),
     "fill": (Slots, "fill"),
-    "start": (Planner, "_start"),
+    "start": (StepPlanner, "_start"),
     "pending": (Request, "pending"),
     "launch": (Request, "launch"),
     "build": (loop, "build_plan"),
     "pieces": (builder, "_pieces"),
     "layout": (Slots, "layout"),
-    "commit": (Commits, "_commit_row"),
+    "commit": (OutcomeProcessor, "_commit_row"),
     "accept": (Request, "accept"),
-    "settle": (Commits, "_settle"),
-    "share": (Holdings, "share"),
+    "settle": (OutcomeProcessor, "_finish_row"),
+    "share": (RunningBatch, "cache_prefix"),
     "report": (Request, "progress"),
     "go_on": (Request, "go_on"),
 }
@@ -136,7 +136,12 @@ def test_fault_of_one_request_ends_that_request_alone(
 @both
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Planner, "_preempt"), (Commits, "_walk"), (Commits, "commit"), (Stretch, "begin")],
+    [
+        (StepPlanner, "_preempt"),
+        (OutcomeProcessor, "_advance_matchers"),
+        (OutcomeProcessor, "commit"),
+        (Stretch, "begin"),
+    ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
 def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
@@ -150,12 +155,12 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
             monkeypatch.setattr(owner, name, real)
             raise AssertionError("a bug, on purpose")
 
-        if name == "_walk":  # it is called only where a request has a grammar
-            stage.batching.slots.steering._guides[-1] = None  # pyright: ignore
+        if name == "_advance_matchers":  # it is called only where a request has a grammar
+            stage.batching.slots.logits_processors._matchers[-1] = None  # pyright: ignore
         monkeypatch.setattr(owner, name, fail)
         for _ in range(3):
             stage.turn()
-        stage.batching.slots.steering._guides.clear()  # pyright: ignore
+        stage.batching.slots.logits_processors._matchers.clear()  # pyright: ignore
         if overlap and owner is Stretch:
             return  # none begins while another step is in flight
         assert owner.__dict__[name] is real, "it was never made to fail"
@@ -180,7 +185,7 @@ def test_fault_of_no_request_ends_those_of_the_step_and_the_worker_goes_on(
 )
 @pytest.mark.parametrize("name", ["progress", "untell", "go_on"])
 def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
-    name: str, order: Order, overlap: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, order: ControlCommand, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with staged(overlap=overlap, curse=-1) as stage:
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
@@ -201,19 +206,19 @@ def test_fault_of_one_request_keeps_no_order_from_being_obeyed(
 def test_request_that_cannot_be_handed_back_ends_alone(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Batching.hand_back
+    real = EngineCore.requeue
 
-    def fail(batching: Batching, keys: Sequence[ChoiceKey]) -> bool:
+    def fail(batching: EngineCore, keys: Sequence[ChoiceKey]) -> bool:
         if AT_FAULT in keys:
             raise AssertionError("a bug, on purpose")
         return real(batching, keys)
 
     with staged(overlap=overlap, curse=-1) as stage:
-        monkeypatch.setattr(Batching, "hand_back", fail)
+        monkeypatch.setattr(EngineCore, "hand_back", fail)
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
         runs = tuple(stage.request(p, seed=i) for i, p in enumerate(prompts))
         returned = ChoiceKey(4)
-        stage.turn(Mail(runs=runs, returns=((AT_FAULT,), (returned,))))
+        stage.turn(Mail(runs=runs, requeues=((AT_FAULT,), (returned,))))
         assert stage.reports[-1].returned == (returned,)
         del stage.told[returned]
         stage.drain()
@@ -259,7 +264,7 @@ def test_tokens_of_steady_steps_that_one_request_does_not_take_are_written_to_th
 def test_waiting_request_that_cannot_be_planned_does_not_stop_the_loop(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = Fault(monkeypatch, Planner, "_better_later")
+    fault = Fault(monkeypatch, StepPlanner, "_should_wait")
     with staged(overlap=overlap, curse=-1) as stage:
         run_eight(stage)
         assert fault.raised
@@ -332,7 +337,7 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing shared was begun; should it end the worker, it would end the next one as well."""
-    real = holdings.of_request
+    real = running_batch.request_namespace
 
     def fail(namespace: Any, salt: bytes) -> Any:
         if salt:
@@ -340,7 +345,7 @@ def test_prompt_that_cannot_be_hashed_ends_its_request_alone(
         return real(namespace, salt)
 
     with staged(overlap=overlap, curse=-1) as stage:
-        monkeypatch.setattr(holdings, "of_request", fail)
+        monkeypatch.setattr(running_batch, "request_namespace", fail)
         prompts = [harmless(5 + salt, salt) for salt in range(8)]
         requests = [stage.request(p, seed=i) for i, p in enumerate(prompts)]
         at = [key for key, _ in requests].index(AT_FAULT)

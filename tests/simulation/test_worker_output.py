@@ -11,13 +11,13 @@ import pytest
 from tests.simulation.hash_runner import HashRunner, next_token
 
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.output import Action, Drop, Output, Run
+from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Message, Process, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -102,12 +102,12 @@ class World:
         self.random = random.Random(seed)
         self.network = Network(seed + 1, loss)
         self.seqs = SeqSender()
-        self.output = Output(WORKER, self.seqs, live_max=64)
+        self.output = WorkerOutput(WORKER, self.seqs, live_max=64)
         group = CacheGroup(
             kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=4, pages_total=60
         )
         self.pools = CachePools([group])
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=16,
             chunk_tokens=8,
             running_max=6,
@@ -116,7 +116,7 @@ class World:
             end_ids=frozenset({1}),
             weights_digest="",
         )
-        self.batching = Batching(limits, self.pools)
+        self.batching = EngineCore(limits, self.pools)
         self.mailbox = Mailbox(64)
         runner = HashRunner([group], VOCAB_SIZE)
         self.loop = BatchingLoop(self.batching, runner, self.mailbox, self.report)
@@ -137,9 +137,9 @@ class World:
     def act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Run():
+                case RunChoice():
                     self.mailbox.run(action.key, action.state)
-                case Drop(key):
+                case DropChoice(key):
                     self.mailbox.drop(key)
 
     def report(self, report: StepReport) -> None:

@@ -12,10 +12,10 @@ import pytest
 from tests.simulation.apart_runner import ApartRunner, CursedRunner
 from tests.simulation.hash_runner import HashRunner, next_token
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
+from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -68,7 +68,7 @@ class Stage:
             groups.append(_group(GroupKind.WINDOW, pages, window))
         self.windows = [group.window for group in groups]
         self.pools = CachePools(groups)
-        self.limits = Limits(
+        self.limits = EngineLimits(
             step_tokens_max=48,
             chunk_tokens=20,
             running_max=8,
@@ -78,7 +78,7 @@ class Stage:
             weights_digest="w",
             conservativeness=0.1,  # so that pages run out
         )
-        self.batching = Batching(self.limits, self.pools, RadixIndex(self.pools))
+        self.batching = EngineCore(self.limits, self.pools, RadixIndex(self.pools))
         self.hashes = HashRunner(groups, VOCAB_SIZE)
         self.cursed = CursedRunner(self.hashes, curse)
         self.runner = ApartRunner(self.cursed)
@@ -110,10 +110,10 @@ class Stage:
             deadline_unix_ms=0,
         )
 
-    def order(self, *orders: Order) -> list[ControlDone]:
+    def order(self, *orders: ControlCommand) -> list[ControlDone]:
         """Give orders, and take the turn in which they are obeyed."""
         self.done.clear()
-        self.turn(Mail(orders=orders))
+        self.turn(Mail(commands=orders))
         return self.done
 
     def turn(self, mail: Mail | None = None) -> None:
@@ -327,7 +327,7 @@ def test_worlds_with_curses_drops_and_pauses_say_what_each_says_alone(
             for key in drops:
                 stage.told[key].dropped = True
             orders = tuple(_orders(chance))
-            stage.turn(Mail(runs=tuple(runs), drops=dict.fromkeys(drops), orders=orders))
+            stage.turn(Mail(runs=tuple(runs), drops=dict.fromkeys(drops), commands=orders))
         stage.order(ContinueWorker())
         stage.drain()
         stage.verify()
@@ -341,7 +341,7 @@ def _prompt(chance: random.Random) -> list[int]:
     return start + rest + curse
 
 
-def _orders(chance: random.Random) -> Iterator[Order]:
+def _orders(chance: random.Random) -> Iterator[ControlCommand]:
     if chance.random() < 0.02:
         yield FlushCache()
     if chance.random() < 0.03:
@@ -453,7 +453,7 @@ def test_each_token_is_told_with_the_weights_that_drew_it(overlap: bool, interva
             stage.turn()
         assert told.finish is None
         (running,) = stage.batching.running.values()
-        stage.batching.set_aside(PauseMode.IN_PLACE)  # steady steps are written to it
+        stage.batching.prepare_pause(PauseMode.IN_PLACE)  # steady steps are written to it
         before = running.outputs + running.ahead  # what is under way is still theirs
         stage.order(SetWeightVersion(version="second", abort_all=False))
         stage.drain()

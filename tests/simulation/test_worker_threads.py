@@ -13,7 +13,7 @@ import pytest
 from tests.simulation.batching_world import Told, World
 
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
-from antiphon.model_worker.batching.mailbox import Mailbox, Order
+from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
@@ -32,7 +32,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from antiphon.model_worker.batching.plan import Outcome, Plan
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 
 WAIT_S = 20.0
 """How long a test waits for a report that never comes."""
@@ -87,10 +87,10 @@ class BusSide:
         while not holds():
             self.hear(wait=True)
 
-    def order(self, *orders: Order) -> None:
+    def order(self, *orders: ControlCommand) -> None:
         """Have these done; all that was written before has reached the loop then."""
         for order in orders:
-            self.box.order(order)
+            self.box.submit_command(order)
         self._ordered += len(orders)
         self.hear_until(lambda: len(self.done) == self._ordered)
 
@@ -122,7 +122,7 @@ class BusSide:
             case "return" if live:
                 request_id = self.world.told[self.random.choice(live)].state.request_id
                 told = self.world.told
-                self.box.give_back(
+                self.box.requeue(
                     tuple(key for key in live if told[key].state.request_id == request_id)
                 )
             case "hear":
@@ -130,7 +130,11 @@ class BusSide:
                     pass
             case "order":
                 mode = self.random.choice(list(PauseMode))
-                orders: list[Order] = [FlushCache(), PauseWorker(mode=mode), ContinueWorker()]
+                orders: list[ControlCommand] = [
+                    FlushCache(),
+                    PauseWorker(mode=mode),
+                    ContinueWorker(),
+                ]
                 if self.random.random() < 0.3:
                     orders.append(SetWeightVersion(version=str(self._ordered), abort_all=False))
                 self.order(*orders)
@@ -225,7 +229,7 @@ def test_a_report_is_delivered_before_the_next_step_is_computed() -> None:
     heard, delivered = 0, {}
     compute = world.runner.run
 
-    def run(plan: Plan) -> Outcome:
+    def run(plan: StepPlan) -> StepOutcome:
         delivered[plan.step] = heard
         return compute(plan)
 
@@ -269,7 +273,7 @@ def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
     begun, goes_on = threading.Event(), threading.Event()
     compute = world.runner.run
 
-    def run(plan: Plan) -> Outcome:
+    def run(plan: StepPlan) -> StepOutcome:
         begun.set()
         assert goes_on.wait(WAIT_S)
         return compute(plan)
@@ -280,7 +284,7 @@ def test_who_runs_for_too_long_ends_though_the_loop_is_paused(
         world.told[key] = Told(state)
         side.box.run(key, state)
         assert begun.wait(WAIT_S)
-        side.box.order(PauseWorker(mode=mode))
+        side.box.submit_command(PauseWorker(mode=mode))
         goes_on.set()
         side.hear_until(lambda: world.told[key].finish is not None)
     assert world.seen["deadline"] == 1

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.support.echo_worker import Answer, EchoWorker
 from tokenizers import Tokenizer
 
 from antiphon.service.main import run
-from tests.support.echo_worker import Answer, EchoWorker
 from antiphon.wire.base import FinishReason, Role
 from antiphon.wire.codec import unpack_ids
 

@@ -6,12 +6,13 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tests.support.wait import until
+
 from antiphon.bus.bus import Bus
 from antiphon.config.process import HealthConfig, ServiceConfig
 from antiphon.config.settings import Settings
 from antiphon.service.clock import Clock, SystemClock
 from antiphon.service.run import Surroundings, serve
-from tests.support.wait import until
 from antiphon.wire.base import Process, State
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from openai import AsyncOpenAI
+from tests.support.wait import until
 from tests.system.composed import COMPOSE, NATS_CONF, ROOT, composed, read_compose
 
 from antiphon.bus.permissions import STORE_PATH, users
@@ -20,7 +21,6 @@ from antiphon.client import Client
 from antiphon.config.gateway import GatewayConfig
 from antiphon.config.load import child_environment, load
 from antiphon.config.settings import Settings
-from tests.support.wait import until
 from antiphon.wire.ids import ClusterName
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services/antiphon").glob("*/__main__.py"))

@@ -10,11 +10,11 @@ from uuid import uuid4
 import nats
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
-
-from antiphon.client import Client
 from tests.training.evaluate import held_out_cases, score
 from tests.training.grammar import SKILLS
 from tests.training.served import ServedModel
+
+from antiphon.client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

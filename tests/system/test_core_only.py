@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from packaging.requirements import Requirement
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 
 from antiphon.bus.bus import Bus, Delivery
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.ids import ClusterName, InstanceId, new_incarnation
 from antiphon.wire.routes import HEARTBEAT

@@ -23,8 +23,8 @@ from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 from antiphon import embedded
 from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
-from antiphon.model_worker.grammar.matcher import Compiler
 from antiphon.model_worker.grammar.source import source_of
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.service.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
@@ -149,13 +149,13 @@ def _check_beginning(
 ) -> None:
     """Fail unless what was cut off can be gone on with, to an end that validates."""
     end_ids = frozenset(read_card(embedded.path()).eos_ids)
-    compiled = Compiler(vocabulary, end_ids, GrammarConfig()).compile(
+    compiled = XgrammarCompiler(vocabulary, end_ids, GrammarConfig()).compile(
         source_of(form_of(schema), 20)
     )
     guide = guide_of(compiled, vocabulary)
     begun = text.rstrip("\ufffd").encode()  # a character may have been cut in two
     for byte in begun:
-        assert guide.follow(vocabulary.tokens.index(bytes([byte]))) is None, (schema, text)
+        assert guide.accept_token(vocabulary.tokens.index(bytes([byte]))) is None, (schema, text)
     # In an address braces are letters like others, and only its own marks lead to its end.
     closers = b'"]}@.'
     rest = speak(guide, vocabulary, seed=seed, tokens_max=4000, hurry=1.0, closers=closers)

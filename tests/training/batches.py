@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch import Tensor
-
 from tests.training.dialogue import Chat, said, seeded, turns
 from tests.training.grammar import conversations
 from tests.training.tokenizer import (
@@ -21,6 +19,7 @@ from tests.training.tokenizer import (
     SPECIAL,
     special_id,
 )
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

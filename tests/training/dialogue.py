@@ -135,7 +135,7 @@ class Skill(msgspec.Struct, frozen=True):
 
 def seeded(purpose: str, seed: int) -> Random:
     """Make a generator of its own for each purpose: what one draws does not move the others."""
-    return Random(f"{purpose} {seed}")  # noqa: S311 - it writes dialogues, not secrets
+    return Random(f"{purpose} {seed}")
 
 
 def split_of(key: str) -> Split:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-
-from antiphon import embedded
 from tests.training.dialogue import Skill, seeded
 from tests.training.generation import Generate, LocalModel
 from tests.training.grammar import SKILLS, Case, case
 from tests.training.served import HttpModel, ServedModel
+
+from antiphon import embedded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

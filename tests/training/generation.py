@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
+from tests.training.dialogue import schema, template_message
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
-from antiphon.model_worker.batching.processors import words_count
-from antiphon.model_worker.grammar.matcher import Compiler
-from antiphon.model_worker.grammar.source import Source
-from tests.training.dialogue import schema, template_message
+from antiphon.model_worker.batching.token_masks import words_count
+from antiphon.model_worker.grammar.source import GrammarSource
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.grammar import GrammarKind
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tests.training.dialogue import Chat
     from torch import Tensor
 
-    from antiphon.model_worker.grammar.matcher import Matcher
-    from tests.training.dialogue import Chat
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarMatcher
 
 
 class Generate(Protocol):
@@ -45,7 +45,7 @@ class LocalModel:
         self._rows_max = rows_max
         card = read_card(folder)
         vocabulary = read_vocabulary(folder, card.vocabulary_size)
-        self._compiler = Compiler(vocabulary, frozenset(card.eos_ids), GrammarConfig())
+        self._compiler = XgrammarCompiler(vocabulary, frozenset(card.eos_ids), GrammarConfig())
 
     def __call__(self, chats: Sequence[Chat], tokens_max: int) -> list[str]:
         """Answer in batches of chats of about the same length, so that padding stays small."""
@@ -88,16 +88,16 @@ class LocalModel:
 
     def _held(self, schemas: list[str]) -> Held:
         compiled = {
-            text: self._compiler.compile(Source(GrammarKind.JSON_SCHEMA, text))
+            text: self._compiler.compile(GrammarSource(GrammarKind.JSON_SCHEMA, text))
             for text in set(schemas) - {""}
         }
-        return Held([compiled[text].begin(()) if text else None for text in schemas])
+        return Held([compiled[text].start(()) if text else None for text in schemas])
 
 
 class Held:
     """Lets each row of a batch say what its grammar allows; called by transformers at each step."""
 
-    def __init__(self, states: list[Matcher | None]) -> None:
+    def __init__(self, states: list[XgrammarMatcher | None]) -> None:
         self._states = states
         self._begun = False
 

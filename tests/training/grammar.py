@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-
 from tests.training.dialogue import (
     Chat,
     Exchange,

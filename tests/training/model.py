@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load, save
-from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests.training.tokenizer import (
     BOS,
     CONTEXT_TOKENS,
@@ -19,6 +16,8 @@ from tests.training.tokenizer import (
     special_id,
     with_marks,
 )
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 if TYPE_CHECKING:
     from pathlib import Path

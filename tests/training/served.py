@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import ClientSession, ClientTimeout
-
-from antiphon.client import Client
 from tests.training.dialogue import (
     Call,
     Message,
@@ -17,14 +15,17 @@ from tests.training.dialogue import (
     schema,
     template_message,
 )
+
+from antiphon.client import Client
 from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.client.client import AskOptions
     from tests.training.dialogue import Chat
+
+    from antiphon.client.client import AskOptions
 
 AT_ONCE = 16
 

@@ -7,10 +7,9 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from tests.training.dialogue import said, signature
 from tests.training.grammar import conversations
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
 from tests.training.batches import UNSUPERVISED, Batch, batches
 from tests.training.model import new_model, save_model, trained_model
 from tests.training.muon import Muon
 from tests.training.tokenizer import train_tokenizer
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

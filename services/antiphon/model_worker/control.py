@@ -20,24 +20,26 @@ from antiphon.wire.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from antiphon.model_worker.batching.mailbox import Mailbox, Order
-    from antiphon.model_worker.dumps import Dumps
+    from antiphon.model_worker.batching.mailbox import ControlCommand, Mailbox
+    from antiphon.model_worker.observability.plan_dumps import PlanDumps
 
-ORDER_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 10.0
 
-Message = DrainWorker | FlushCache | PauseWorker | ContinueWorker | SetWeightVersion | DumpPlans
+ControlMessage = (
+    DrainWorker | FlushCache | PauseWorker | ContinueWorker | SetWeightVersion | DumpPlans
+)
 
 
-class Control:
+class ControlEndpoint:
     """Answers control calls. The loop obeys its orders in the order in which they were given."""
 
     def __init__(
         self,
         mailbox: Mailbox,
-        dumps: Dumps,
+        dumps: PlanDumps,
         drain: Callable[[], None],
         live_count: Callable[[], int],
-        tell: Callable[[], Awaitable[None]],
+        send_heartbeat: Callable[[], Awaitable[None]],
     ) -> None:
         """Take orders.
 
@@ -46,16 +48,16 @@ class Control:
             dumps: Writes plans.
             drain: Begins to leave.
             live_count: Choices that go on, as those know it who read what they say.
-            tell: Sends a heartbeat now.
+            send_heartbeat: Sends a heartbeat now.
         """
         self._mailbox = mailbox
         self._dumps = dumps
         self._drain = drain
         self._live_count = live_count
-        self._tell = tell
+        self._send_heartbeat = send_heartbeat
         self._waiting: deque[asyncio.Future[ControlDone]] = deque()
 
-    async def answer(self, message: Message) -> ControlDone:
+    async def answer(self, message: ControlMessage) -> ControlDone:
         """Do what is asked, and return when it has taken effect.
 
         Raises:
@@ -73,26 +75,26 @@ class Control:
             case FlushCache(unless_busy=True) if live := self._live_count():
                 return ControlDone(requests=live)
             case FlushCache():
-                return await self._order(message)
+                return await self._submit(message)
             case _:
-                done = await self._order(message)
+                done = await self._submit(message)
                 # Whoever asks after the reply finds it in the heartbeat, at every gateway.
-                await self._tell()
+                await self._send_heartbeat()
                 return done
 
-    def done(self, replies: Iterable[ControlDone]) -> None:
+    def complete(self, replies: Iterable[ControlDone]) -> None:
         """The loop has obeyed its next orders, with these results."""
         for reply in replies:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_result(reply)
 
-    async def _order(self, order: Order) -> ControlDone:
-        self._mailbox.order(order)
+    async def _submit(self, order: ControlCommand) -> ControlDone:
+        self._mailbox.submit_command(order)
         obeyed: asyncio.Future[ControlDone] = asyncio.get_running_loop().create_future()
         self._waiting.append(obeyed)
         try:
-            async with asyncio.timeout(ORDER_TIMEOUT_S):
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
                 return await obeyed
         except TimeoutError:
-            raise DeadlineExceeded(f"no step ended in {ORDER_TIMEOUT_S:g} s") from None
+            raise DeadlineExceeded(f"no step ended in {COMMAND_TIMEOUT_S:g} s") from None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from antiphon.model_worker.batching.request import ChoiceKey
     from antiphon.model_worker.batching.steady import Drawn
-    from antiphon.model_worker.held import HeldChoice, HeldRequest
+    from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
     from antiphon.wire.ids import InstanceId
     from antiphon.wire.tokens import TokenRow
 

@@ -9,27 +9,27 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.accounts import Accounts
-from antiphon.model_worker.agreement import Agreement
-from antiphon.model_worker.announcing import Announcer
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mailbox
 from antiphon.model_worker.cache.index import NoIndex
-from antiphon.model_worker.control import Control
-from antiphon.model_worker.cpu_time import CpuTime
-from antiphon.model_worker.dumps import Dumps
-from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.control import ControlEndpoint
+from antiphon.model_worker.grammar.backend import GrammarBackend
 from antiphon.model_worker.grammar.metrics import GrammarMetrics
 from antiphon.model_worker.grammar.queue import GrammarQueue
-from antiphon.model_worker.handing_back import others, room, tokens_max
-from antiphon.model_worker.metrics import Capacity
-from antiphon.model_worker.opening import Engine, open_engine
-from antiphon.model_worker.output import Action, Drop, Output, Run
-from antiphon.model_worker.pulse import Pulse
-from antiphon.model_worker.reports import Reports
-from antiphon.model_worker.sending import Sending
-from antiphon.model_worker.warming import warm_up
-from antiphon.model_worker.watchdog import Hung, Watchdog
+from antiphon.model_worker.observability.cpu_time import CpuTime
+from antiphon.model_worker.observability.metrics import WorkerSize
+from antiphon.model_worker.observability.plan_dumps import PlanDumps
+from antiphon.model_worker.observability.stall_detector import LoopHung, StallDetector
+from antiphon.model_worker.observability.step_accounting import StepAccounting
+from antiphon.model_worker.observability.watchdog import LoopWatchdog
+from antiphon.model_worker.protocol.kv_events import KvEventPublisher
+from antiphon.model_worker.protocol.numerics import NumericsCheck
+from antiphon.model_worker.protocol.reports import ReportQueue
+from antiphon.model_worker.protocol.requeue import free_slots, longest_elsewhere, other_workers
+from antiphon.model_worker.protocol.token_sender import TokenSender
+from antiphon.model_worker.protocol.worker_output import Action, DropChoice, RunChoice, WorkerOutput
+from antiphon.model_worker.startup.engine import Engine, open_engine
+from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.peers import Change, Peer
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey
-    from antiphon.model_worker.control import Message
+    from antiphon.model_worker.control import ControlMessage
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.wire.base import Term
     from antiphon.wire.command import CommandBatch
     from antiphon.wire.ids import ModelName
@@ -99,18 +99,18 @@ class ModelWorker:
         try:
             self._engine = await event_loop.run_in_executor(thread, self._opener, self._settings)
             loaded = runtime.clock.now()
-            self._set_up(self._engine)
-            pools = self._engine.batching.limits.pool_width is not None
+            self._assemble(self._engine)
+            pools = self._engine.core.limits.pool_width is not None
             warm = partial(warm_up, self._loop, pools=pools)
             self._on_report(await event_loop.run_in_executor(thread, warm))
             warmed = runtime.clock.now()
-            self._accounts.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
+            self._accounting.metrics.started(load_s=loaded - began, warm_up_s=warmed - loaded)
             ended = event_loop.run_in_executor(thread, self._loop.run)
             for work, name in (
                 (_watch(ended), "batching"),
                 (_watch(self._reports.failed), "steps"),
                 (self._tick(), "tick"),
-                (self._agreement.end(), "agreement"),
+                (self._numerics.wait_for_conflict(), "agreement"),
             ):
                 runtime.group.create_task(self._guard(work), name=name)
             runtime.peers.watch(self._on_peer)
@@ -146,8 +146,8 @@ class ModelWorker:
         """What it holds and how much more it takes; nothing while the model is being loaded."""
         if self._last is None:
             return Report(load=0)
-        output, last, limits = self._output, self._last, self._engine.batching.limits
-        with self._sending.lock:
+        output, last, limits = self._output, self._last, self._engine.core.limits
+        with self._sender.lock:
             streams, held = self._seqs.streams(), output.held()
         busy = self._busy and not last.paused
         return Report(
@@ -155,8 +155,8 @@ class ModelWorker:
             streams=streams,
             worker=WorkerLoad(
                 pages_free=last.credit.pages_free + last.credit.pages_evictable,
-                pages_total=self._engine.batching.pools.pages_total,
-                page_tokens=self._engine.batching.pools.page_tokens,
+                pages_total=self._engine.core.pools.pages_total,
+                page_tokens=self._engine.core.pools.page_tokens,
                 running=held,
                 waiting=last.waiting,
                 running_max=limits.running_max,
@@ -164,16 +164,16 @@ class ModelWorker:
                 step_age_s=self._runtime.clock.now() - self._stepped_at if busy else 0.0,
                 paused=last.paused,
                 weight_version=limits.weight_version,
-                bits=self._agreement.bits,
+                bits=self._numerics.digest,
                 pages_promised=last.credit.pages_promised,
                 pages_returning=last.credit.pages_returning,
-                kv_seq=self._announcer.seq if self._tells else None,
+                kv_seq=self._kv_events.seq if self._publishes_events else None,
                 context_tokens=limits.context_tokens,
                 term=output.term,
                 commands_seq=output.commands_seq,
                 refused=output.refused,
-                figures=self._accounts.figures(
-                    last, grammars=len(self._unguided), now=self._runtime.clock.now()
+                figures=self._accounting.load_stats(
+                    last, grammars=len(self._grammar_queue), now=self._runtime.clock.now()
                 ),
             ),
         )
@@ -181,7 +181,7 @@ class ModelWorker:
     async def drain(self) -> None:
         """Finish what runs, send the rest, and wait a little for its owners to have it."""
         self._output.draining = True
-        self._give_back(self._runtime.clock.unix_ms())
+        self._requeue_waiting(self._runtime.clock.unix_ms())
         while self._output.live_count or self._output.has_unsent:
             await self._change()
         try:
@@ -191,8 +191,8 @@ class ModelWorker:
         except TimeoutError:
             log.info("ids left behind", extra={"requests": self._output.held_count})
 
-    def _set_up(self, engine: Engine) -> None:
-        limits, pools = engine.batching.limits, engine.batching.pools
+    def _assemble(self, engine: Engine) -> None:
+        limits, pools = engine.core.limits, engine.core.pools
         live_max = limits.running_max + limits.queue_max
         check_room(
             "batching.running_max + queue.waiting_max",
@@ -200,31 +200,31 @@ class ModelWorker:
             each_bytes=HELD_BYTES,
             message_bytes_max=self._runtime.bus.transport.payload_bytes_max,
         )
-        self._agreement = Agreement(self._runtime.process, self._model, engine.bits)
-        self._output = Output(
+        self._numerics = NumericsCheck(self._runtime.process, self._model, engine.numerics_digest)
+        self._output = WorkerOutput(
             self._runtime.process,
             self._seqs,
             live_max=live_max,
             our_time_ms=self._runtime.peers.our_time_ms,
             leading=lambda: self._runtime.peers.leading(self._model),
         )
-        self._sending = Sending(self._runtime.bus, self._output)
+        self._sender = TokenSender(self._runtime.bus, self._output)
         cache = self._settings.cache
-        self._tells = cache.events and not isinstance(engine.batching.index, NoIndex)
-        self._announcer = Announcer(self._runtime.process, cache.events_max)
+        self._publishes_events = cache.events and not isinstance(engine.core.index, NoIndex)
+        self._kv_events = KvEventPublisher(self._runtime.process, cache.events_max)
         self._mailbox = Mailbox(live_max)
-        self._reports = Reports(
-            relay=self._relay, take=self._follow, wait_s=self._settings.batching.stall_limit_s
+        self._reports = ReportQueue(
+            relay=self._relay, take=self._on_reports, wait_s=self._settings.batching.stall_limit_s
         )
         self._loop = BatchingLoop(
-            engine.batching,
+            engine.core,
             engine.runner,
             self._mailbox,
             self._reports.deliver,
             overlap=engine.resolved is not None and engine.resolved.overlap.value,
         )
         batching = self._settings.batching
-        self._dumps = Dumps(
+        self._dumps = PlanDumps(
             batching.dump_folder,
             self._runtime.process.instance,
             engine,
@@ -232,49 +232,49 @@ class ModelWorker:
             self._runtime.clock,
         )
         counts = GrammarMetrics(self._runtime.metrics)
-        self._grammars = Grammars(
+        self._grammars = GrammarBackend(
             self._settings.grammar,
             limits.vocab_size,
             engine.open_compiler,
             self._runtime.group,
             counts,
         )
-        self._unguided = GrammarQueue(
+        self._grammar_queue = GrammarQueue(
             self._grammars,
             self._runtime.group,
             counts,
-            hand_over=self._hand_over_guided,
+            hand_over=self._submit_with_matcher,
             refuse=self._refuse,
         )
-        self._control = Control(
+        self._control = ControlEndpoint(
             self._mailbox,
             self._dumps,
             self._begin_drain,
             lambda: self._output.live_count,
             self._runtime.health.tell,
         )
-        capacity = Capacity(
+        capacity = WorkerSize(
             pages_total=pools.pages_total,
             page_tokens=pools.page_tokens,
             running_max=limits.running_max,
             context_tokens=limits.context_tokens,
         )
-        self._accounts = Accounts(
+        self._accounting = StepAccounting(
             self._runtime.metrics, capacity, engine.resolved, batching.decode_log_interval
         )
         self._runtime.metrics.registry.register(
-            CpuTime(lambda: self._loop.native_thread, lambda: self._sending.relayed_s)
+            CpuTime(lambda: self._loop.native_thread, lambda: self._sender.relayed_s)
         )
-        watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        self._pulse = Pulse(self._loop, watchdog, self._accounts.metrics.stalled)
+        watchdog = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
+        self._watchdog = LoopWatchdog(self._loop, watchdog, self._accounting.metrics.stalled)
 
     def _on_command(self, batch: CommandBatch) -> None:
-        returned, refused = self._output.returned_count, self._output.refused
+        returned, refused = self._output.requeued_count, self._output.refused
         unelected = self._output.unelected_count
         if not self._busy:
             # The age of a step tells of a stall: a rest before it must not pass for one.
             self._stepped_at = self._runtime.clock.now()
-        with self._sending.lock:
+        with self._sender.lock:
             now_ms = self._runtime.clock.unix_ms()
             offset_ms = self._runtime.peers.offset_ms(batch.leader.scheduler)
             self._act(self._output.command(batch, now_ms, offset_ms))
@@ -282,7 +282,7 @@ class ModelWorker:
             self._note_refused(batch, offset_ms, first=refused is None)
         if self._output.unelected_count > unelected:
             self._note_unelected(batch.leader)
-        if self._output.returned_count > returned:
+        if self._output.requeued_count > returned:
             self._runtime.health.changed()
 
     def _note_refused(self, batch: CommandBatch, offset_ms: int | None, *, first: bool) -> None:
@@ -290,7 +290,7 @@ class ModelWorker:
         refused = self._output.refused
         if refused is None:
             return
-        self._accounts.metrics.refused.labels(refused.reason).inc()
+        self._accounting.metrics.refused.labels(refused.reason).inc()
         self._runtime.health.changed()
         if not first:
             return
@@ -307,7 +307,7 @@ class ModelWorker:
 
     def _note_unelected(self, term: Term) -> None:
         """Count commands under a term that no election gives, and log one batch every second."""
-        self._accounts.metrics.refused.labels("term").inc()
+        self._accounting.metrics.refused.labels("term").inc()
         now = self._runtime.clock.now()
         if now - self._unelected_logged_at >= LOG_PAUSE_S:
             self._unelected_logged_at = now
@@ -315,38 +315,38 @@ class ModelWorker:
             log.warning("commands refused", extra=fields)
 
     def _on_stop(self, message: StopChoice | ResendTokens) -> None:
-        with self._sending.lock:
+        with self._sender.lock:
             if isinstance(message, StopChoice):
                 self._act(self._output.stop(message))
             else:
                 self._output.resend(message)
-                self._sending.publish()
+                self._sender.publish()
 
     def _on_open(self, message: OpenList) -> None:
         now_ms = self._runtime.clock.unix_ms()
         if self._runtime.peers.our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
             self._runtime.metrics.late.labels(OPEN.name).inc()
             return
-        with self._sending.lock:
+        with self._sender.lock:
             self._act(self._output.open_list(message, now_ms))
 
-    async def _on_control(self, message: Message, _: object) -> ControlDone:
+    async def _on_control(self, message: ControlMessage, _: object) -> ControlDone:
         return await self._control.answer(message)
 
     async def _on_replay(self, message: ReplayKv, _: object) -> KvReplayed:
-        return self._announcer.replay(message)
+        return self._kv_events.replay(message)
 
     def _begin_drain(self) -> None:
         self._output.draining = True
         self._runtime.health.draining()
-        self._give_back(self._runtime.clock.unix_ms())
+        self._requeue_waiting(self._runtime.clock.unix_ms())
 
     def _on_peer(self, change: Change, peer: Peer) -> None:
         if change is Change.DIED and peer.beat.role is Role.GATEWAY:
-            with self._sending.lock:
+            with self._sender.lock:
                 self._act(self._output.owner_died(peer.process))
         if change is not Change.DIED:
-            self._agreement.meet(peer.beat, self._runtime.health.state)
+            self._numerics.compare(peer.beat, self._runtime.health.state)
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -355,26 +355,26 @@ class ModelWorker:
             except Exception:
                 # The actions after it are of other requests.
                 log.exception("action failed", extra={"key": action.key})
-                if isinstance(action, Run):
+                if isinstance(action, RunChoice):
                     self._refuse(action.key, Internal("internal error"))
-        self._sending.publish()
+        self._sender.publish()
         self._moved.set()
 
     def _act_one(self, action: Action) -> None:
         now = self._runtime.clock.now()
         match action:
-            case Run():
-                self._book(partial(self._accounts.begin, action, now))
+            case RunChoice():
+                self._record(partial(self._accounting.begin, action, now))
                 if action.state.sampling.grammar is None:
-                    self._hand_over(action)
+                    self._submit(action)
                 else:
-                    self._unguided.put(action)
-            case Drop(key, kept):
-                self._book(partial(self._accounts.drop, key, now))
-                if not self._unguided.drop(key):
+                    self._grammar_queue.put(action)
+            case DropChoice(key, kept):
+                self._record(partial(self._accounting.drop, key, now))
+                if not self._grammar_queue.drop(key):
                     self._mailbox.drop(key, kept)
 
-    def _book(self, note: Callable[[], object]) -> None:
+    def _record(self, note: Callable[[], object]) -> None:
         """Do some bookkeeping, on which no answer may depend."""
         try:
             note()
@@ -384,24 +384,24 @@ class ModelWorker:
     @property
     def _busy(self) -> bool:
         """Whether a step is due: choices whose grammars are being compiled wait for none."""
-        return self._output.live_count > len(self._unguided)
+        return self._output.live_count > len(self._grammar_queue)
 
-    def _hand_over_guided(self, run: Run, guide: Guide) -> None:
+    def _submit_with_matcher(self, run: RunChoice, guide: GrammarMatcher) -> None:
         if not self._busy:
             self._stepped_at = self._runtime.clock.now()
-        self._hand_over(run, guide)
+        self._submit(run, guide)
 
-    def _hand_over(self, run: Run, guide: Guide | None = None) -> None:
+    def _submit(self, run: RunChoice, guide: GrammarMatcher | None = None) -> None:
         try:
             self._mailbox.run(run.key, run.state, guide)
         except Overloaded as error:
             self._refuse(run.key, error)
 
     def _refuse(self, key: ChoiceKey, error: EngineError) -> None:
-        self._book(partial(self._accounts.drop, key, self._runtime.clock.now()))
-        with self._sending.lock:
+        self._record(partial(self._accounting.drop, key, self._runtime.clock.now()))
+        with self._sender.lock:
             self._output.refuse(key, error)
-        self._sending.publish()
+        self._sender.publish()
         self._moved.set()
 
     def _relay(self, report: StepReport) -> bool:
@@ -409,7 +409,7 @@ class ModelWorker:
 
         It waits for nobody: while the event loop is at something, that takes this in as well.
         """
-        if not self._sending.lock.acquire(blocking=False):
+        if not self._sender.lock.acquire(blocking=False):
             return False
         try:
             return self._relay_now(report)
@@ -419,34 +419,34 @@ class ModelWorker:
             self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
             return True
         finally:
-            self._sending.lock.release()
+            self._sender.lock.release()
 
     def _relay_now(self, report: StepReport) -> bool:
         assert self._last is not None, "a step was steady before the first one"
-        if len(self._reports) or self._output.draining or self._accounts.full:
+        if len(self._reports) or self._output.draining or self._accounting.full:
             return False
-        if report.paused != self._last.paused or not self._sending.relay(report):
+        if report.paused != self._last.paused or not self._sender.relay(report):
             return False
         self._last = report
         self._stepped_at = now = self._runtime.clock.now()
-        self._book(partial(self._accounts.put_down, report, now, ended=False))
+        self._record(partial(self._accounting.record, report, now, ended=False))
         return True
 
-    def _follow(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
+    def _on_reports(self, reports: Iterable[tuple[StepReport, bool]]) -> None:
         """Take in what the loop has reported, and send what is new.
 
         Rows are relayed only if they are sent before those of the next step.
         """
-        with self._sending.lock:
+        with self._sender.lock:
             for report, last in reports:
                 try:
                     self._on_report(report, relays=last and self._runtime.bus.link.up)
                 except Exception:
                     log.exception("report failed", extra={"step": report.step})
-            self._sending.publish()
-            self._drop_spoiled(self._output.take_spoiled())
-        if self._announcer.has_unsent:
-            self._announce()
+            self._sender.publish()
+            self._drop_spoiled(self._output.take_failed())
+        if self._kv_events.has_unsent:
+            self._publish_kv_events()
         if self._output.draining:
             self._moved.set()
 
@@ -461,40 +461,40 @@ class ModelWorker:
             log.exception("progress failed", extra={"step": report.step})
             self._drop_spoiled(self._output.fail([news.key for news in report.progress]))
             ended = True
-        for take in (self._take_started, self._take_returned, self._take_done, self._take_events):
+        for take in (self._take_started, self._take_requeued, self._take_done, self._take_events):
             try:
                 take(report)
             except Exception:
                 # What the others have to do is for other requests, or other receivers.
                 log.exception("report failed", extra={"step": report.step})
-        self._book(partial(self._accounts.put_down, report, now, ended=ended))
+        self._record(partial(self._accounting.record, report, now, ended=ended))
 
     def _take_started(self, report: StepReport) -> None:
         if report.started:
             self._output.started(report.started)
 
-    def _take_returned(self, report: StepReport) -> None:
+    def _take_requeued(self, report: StepReport) -> None:
         if report.returned:
-            self._act(self._output.returned(report.returned))
+            self._act(self._output.requeued(report.returned))
             self._runtime.health.changed()  # the leader shall hear of it now
 
     def _take_done(self, report: StepReport) -> None:
         if report.done:
-            self._control.done(report.done)
+            self._control.complete(report.done)
 
     def _take_events(self, report: StepReport) -> None:
         if report.events:
-            self._announcer.add(report.events)
+            self._kv_events.add(report.events)
 
     def _drop_spoiled(self, drops: Iterable[Action]) -> None:
         """Free in the loop what has ended here by a failure."""
         for drop in drops:
             self._mailbox.drop(drop.key)
 
-    def _announce(self) -> None:
+    def _publish_kv_events(self) -> None:
         """Tell of what came into the cache and went; or not, which the numbers will show."""
         bus, worker = self._runtime.bus, self._runtime.process.instance
-        for batch in self._announcer.take():
+        for batch in self._kv_events.take():
             if not bus.link.up:
                 return
             try:
@@ -510,43 +510,43 @@ class ModelWorker:
             except Exception:
                 log.exception("tick failed")
             try:
-                self._pulse.check(self._runtime.clock.now())
-            except Hung:
+                self._watchdog.check(self._runtime.clock.now())
+            except LoopHung:
                 raise
             except Exception:
                 log.exception("pulse failed")
 
     def _on_tick(self, now_ms: int) -> None:
-        with self._sending.lock:
+        with self._sender.lock:
             self._act(self._output.tick(now_ms))
-            self._drop_spoiled(self._output.take_spoiled())
-        self._announce()
-        self._give_back(now_ms)
-        self._accounts.metrics.hold(
+            self._drop_spoiled(self._output.take_failed())
+        self._publish_kv_events()
+        self._requeue_waiting(now_ms)
+        self._accounting.metrics.show_held(
             held=self._output.held_count,
             overrun_tokens=self._output.overrun_tokens,
         )
 
-    def _give_back(self, now_ms: int) -> None:
+    def _requeue_waiting(self, now_ms: int) -> None:
         """Ask the loop to give up what it has not started, if others would do so sooner."""
-        loads = others(self._runtime.peers.working(Role.WORKER), self._model)
+        loads = other_workers(self._runtime.peers.working(Role.WORKER), self._model)
         after_s = self._settings.queue.hand_back_s
-        longest = tokens_max(loads, self._engine.batching.limits.context_tokens)
+        longest = longest_elsewhere(loads, self._engine.core.limits.context_tokens)
         if self._output.draining and loads:
             waiting = self._output.unstarted(now_ms, longest)
-        elif after_s is not None and (places := room(loads)):
+        elif after_s is not None and (places := free_slots(loads)):
             waiting = self._output.unstarted(now_ms - round(after_s * 1000), longest)[:places]
         else:
             return
         for keys in waiting:
-            self._mailbox.give_back(keys)
+            self._mailbox.requeue(keys)
 
     async def _guard(self, work: Awaitable[None]) -> None:
         """Leave the last plans behind when something ends the process."""
         try:
             await work
         except Exception as error:
-            self._dumps.leave(f"{type(error).__name__}: {error}")
+            self._dumps.write_on_exit(f"{type(error).__name__}: {error}")
             raise
 
     async def _change(self) -> None:

@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Replay in a process of its own, since only a worker loads models."""
-    command = [sys.executable, "-m", "antiphon.model_worker.replay", *argv]
+    command = [sys.executable, "-m", "antiphon.model_worker.observability.replay", *argv]
     return subprocess.call(command)  # noqa: S603  # our own module, with the operator's arguments

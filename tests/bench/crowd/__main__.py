@@ -31,9 +31,8 @@ from tests.bench.figures import machine
 from tests.bench.services import GATEWAY, echo_stack
 from tests.bench.services_cpu import used_s
 from tests.bench.serving.report import RESULTS
-from tests.system.stack import wait_until
-
 from tests.support.nats import NatsServer
+from tests.system.stack import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path

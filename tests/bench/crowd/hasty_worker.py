@@ -1,7 +1,8 @@
 """An echo worker that says more than any gateway passes on: of 128 requests 32,000 a second."""
 
-from antiphon.service.main import run
 from tests.support.echo_worker import EchoWorker
+
+from antiphon.service.main import run
 from antiphon.wire.base import Role
 
 STEP_S = 0.004

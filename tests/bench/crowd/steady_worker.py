@@ -1,7 +1,8 @@
 """An echo worker with a step of 20 ms: of 128 requests it says 6,400 tokens a second."""
 
-from antiphon.service.main import run
 from tests.support.echo_worker import EchoWorker
+
+from antiphon.service.main import run
 from antiphon.wire.base import Role
 
 STEP_S = 0.02

@@ -26,10 +26,10 @@ from tests.bench.models import SHAPES, VOCABULARY, Shape, made
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.ops import REGISTRY
-from antiphon.model_worker.batching.plan import Plan, SamplingColumns
+from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ CASES = (Case(1, 1, 256), Case(16, 1, 256), Case(64, 1, 256), Case(1, 1024, 1024
 class Way:
     """A runner that tells how long its decoder took."""
 
-    runner: Runner
+    runner: ModelRunner
     decoder_s: float = 0.0
     layers_s: float = 0.0
 
@@ -59,7 +59,7 @@ class Way:
         if stack is not None:
             setattr(stack, "score", self._timed(stack.score, layers=True))  # noqa: B010  # as above
 
-    def step(self, plan: Plan) -> tuple[float, float, float]:
+    def step(self, plan: StepPlan) -> tuple[float, float, float]:
         """Run a plan: seconds of the step, of its layers, and beside layers and head.
 
         Where all is one call from ids to logits, the layers are all of it.
@@ -95,11 +95,11 @@ def ways(shape: Shape, pages: int) -> dict[str, Way]:
     for name, (linear, said) in options.items():
         model = load(made(shape).folder, dtype="bfloat16", linear=linear)
         groups = cache_groups(model.spec, model.build, page_tokens=PAGE_TOKENS, pages=pages)
-        found[name] = Way(Runner(model, groups, **said))  # pyright: ignore[reportArgumentType]
+        found[name] = Way(ModelRunner(model, groups, **said))  # pyright: ignore[reportArgumentType]
     return found
 
 
-def a_plan(case: Case) -> Plan:
+def a_plan(case: Case) -> StepPlan:
     """The step of a case, greedy; its pages lie in no order."""
     random = np.random.default_rng(0)
     each = -(-case.kv // PAGE_TOKENS)
@@ -107,7 +107,7 @@ def a_plan(case: Case) -> Plan:
     every = np.ones(case.rows, np.int32)
     ends = np.cumsum(every * case.new, dtype=np.int32)
     positions = np.tile(np.arange(case.kv - case.new, case.kv, dtype=np.int32), case.rows)
-    return Plan(
+    return StepPlan(
         step=1,
         slot=np.arange(case.rows, dtype=np.int32),
         query_start=ends - case.new,

@@ -26,11 +26,11 @@ import numpy as np
 import pytest
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
+from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.builder import build_plan
-from antiphon.model_worker.batching.plan import Outcome
-from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.plan import StepOutcome
+from antiphon.model_worker.batching.policy import QueueRules
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.batching.steady import SteadyRows
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.builder import BatchRow
 
 ROUNDS = 10_000
 SLACK = 2.5
@@ -78,7 +78,7 @@ class FullWorker:
             pages_total=load.running * load.pages_each,
         )
         pools = CachePools([group])
-        limits = Limits(
+        limits = EngineLimits(
             step_tokens_max=2048,
             chunk_tokens=512,
             fill_tokens=256,
@@ -89,11 +89,11 @@ class FullWorker:
             end_ids=frozenset({2}),
             weights_digest="w",
         )
-        rules = Rules(policy=load.policy)
-        self.batching = Batching(limits, pools, RadixIndex(pools), rules)
+        rules = QueueRules(policy=load.policy)
+        self.batching = EngineCore(limits, pools, RadixIndex(pools), rules)
         self.step = 0
         self.keys = 0
-        self.rows: Sequence[Row] = ()
+        self.rows: Sequence[BatchRow] = ()
         self.planned_ns = 0
 
     def refill(self) -> None:
@@ -121,17 +121,17 @@ class FullWorker:
         else:
             build_plan(self.step, self.rows, self.batching.slots)
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, outcome: StepOutcome) -> None:
         self.batching.commit(self.rows, outcome)
         self.batching.take_progress()
-        self.batching.credit()
+        self.batching.capacity()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepOutcome:
         """What a runner would say."""
         self.batching.pools.launched(self.step)
         self.batching.pools.finished(self.step)
         starts = np.cumsum([0, *(row.draws for row in self.rows)], dtype=np.int32)
-        return Outcome(
+        return StepOutcome(
             step=self.step,
             starts=starts,
             token_ids=np.full(int(starts[-1]), 17, np.int32),

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.batching.plan import Outcome
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -40,7 +40,7 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.builder import BatchRow
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 4096
@@ -51,14 +51,14 @@ SLACK = 2.5
 ROUNDS = 200
 
 
-def crowded() -> Batching:
+def crowded() -> EngineCore:
     """A worker whose pages are all taken by prompts that it has begun."""
     pages = RUNNING * (PROMPT_TOKENS // PAGE_TOKENS + 1)
     group = CacheGroup(
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=PAGE_TOKENS, pages_total=pages
     )
     pools = CachePools([group])
-    limits = Limits(
+    limits = EngineLimits(
         step_tokens_max=RUNNING * PIECE_TOKENS,
         chunk_tokens=PIECE_TOKENS,
         running_max=RUNNING + 1,
@@ -67,7 +67,7 @@ def crowded() -> Batching:
         end_ids=frozenset({2}),
         weights_digest="w",
     )
-    batching = Batching(limits, pools, RadixIndex(pools))
+    batching = EngineCore(limits, pools, RadixIndex(pools))
     for key in range(RUNNING + 1):
         state = RequestState(
             request_id=RequestId(str(key)),
@@ -83,7 +83,7 @@ def crowded() -> Batching:
 @pytest.mark.benchmark(timer=time.thread_time)
 def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> None:
     batching = crowded()
-    rows: list[Row] = []
+    rows: list[BatchRow] = []
     steps = iter(range(1, 1000))
 
     def plan() -> None:
@@ -95,7 +95,7 @@ def test_a_step_beside_prompts_that_begin_alike(benchmark: BenchmarkFixture) -> 
         batching.pools.finished(step)
         none = np.zeros(0, np.int32)
         starts, status = np.zeros(len(rows) + 1, np.int32), np.zeros(len(rows), np.int32)
-        batching.commit(rows, Outcome(step=step, starts=starts, token_ids=none, status=status))
+        batching.commit(rows, StepOutcome(step=step, starts=starts, token_ids=none, status=status))
 
     plan()
     commit()

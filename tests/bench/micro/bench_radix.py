@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.model_worker.cache.events import Blocks
+from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -86,7 +86,7 @@ def loaded(tokens: int, *, announced: bool = False) -> Loaded:
         pages_total=6 * NODES,
     )
     pools = CachePools([group])
-    index = RadixIndex(pools, told=Blocks() if announced else None)
+    index = RadixIndex(pools, told=BlockTracker() if announced else None)
     for _ in range(NODES // 100):
         system = ids(source, 256)
         for _ in range(99):

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.batching.plan import Plan, SamplingColumns
-from antiphon.model_worker.batching.recorder import Recorder
+from antiphon.model_worker.batching.plan import SamplingColumns, StepPlan
 from antiphon.model_worker.batching.request import Progress
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.journal import Journal
-from antiphon.model_worker.metrics import Capacity, WorkerMetrics
-from antiphon.model_worker.output import Output, Run
+from antiphon.model_worker.observability.flight_recorder import FlightRecorder
+from antiphon.model_worker.observability.metrics import WorkerMetrics, WorkerSize
+from antiphon.model_worker.observability.request_log import WorkerRequestLog
+from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import Attempt, Process, Term
@@ -53,14 +53,14 @@ def process(name: str) -> Process:
     return Process(instance=InstanceId(name), incarnation=Incarnation("0123456789abcdef"))
 
 
-def plan_of(rows: int, tokens: int) -> Plan:
+def plan_of(rows: int, tokens: int) -> StepPlan:
     """A step in which everybody draws a token."""
 
     def ints(value: int) -> Ints:
         return np.full(rows, value, np.int32)
 
     floats = np.ones(rows, np.float32)
-    return Plan(
+    return StepPlan(
         step=1,
         slot=ints(1),
         query_start=ints(1),
@@ -88,9 +88,9 @@ class BusSide:
     def __init__(self, rows: int) -> None:
         leader = Term(number=1, scheduler=process("scheduler-0"))
         worker = process("worker-0")
-        self.output = Output(worker, SeqSender(), live_max=rows)
-        self.journal = Journal()
-        self.metrics = WorkerMetrics(Metrics(), Capacity(pages_total=1000))
+        self.output = WorkerOutput(worker, SeqSender(), live_max=rows)
+        self.journal = WorkerRequestLog()
+        self.metrics = WorkerMetrics(Metrics(), WorkerSize(pages_total=1000))
         admits = tuple(
             Admit(
                 request_id=RequestId(f"request-{number:032}"),
@@ -108,7 +108,7 @@ class BusSide:
         batch = CommandBatch(
             leader=leader, worker=worker, seq=1, commands=admits, not_after_unix_ms=FAR
         )
-        runs = [action for action in self.output.command(batch, 1) if isinstance(action, Run)]
+        runs = [action for action in self.output.command(batch, 1) if isinstance(action, RunChoice)]
         for run in runs:
             self.journal.begin(run, 0.0)
         self.keys = tuple(run.key for run in runs)
@@ -126,7 +126,7 @@ class BusSide:
             tokens=count,
             rows=count,
             progress=Drawn(self.keys, self.before, ids),
-            credit=Credit(
+            credit=Capacity(
                 pages_free=1,
                 pages_evictable=1,
                 pages_promised=0,
@@ -147,7 +147,7 @@ class BusSide:
 
 @pytest.mark.benchmark(timer=time.thread_time)
 def test_keeping_a_plan(benchmark: BenchmarkFixture) -> None:
-    recorder, plan = Recorder(), plan_of(64, 2000)
+    recorder, plan = FlightRecorder(), plan_of(64, 2000)
     benchmark.pedantic(recorder.begin, args=(plan,), rounds=ROUNDS)
     if benchmark.stats is not None:  # None where benchmarks are disabled
         assert benchmark.stats["median"] < SLACK * 5e-6

@@ -26,8 +26,8 @@ from antiphon.wire.grammar import Grammar, GrammarKind
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.guide import Guide
-    from antiphon.model_worker.grammar.grammars import Compiled
+    from antiphon.model_worker.grammar.backend import CompiledGrammar
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 STEPS = 400
 WARM_UP = 50
@@ -62,21 +62,23 @@ def measure(folder: Path, schema: object, rows: int) -> dict[str, float]:
     return msgspec.json.decode(done.stdout, type=dict[str, float])
 
 
-def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
+def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, float]:
     """Follow random answers, `rows` at once, and time what each step does for them."""
     # The parent process imports this file for `measure` alone.
     import torch  # noqa: PLC0415
 
     from antiphon.kernels import ops  # noqa: PLC0415
     from antiphon.kernels.op import Device  # noqa: PLC0415
-    from antiphon.model_worker.batching.guide import Guide  # noqa: PLC0415
-    from antiphon.model_worker.batching.steering import Steering  # noqa: PLC0415
-    from antiphon.model_worker.batching.walking import Walk, WalkThreads  # noqa: PLC0415
+    from antiphon.model_worker.batching.logits import LogitsProcessors  # noqa: PLC0415
+    from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 
-    clock, dice, walker = Clock(), np.random.default_rng(0), WalkThreads(patience_s=1.0)
-    steering, chosen = Steering(rows, vocab_size), ops.select(Device("cpu"))
-    guides = [Guide(compiled.begin(()), vocab_size, compiled.ends(())) for _ in range(rows)]
-    bare = [compiled.begin(()) for _ in range(rows)]
+    clock, dice, walker = Clock(), np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
+    steering, chosen = LogitsProcessors(rows, vocab_size), ops.select(Device("cpu"))
+    guides = [
+        GrammarMatcher(compiled.start(()), vocab_size, compiled.eos_ids(())) for _ in range(rows)
+    ]
+    bare = [compiled.start(()) for _ in range(rows)]
     words = np.zeros((rows, -(-vocab_size // 32)), np.int32)
     requests = [_request(slot, guide) for slot, guide in enumerate(guides)]
     for request in requests:
@@ -86,8 +88,8 @@ def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
     for _ in range(WARM_UP + STEPS):
         drawn = [_draw(guide, vocab_size, dice) for guide in guides]
         began_s = time.perf_counter()
-        walks = [Walk(guide, [token]) for guide, token in zip(guides, drawn, strict=True)]
-        walker.walk(walks)
+        walks = [MatcherTask(guide, [token]) for guide, token in zip(guides, drawn, strict=True)]
+        walker.submit(walks)
         clock.note("walks_us", began_s)
         assert all(walk.done and walk.finishes == [None] for walk in walks), "the schema ends"
         began_s = time.perf_counter()
@@ -108,7 +110,7 @@ def parts(compiled: Compiled, vocab_size: int, rows: int) -> dict[str, float]:
     return clock.medians_us()
 
 
-def _request(slot: int, guide: Guide) -> Any:
+def _request(slot: int, guide: GrammarMatcher) -> Any:
     """As much of a running request as masks are made from."""
     state = SimpleNamespace(sampling=SamplingParams(max_new_tokens=1))
     return SimpleNamespace(slot=slot, guide=guide, filter=None, state=state)
@@ -119,7 +121,7 @@ def _row(request: Any) -> Any:
     return SimpleNamespace(draws=True, request=request)
 
 
-def _draw(guide: Guide, vocab_size: int, dice: np.random.Generator) -> int:
+def _draw(guide: GrammarMatcher, vocab_size: int, dice: np.random.Generator) -> int:
     """Any token that may come, each as likely as any other."""
     assert guide.mask is not None
     bits = np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:vocab_size]

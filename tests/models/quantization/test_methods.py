@@ -31,8 +31,8 @@ from antiphon.layers.weights import Build
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
-from antiphon.model_worker.opening import load_resolved
 from antiphon.model_worker.runner.open import OpenModel, open_model
+from antiphon.model_worker.startup.engine import load_resolved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +101,7 @@ def read(
     stored, plain = written
     said = quantization(stored, row)
     checkpoint, whole = Checkpoint.open(stored), Checkpoint.open(plain)
-    checkpoint.respell(said.spelled)
+    checkpoint.rename_endings(said.spelled)
     found: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     for name, (outputs, inputs) in linears(plain).items():
@@ -263,7 +263,7 @@ def kept_on(folder: Path, row: Row | None, rank: int, ranks: int) -> list[Tensor
         tp=Rank(rank, ranks),
     )
     weights: list[Tensor] = []
-    for layer in model.own.layers.values():
+    for layer in model.own_decoder.layers.values():
         for block in vars(layer).values():
             if not hasattr(block, "__dict__"):
                 continue

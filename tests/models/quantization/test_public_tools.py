@@ -70,7 +70,7 @@ def read(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
         into[row : row + len(piece)] = numbers(piece)
 
     checkpoint = Checkpoint.open(folder)
-    checkpoint.respell(said.spelled)
+    checkpoint.rename_endings(said.spelled)
     everything = Part(slice(0, shape[0]), slice(0, shape[1]))
     checkpoint.load(stored_sources(name, storage_of(scheme), shape, everything, take))
     return into

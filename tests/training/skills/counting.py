@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-
 from tests.training.dialogue import Exchange, Skill, Split, Thread, draw
 from tests.training.words import NOUNS, compose
 

@@ -8,7 +8,6 @@ from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-
 from tests.training.dialogue import (
     Exchange,
     Skill,

@@ -8,7 +8,6 @@ from random import Random
 from typing import TypeAlias
 
 import msgspec
-
 from tests.training.skills.smalltalk import PLACES
 from tests.training.words import (
     ADJECTIVES,

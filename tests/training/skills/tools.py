@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 import msgspec
-
 from tests.training.dialogue import (
     Call,
     Exchange,

@@ -26,11 +26,11 @@ from antiphon.gateway.access.access import Access
 from antiphon.gateway.parsing.formats import formats_of
 from antiphon.gateway.requests.generation_request import SamplingOptions
 from antiphon.gateway.requests.sampling import Seeds
-from antiphon.model_worker import checksums
-from antiphon.model_worker.batching.open import open_batching
 from antiphon.model_worker.cache.eviction import STRATEGIES
-from antiphon.model_worker.grammar.matcher import Compiler
-from antiphon.model_worker.grammar.source import Source
+from antiphon.model_worker.grammar.source import GrammarSource
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
+from antiphon.model_worker.startup import checksums
+from antiphon.model_worker.startup.engine_core import open_engine_core
 from antiphon.scheduler.rules import Rules
 from antiphon.service.model import model_files, served_name, tokenizer_place
 from antiphon.service.vocabulary import read_vocabulary
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.batching import Batching
+    from antiphon.model_worker.batching.engine_core import EngineCore
 
 HI = [{"role": "user", "content": "hi"}]
 STATES = States(layers=2, attending=2, convolved=10, matrices=1000, channels=10, parameters=10)
@@ -57,8 +57,10 @@ def plan(settings: Settings) -> Plan:
     return resolve(settings, CARD, DEVICE)
 
 
-def batching(settings: Settings) -> Batching:
-    return open_batching(settings, plan(settings), pools(999), vocab_size=100, weights_digest="w")
+def batching(settings: Settings) -> EngineCore:
+    return open_engine_core(
+        settings, plan(settings), pools(999), vocab_size=100, weights_digest="w"
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,11 +377,15 @@ def test_argument_changes_the_memory_of_the_plan(flag: str, values: tuple[str, .
 def test_argument_bounds_white_space_of_json(flag: str, value: str | None, most: int) -> None:
     card = read_card(embedded.path())
     words = read_vocabulary(embedded.path(), card.vocabulary_size)
-    schema = Source(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["n"]}')
+    schema = GrammarSource(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["n"]}')
 
     def accepted(settings: Settings) -> int:
         """The most spaces that an object may begin with."""
-        state = Compiler(words, frozenset(card.eos_ids), settings.grammar).compile(schema).begin(())
+        state = (
+            XgrammarCompiler(words, frozenset(card.eos_ids), settings.grammar)
+            .compile(schema)
+            .start(())
+        )
         space = words.tokens.index(b" ")
         begin = next(id_ for id_, token in enumerate(words.tokens) if token == b"{")
         assert state.accept(begin)

@@ -21,6 +21,9 @@ import transformers
 from tests.arguments import compare_equal, compare_equal_async, settings_of, shows
 from tests.bus.worlds import bus_config
 from tests.models.families_moe import GROUPED, LATENT
+from tests.support.nats import NatsServer
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from tests.unit.config.test_resolve import CARD, DEVICE
 from tests.unit.detokenizer.test_machine import HERE, batch, row, texts
 from tests.unit.gateway.cluster import house
@@ -38,12 +41,9 @@ from antiphon.kernels.latent import LatentRows, Part
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
-from antiphon.model_worker.grammar.source import Source
-from antiphon.model_worker.opening import Engine, open_engine
+from antiphon.model_worker.grammar.source import GrammarSource
+from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.service.sockets import CannotStart
-from tests.support.nats import NatsServer
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
@@ -218,7 +218,7 @@ def test_compiled_grammars_are_not_kept_on_disk(
 
     def files(settings: Settings) -> list[str]:
         compiler = open_engine(settings).open_compiler()
-        assert compiler.compile(Source(GrammarKind.JSON_SCHEMA, schema)) is not None
+        assert compiler.compile(GrammarSource(GrammarKind.JSON_SCHEMA, schema)) is not None
         return [str(file) for file in tmp_path.rglob("*")]
 
     assert compare_equal("--disable-outlines-disk-cache", observe=files) == []
@@ -301,10 +301,10 @@ def test_request_whose_numbers_are_not_finite_ends_with_an_error(mixture: Path) 
 def finishes(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, str]]:
     """Tokens of each request, and why it ended: a reason, or the code of an error."""
     reports: list[StepReport] = []
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), reports.append)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
     runs = tuple((ChoiceKey(n), request(prompt, n)) for n, prompt in enumerate(prompts))
     reports.append(loop.turn(Mail(runs=runs)))
-    while not engine.batching.idle:
+    while not engine.core.idle:
         reports.append(loop.turn(Mail()))
     tokens, ends = [0] * len(prompts), [""] * len(prompts)
     for news in (news for report in reports for news in report.progress):
@@ -340,10 +340,10 @@ async def test_max_thinking_tokens_is_enforced() -> None:
             (budget,) = at.cluster.submits[0].sampling.processors
         engine = open_engine(settings)
         reports: list[StepReport] = []
-        loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), reports.append)
+        loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
         state = request([5, 6, begin], processors=(budget,))
         reports.append(loop.turn(Mail(runs=((ChoiceKey(0), state),))))
-        while not engine.batching.idle:
+        while not engine.core.idle:
             reports.append(loop.turn(Mail()))
         progress = (news for report in reports for news in report.progress)
         return budget, [id_ for news in progress for id_ in unpack_ids(news.token_ids)]
@@ -361,12 +361,12 @@ def test_idle_worker_sleeps_until_a_command_arrives() -> None:
         mailbox, idle = NotedMailbox(1), threading.Event()
 
         def deliver(_: StepReport) -> None:
-            if engine.batching.idle:
+            if engine.core.idle:
                 mailbox.noted.clear()
                 idle.set()
 
         thread = threading.Thread(
-            target=BatchingLoop(engine.batching, engine.runner, mailbox, deliver).run
+            target=BatchingLoop(engine.core, engine.runner, mailbox, deliver).run
         )
         thread.start()
         mailbox.run(ChoiceKey(0), request([5, 6, 7]))

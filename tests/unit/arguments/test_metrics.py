@@ -9,10 +9,10 @@ import pytest
 from tests.arguments import compare, shows
 from tests.unit.gateway.metrics_page import Door, Page, labels_of, value, worker
 
-from antiphon.model_worker.accounts import Accounts
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
-from antiphon.model_worker.metrics import Capacity
+from antiphon.model_worker.observability.metrics import WorkerSize
+from antiphon.model_worker.observability.step_accounting import StepAccounting
 from antiphon.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def test_decode_log_interval_is_the_decodes_between_two_lines(
     def lines(settings: Settings) -> int:
         caplog.clear()
         interval = settings.batching.decode_log_interval
-        capacity = Capacity(pages_total=10, page_tokens=16)
-        accounts = Accounts(Metrics(), capacity, None, interval)
+        capacity = WorkerSize(pages_total=10, page_tokens=16)
+        accounts = StepAccounting(Metrics(), capacity, None, interval)
         for step in range(1, 81):
-            accounts.put_down(decode(step), float(step), ended=False)
-        accounts.count()
+            accounts.record(decode(step), float(step), ended=False)
+        accounts.process_pending()
         return sum(record.message.startswith("Decode batch") for record in caplog.records)
 
     assert compare("--decode-log-interval", "10", observe=lines) == (8, 2)
@@ -143,7 +143,7 @@ def decode(step: int) -> StepReport:
         tokens=1,
         rows=1,
         progress=(),
-        credit=Credit(
+        credit=Capacity(
             pages_free=4, pages_evictable=1, pages_promised=0, pages_returning=0, slots_free=0
         ),
         running=1,

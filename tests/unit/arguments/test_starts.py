@@ -15,7 +15,7 @@ from tests.unit.config.test_resolve import CARD, DEVICE
 
 from antiphon.config.load import ProcessArguments
 from antiphon.config.resolve import resolve
-from antiphon.model_worker.watchdog import Verdict, Watchdog
+from antiphon.model_worker.observability.stall_detector import StallDetector, StallVerdict
 from antiphon.service import hub
 from antiphon.service import main as service_main
 from antiphon.service.tasks import Tasks
@@ -107,9 +107,9 @@ def test_argument_exports_traces(
 def test_watchdog_timeout_ends_a_worker_that_hangs() -> None:
     def ends_after_100_s(settings: Settings) -> bool:
         batching = settings.batching
-        watchdog = Watchdog(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
-        watchdog.look(1, 0.0)
-        return watchdog.look(1, 100.0) is Verdict.HUNG
+        watchdog = StallDetector(stall_s=batching.stall_s, limit_s=batching.stall_limit_s)
+        watchdog.observe(1, 0.0)
+        return watchdog.observe(1, 100.0) is StallVerdict.HUNG
 
     assert compare("--watchdog-timeout", "60", observe=ends_after_100_s) == (True, False)
 

@@ -21,11 +21,11 @@ from tests.bench.serving.load import play
 from tests.bench.serving.metrics import Slo
 from tests.bench.serving.nats import NatsTarget, WholeNatsTarget
 from tests.bench.serving.report import Report, drawn, read, table, write
+from tests.support.services import CLUSTER
 from tests.unit.client.gateway import MODEL, USAGE, gateway
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client
-from tests.support.services import CLUSTER
 from antiphon.wire.errors import Overloaded
 
 if TYPE_CHECKING:

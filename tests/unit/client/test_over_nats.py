@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.nats import NatsServer
+from tests.support.services import CLUSTER
+from tests.support.wait import until
 from tests.unit.client.gateway import MODEL, gateway
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.process import BusConfig
-from tests.support.nats import NatsServer
-from tests.support.services import CLUSTER
-from tests.support.wait import until
 from antiphon.wire.errors import Unavailable
 
 

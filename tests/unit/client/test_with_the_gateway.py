@@ -6,13 +6,13 @@ import asyncio
 import random
 
 import pytest
+from tests.support.services import CLUSTER
 from tests.unit.gateway.cluster import MODEL, SCRIPT, house
 
 from antiphon.bus.faulty import Faults, FaultyTransport
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, stream
 from antiphon.service.tasks import Tasks
-from tests.support.services import CLUSTER
 from antiphon.wire.sampling import DetailParams
 
 TEXT = "".join(SCRIPT)

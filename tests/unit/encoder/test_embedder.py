@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.wait import until
 
 from antiphon.encoder.cache import Embedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
-from tests.support.wait import until
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:

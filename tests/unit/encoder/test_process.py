@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.nats import NatsServer
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
-from tests.support.nats import NatsServer
 from antiphon.transfer.fetch import fetch
 from antiphon.wire.base import Process, State
 from antiphon.wire.encode import EncodeImage

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.encoder import EncoderConfig
@@ -19,8 +21,6 @@ from antiphon.encoder.service import EncoderService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.transfer.fetch import fetch
 from antiphon.transfer.server import BlobServer
 from antiphon.transfer.shelf import Shelf
@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from tests.support.services import Running
+
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
     from antiphon.encoder.cache import Embedding
-    from tests.support.services import Running
     from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()

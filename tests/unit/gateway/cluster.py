@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.support.services import QUICK, Running, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.access import AccessConfig
@@ -17,8 +19,6 @@ from antiphon.config.sessions import SessionsConfig
 from antiphon.gateway.service import GatewayService
 from antiphon.service.clock import SystemClock
 from antiphon.service.tasks import Tasks
-from tests.support.services import QUICK, Running, client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term, Usage
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.command import ControlDone, FlushCache

@@ -12,6 +12,8 @@ import msgspec
 import ollama
 import openai
 import pytest
+from tests.support.services import running
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.keyed import key_of, keyed, write_keys
 
@@ -22,8 +24,6 @@ from antiphon.gateway import metrics
 from antiphon.gateway.access import keys_file
 from antiphon.gateway.http.core import app as server
 from antiphon.gateway.service import GatewayService
-from tests.support.services import running
-from tests.support.wait import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 import pytest
+from tests.support.nats import NatsServer
+from tests.support.services import client_bus
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 
@@ -16,9 +19,6 @@ from antiphon.bus.nats import NatsTransport
 from antiphon.client import Client
 from antiphon.config.access import AccessConfig
 from antiphon.config.process import BusConfig
-from tests.support.nats import NatsServer
-from tests.support.services import client_bus
-from tests.support.wait import until
 from antiphon.wire.codec import decode, encode_json
 from antiphon.wire.errors import (
     EngineError,

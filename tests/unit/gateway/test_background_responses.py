@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import pytest
+from tests.support.nats import NatsServer
+from tests.support.services import running
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, SCRIPT, House, house
 from tests.unit.gateway.test_responses import RESPONSES, Body
 from tests.unit.gateway.test_stored_responses import joining
@@ -18,9 +21,6 @@ from antiphon.gateway import gateway_liveness as owners
 from antiphon.gateway.http.openai.responses import event_log as journal
 from antiphon.gateway.http.openai.responses.event_log import ResponseEventLog
 from antiphon.gateway.service import GatewayService
-from tests.support.nats import NatsServer
-from tests.support.services import running
-from tests.support.wait import until
 from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:

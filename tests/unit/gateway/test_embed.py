@@ -8,6 +8,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.services import client_bus
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 from tests.unit.gateway.test_pooling import CLASSIFIER, CROSS_ENCODER, EMBEDDER
@@ -16,8 +18,6 @@ from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.client import Client, vectors
 from antiphon.client.vectors import BATCH, CALLS_MAX
 from antiphon.gateway.nats.embeddings import VECTORS_BYTES_MAX
-from tests.support.services import client_bus
-from tests.support.wait import until
 from antiphon.wire.base import Usage
 from antiphon.wire.codec import decode, encode, encode_json, unpack_ids
 from antiphon.wire.details import pack_floats, unpack_floats

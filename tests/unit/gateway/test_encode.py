@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import House, house, tokenizer
 from tests.unit.gateway.test_http import COMPLETE, post
 
 from antiphon.service.peers import Verdict
-from tests.support.wait import until
 from antiphon.wire.base import Role
 
 

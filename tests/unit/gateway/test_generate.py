@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import pytest
+from tests.support.nats import NatsServer
+from tests.support.services import client_bus
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.gateway.nats import generate
-from tests.support.nats import NatsServer
-from tests.support.services import client_bus
-from tests.support.wait import until
 from antiphon.wire.base import Message
 from antiphon.wire.codec import decode, encode, encode_json, pack_ids, speaks_json
 from antiphon.wire.details import join_pieces, pack_floats

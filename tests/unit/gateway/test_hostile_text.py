@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx
 import msgspec
 import pytest
+from tests.support.services import CLUSTER, client_bus
+from tests.support.wait import until
 from tests.unit.gateway.cluster import DETOKENIZER, MODEL, SCRIPT, TERM, House, house
 
 from antiphon.gateway.owner import request as owner_request
 from antiphon.service.clock import SystemClock
-from tests.support.services import CLUSTER, client_bus
-from tests.support.wait import until
 from antiphon.wire.codec import encode
 from antiphon.wire.errors import Unavailable, encode_error
 from antiphon.wire.notice import LostRequest, NoticeBatch

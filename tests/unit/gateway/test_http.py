@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import openai
 import pytest
+from tests.support.services import running
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.requests import tokenizer_client as encode
 from antiphon.gateway.service import GatewayService
 from antiphon.service.sockets import CannotStart
-from tests.support.services import running
-from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import Overloaded, Unavailable, WorkerLost

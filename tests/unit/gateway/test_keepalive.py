@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import anthropic
 import pytest
+from tests.support.clock import ManualClock
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, Body, client, post
 
@@ -18,8 +20,6 @@ from antiphon.gateway.http.anthropic.write import MessagesResponseWriter
 from antiphon.gateway.http.core.keepalive import ACCEPT_S, HEADERS_S, PING_S, REFUSAL_S, Keepalive
 from antiphon.gateway.http.openai.write_chat import ChatResponseWriter
 from antiphon.service.clock import SystemClock
-from tests.support.clock import ManualClock
-from tests.support.wait import until
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded, WorkerLost
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import aiohttp
 import msgspec
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, House, house
 from tests.unit.gateway.keyed import key_of, keyed
 
@@ -28,7 +29,6 @@ from antiphon.gateway.http.native.parsing import ParseBody
 from antiphon.gateway.http.openai import parse as reading
 from antiphon.gateway.http.openai.responses import endpoints as responses
 from antiphon.service.process_pool import ProcessPool
-from tests.support.wait import until
 from antiphon.wire.codec import decode, encode
 from antiphon.wire.embed import TEXTS_MAX, EmbedRequest
 from antiphon.wire.errors import InvalidRequest, decode_error

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as gauges
 from tests.arguments import settings_of
+from tests.support.services import client_bus
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import post, stream
 
 from antiphon.config.sglang import rows
 from antiphon.gateway.http.native.absent_routes import ABSENT
-from tests.support.services import client_bus
-from tests.support.wait import until
 from antiphon.wire.abort import AbortRequests
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import ollama
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import HI, post
 from tests.unit.gateway.test_tools import CALL, TOOLS
 
-from tests.support.wait import until
 from antiphon.wire.errors import InvalidRequest, Overloaded, PromptTooLong, WorkerLost
 from antiphon.wire.grammar import GrammarKind
 from antiphon.wire.heartbeat import WorkerFigures

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
 
-from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import InvalidRequest, WorkerLost
 from antiphon.wire.grammar import GrammarKind

@@ -16,11 +16,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core import NotSet
 from schemathesis.core.result import Ok
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 from tests.unit.gateway.cluster import House, house
 from tests.unit.gateway.test_stored_responses import joining
 
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 from antiphon.wire.tokenize import PoolingCard
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import ollama
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, House, house
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, client, post
 
 from antiphon.gateway.http.core.pooling import INPUTS_MAX
 from antiphon.gateway.requests.pooling import OPEN_MAX
-from tests.support.wait import until
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.details import pack_floats
 from antiphon.wire.errors import WorkerLost

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from tests.support.services import running
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, SCRIPT, House, house, settings
 from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, HI, post, stream
@@ -27,8 +29,6 @@ from antiphon.gateway.request_log.record import TextTruncator
 from antiphon.gateway.request_log.request_log import RecordedStream
 from antiphon.gateway.request_log.writer import RecordWriter
 from antiphon.gateway.service import GatewayService
-from tests.support.services import running
-from tests.support.wait import until
 from antiphon.wire.errors import WorkerLost
 from antiphon.wire.generate import GenerateEnd, GenerateRequest
 from antiphon.wire.ids import ClientKey

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.clock import ManualClock
 
 from antiphon.bus.store import PART_BYTES
 from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import MemorySessionStore
-from tests.support.clock import ManualClock
 from antiphon.wire.base import Process
 from antiphon.wire.errors import InvalidRequest, Unavailable
 from antiphon.wire.ids import Incarnation, InstanceId, TenantId

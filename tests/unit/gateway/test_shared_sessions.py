@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import pytest
+from tests.support.nats import NatsServer
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from tests.unit.gateway.cluster import SCRIPT, House, house
 from tests.unit.gateway.test_stored_responses import joining
 
@@ -18,9 +21,6 @@ from antiphon.gateway.sessions.session import SessionPosition
 from antiphon.gateway.sessions.sessions import Sessions
 from antiphon.gateway.sessions.store import session_store
 from antiphon.service.clock import SystemClock
-from tests.support.nats import NatsServer
-from tests.support.services import client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.ids import DEFAULT_TENANT

@@ -8,6 +8,9 @@ import aiohttp
 import msgspec
 import pytest
 from tests.bus.worlds import bus_config
+from tests.support.nats import NatsServer
+from tests.support.services import QUICK
+from tests.support.wait import until
 from tests.unit.gateway.cluster import MODEL, SCRIPT, House, house
 from tests.unit.gateway.test_http import client, post
 from tests.unit.gateway.test_responses import RESPONSES, Body, events
@@ -17,9 +20,6 @@ from antiphon.bus.store import Store
 from antiphon.gateway.http.openai.responses.items import InputText, MessageItem
 from antiphon.gateway.http.openai.responses.paging import page_of
 from antiphon.gateway.http.openai.responses.store import StoredResponse
-from tests.support.nats import NatsServer
-from tests.support.services import QUICK
-from tests.support.wait import until
 from antiphon.wire.errors import Unavailable, WorkerLost
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 import pytest
+from tests.support.echo_worker import EchoWorker
+from tests.support.services import QUICK, running
 from tokenizers import Tokenizer, decoders, models
 
 from antiphon import embedded
@@ -19,8 +21,6 @@ from antiphon.detokenizer.texts import TokenTexts
 from antiphon.gateway.service import GatewayService
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.vocabulary import read_vocabulary
-from tests.support.echo_worker import EchoWorker
-from tests.support.services import QUICK, running
 from antiphon.tokenizer.service import TokenizerService
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.owner_world import MODEL, submission
+from tests.support.clock import ManualClock
 
 from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import Tenants
@@ -23,7 +24,6 @@ from antiphon.gateway.owner.actions import Finished, TextDelta
 from antiphon.gateway.requests.generation_request import GenerationRequest
 from antiphon.gateway.stream.stream import RequestStream
 from antiphon.telemetry.tracing import span
-from tests.support.clock import ManualClock
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import DetailPiece, TokenDetail, TokenDetails, pack_floats

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
+from tests.support.wait import until
 from tests.unit.gateway.cluster import CONTEXT_TOKENS, MODEL, House, house
 from tests.unit.gateway.test_generate import visiting
 from tests.unit.gateway.test_http import CHAT, COMPLETE, post
@@ -15,7 +16,6 @@ from tests.unit.gateway.test_pooling import CROSS_ENCODER, EMBED, EMBEDDER, vect
 
 from antiphon.gateway.requests.submission import RESERVED_OUTPUT_TOKENS
 from antiphon.gateway.requests.tokenizer_client import truncated
-from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, pack_ids, unpack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, block_digests

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 from tests.simulation.owner_world import LEADER, ME, MODEL, submission
+from tests.support.clock import ManualClock
 
 from antiphon.gateway.owner.actions import Action, Deliver, Ended, TextDelta
 from antiphon.gateway.owner.machine import Owner, OwnerLimits
-from tests.support.clock import ManualClock
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import DetailPiece, TokenDetails

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.kv_storage import KvStorageConfig
@@ -17,8 +19,6 @@ from antiphon.kv_storage.service import KvStorageService
 from antiphon.service.clock import SystemClock
 from antiphon.service.deadline import deadline_in
 from antiphon.service.sockets import CannotStart, bind
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.transfer.fetch import BlobGone, fetch_all
 from antiphon.transfer.server import BlobServer
 from antiphon.transfer.shelf import Shelf

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.batching.plan import Outcome
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.request import ChoiceKey, Progress, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.index import CacheKey
@@ -22,10 +22,10 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.builder import Row
-    from antiphon.model_worker.batching.policy import Rules
+    from antiphon.model_worker.batching.builder import BatchRow
+    from antiphon.model_worker.batching.policy import QueueRules
 
-LIMITS = Limits(
+LIMITS = EngineLimits(
     step_tokens_max=16,
     chunk_tokens=8,
     running_max=4,
@@ -78,12 +78,12 @@ class Steps:
         *,
         cached: bool = False,
         window: int | None = None,
-        rules: Rules | None = None,
+        rules: QueueRules | None = None,
         **limits: Any,
     ) -> None:
         self.now = 0.0
         self.pools = pools(pages, window)
-        self.batching = Batching(
+        self.batching = EngineCore(
             msgspec.structs.replace(LIMITS, **limits),
             self.pools,
             RadixIndex(self.pools) if cached else None,
@@ -100,7 +100,7 @@ class Steps:
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
         """How much of a prompt the next one would find."""
-        namespace = self.batching._holdings._namespace_digest
+        namespace = self.batching._batch._namespace_digest
         key = CacheKey(namespace=namespace, token_ids=pack_ids(prompt))
         return self.batching.index.peek(key).length
 
@@ -110,11 +110,11 @@ class Steps:
         assert isinstance(index, RadixIndex)
         return sum(n.hits for n in index._tree.nodes() if n.tokens.startswith(beginning))
 
-    def next(self) -> list[Row]:
+    def next(self) -> list[BatchRow]:
         self.now += 1.0
         return list(self.batching.next_rows(self.now))
 
-    def commit(self, rows: list[Row], *tokens: list[int]) -> tuple[Progress, ...]:
+    def commit(self, rows: list[BatchRow], *tokens: list[int]) -> tuple[Progress, ...]:
         """Row i accepts `tokens[i]`."""
         assert len(rows) == len(tokens)
         self._step += 1
@@ -139,8 +139,8 @@ class Steps:
         return [request.key for request in self.batching.running.values()]
 
 
-def outcome(step: int, tokens: Sequence[list[int]]) -> Outcome:
-    return Outcome(
+def outcome(step: int, tokens: Sequence[list[int]]) -> StepOutcome:
+    return StepOutcome(
         step=step,
         starts=np.cumsum([0, *map(len, tokens)], dtype=np.int32),
         token_ids=np.array([t for ids in tokens for t in ids], np.int32),

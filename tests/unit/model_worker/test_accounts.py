@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from antiphon.model_worker.accounts import REPORTS_MAX, Accounts
-from antiphon.model_worker.batching.credit import Credit, PoolUse
+from antiphon.model_worker.batching.capacity import Capacity, PoolUse
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, RequestState
-from antiphon.model_worker.metrics import Capacity
-from antiphon.model_worker.output import Run
+from antiphon.model_worker.observability.metrics import WorkerSize
+from antiphon.model_worker.observability.step_accounting import REPORTS_MAX, StepAccounting
+from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids
@@ -34,7 +34,7 @@ def report(step: int, ids: list[int], finish: Finish | None = None) -> StepRepor
         tokens=1,
         rows=1,
         progress=(Progress(key=KEY, token_ids=pack_ids(ids), finish=finish),),
-        credit=Credit(
+        credit=Capacity(
             pages_free=1, pages_evictable=1, pages_promised=0, pages_returning=0, slots_free=0
         ),
         running=1,
@@ -48,7 +48,9 @@ class Desk:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
-        self.accounts = Accounts(self.metrics, Capacity(pages_total=10, page_tokens=16), None)
+        self.accounts = StepAccounting(
+            self.metrics, WorkerSize(pages_total=10, page_tokens=16), None
+        )
         state = RequestState(
             request_id=RequestId("r"),
             choice=0,
@@ -56,11 +58,11 @@ class Desk:
             sampling=SamplingParams(max_new_tokens=9),
             deadline_unix_ms=0,
         )
-        self.accounts.begin(Run(KEY, state, None), 10.0)
+        self.accounts.begin(RunChoice(KEY, state, None), 10.0)
 
     def put_down(self, step: int, ids: list[int], finish: Finish | None = None) -> None:
         ended = finish is not None
-        self.accounts.put_down(report(step, ids, finish), 10.0 + step, ended=ended)
+        self.accounts.record(report(step, ids, finish), 10.0 + step, ended=ended)
 
     def read(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"antiphon_{name}", labels)
@@ -70,7 +72,7 @@ class Desk:
         return self.read("realtime_tokens_total", mode="decode")
 
     def figures(self) -> WorkerFigures:
-        return self.accounts.figures(report(9, []), grammars=0, now=19.0)
+        return self.accounts.load_stats(report(9, []), grammars=0, now=19.0)
 
 
 @pytest.fixture
@@ -124,7 +126,7 @@ def test_reports_that_nobody_reads_do_not_pile_up(desk: Desk) -> None:
 def test_tokens_that_the_cache_gave_up_are_counted_once(desk: Desk) -> None:
     for step, tokens in enumerate((16, 16, 48)):
         given = msgspec.structs.replace(report(step, [5]), evicted_tokens=tokens)
-        desk.accounts.put_down(given, 10.0, ended=False)
+        desk.accounts.record(given, 10.0, ended=False)
         assert desk.read("evicted_tokens_total") == tokens
 
 
@@ -137,9 +139,9 @@ def test_windows_and_states_are_shown_where_a_model_has_them(desk: Desk) -> None
         window=PoolUse(total=8, free=3, evictable=1),
         states=PoolUse(total=10, free=4, evictable=5),
     )
-    desk.accounts.put_down(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
-    desk.accounts.count()
-    desk.accounts.metrics.settle()
+    desk.accounts.record(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    desk.accounts.process_pending()
+    desk.accounts.metrics.flush()
     names = ("available_tokens", "evictable_tokens", "used_tokens")
     assert [desk.read(f"swa_{name}") for name in names] == [48, 16, 64]
     assert desk.read("swa_token_usage") == 0.5
@@ -161,7 +163,7 @@ def test_tokens_of_retracted_requests_are_counted_by_kind(desk: Desk) -> None:
         retracted = msgspec.structs.replace(
             report(step, [5]), retracted_tokens=tokens, retracted_prompt_tokens=prompts
         )
-        desk.accounts.put_down(retracted, 10.0, ended=False)
+        desk.accounts.record(retracted, 10.0, ended=False)
         assert desk.read("num_retracted_input_tokens_total") == prompts
         assert desk.read("num_retracted_output_tokens_total") == tokens - prompts
 
@@ -169,5 +171,5 @@ def test_tokens_of_retracted_requests_are_counted_by_kind(desk: Desk) -> None:
 def test_tokens_of_running_requests_are_shown(desk: Desk) -> None:
     plain = report(1, [5])
     credit = msgspec.structs.replace(plain.credit, sequence_tokens=70)
-    desk.accounts.put_down(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
+    desk.accounts.record(msgspec.structs.replace(plain, credit=credit), 10.0, ended=False)
     assert desk.read("decode_sum_seq_lens") == 70

@@ -15,9 +15,9 @@ from tests.unit.model_worker.steps import LIMITS, Steps, state
 
 from antiphon.model_worker.batching.admission import check, outputs_max
 from antiphon.model_worker.batching.builder import build_plan
+from antiphon.model_worker.batching.page_budget import fits_exactly
 from antiphon.model_worker.batching.plan import future
 from antiphon.model_worker.batching.ratio import NewTokenRatio
-from antiphon.model_worker.batching.room import fits_exactly
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
@@ -72,7 +72,7 @@ def test_who_asks_for_no_tokens_reserves_none() -> None:
     for key in range(3):
         steps.add(key, 12, max_new_tokens=0)
     assert [row.length for row in steps.next()] == [8, 8]
-    assert steps.batching.credit().pages_promised == 2 * 3 - 4
+    assert steps.batching.capacity().pages_promised == 2 * 3 - 4
 
 
 def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
@@ -80,12 +80,13 @@ def test_what_a_window_has_let_go_of_does_not_come_back_once_more() -> None:
     steps.add(1, 32, max_new_tokens=8, ignore_eos=True)
     while not steps.batching.running or steps.batching.running[0].prefilling:
         steps.go()
-    room, (request,) = steps.batching._holdings.room, steps.batching.running.values()
+    room, (request,) = steps.batching._batch.page_budget, steps.batching.running.values()
     held = [
-        gain - coming for gain, coming in zip(room.gains()(request), room.promised(), strict=True)
+        gain - coming
+        for gain, coming in zip(room.reclaimable()(request), room.reserved(), strict=True)
     ]
     assert held == steps.pools.used() == [8, 1]
-    window = steps.batching.credit().window
+    window = steps.batching.capacity().window
     assert window is not None
     assert (window.total - window.free, window.used + window.evictable) == (1, 1)
 
@@ -186,7 +187,7 @@ def test_the_youngest_gives_way_and_keeps_its_tokens_and_its_place() -> None:
     assert batching.retracted_prompt_tokens == 15
     assert 15 < batching.retracted_tokens < 15 + 25
     (running,) = batching.running.values()
-    assert batching.credit().sequence_tokens == running.length
+    assert batching.capacity().sequence_tokens == running.length
     waiting = steps.batching.waiting.first()
     assert waiting is not None
     assert (waiting.key, waiting.outputs > 3, waiting.table) == (2, True, None)

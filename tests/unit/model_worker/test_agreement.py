@@ -6,15 +6,15 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.services import QUICK, running
+from tests.support.wait import until
 from tests.unit.model_worker.test_service import open_hash_engine, process
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.agreement import Agreement
-from antiphon.model_worker.opening import Engine
+from antiphon.model_worker.protocol.numerics import NumericsCheck
 from antiphon.model_worker.service import ModelWorker
+from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.sockets import CannotStart
-from tests.support.services import QUICK, running
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat, WorkerLoad
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName
@@ -56,11 +56,11 @@ def beat(bits: str, incarnation: str = "1", **said: object) -> Heartbeat:
 
 async def objection(ours: str, met: Heartbeat, state: State = State.STARTING) -> str | None:
     """Why a worker of the incarnation 1 gives way to another, if it does."""
-    agreement = Agreement(process("worker-1"), MODEL, ours)
-    agreement.meet(met, state)
+    agreement = NumericsCheck(process("worker-1"), MODEL, ours)
+    agreement.compare(met, state)
     try:
         async with asyncio.timeout(0):
-            await agreement.end()
+            await agreement.wait_for_conflict()
     except TimeoutError:
         return None
     except CannotStart as error:
@@ -100,7 +100,7 @@ def open_with(bits: str) -> Callable[[Settings], Engine]:
 
     def opener(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
-        return Promising(engine.batching, engine.runner)
+        return Promising(engine.core, engine.runner)
 
     return opener
 

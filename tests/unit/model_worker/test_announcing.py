@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from antiphon.model_worker.announcing import MESSAGE_BYTES_MAX, Announcer
-from antiphon.model_worker.cache.events import Cleared, Event, Removed, Stored
+from antiphon.model_worker.cache.events import CacheEvent, ClearedEvent, RemovedEvent, StoredEvent
+from antiphon.model_worker.protocol.kv_events import MESSAGE_BYTES_MAX, KvEventPublisher
 from antiphon.wire.base import Process
 from antiphon.wire.codec import encode
 from antiphon.wire.digests import DIGEST_BYTES
@@ -33,12 +33,12 @@ def block(number: int) -> bytes:
     return number.to_bytes(DIGEST_BYTES)
 
 
-def stored(*numbers: int) -> Stored:
+def stored(*numbers: int) -> StoredEvent:
     """Blocks that follow the root, one after the other."""
-    return Stored(ROOT, tuple(map(block, numbers)))
+    return StoredEvent(ROOT, tuple(map(block, numbers)))
 
 
-def long_chains(count: int) -> list[Event]:
+def long_chains(count: int) -> list[CacheEvent]:
     """So much that it takes several messages."""
     return [stored(*range(1000 * chain, 1000 * chain + 1000)) for chain in range(count)]
 
@@ -46,7 +46,7 @@ def long_chains(count: int) -> list[Event]:
 class Listener:
     """Applies whatever comes, however it comes."""
 
-    def __init__(self, announcer: Announcer) -> None:
+    def __init__(self, announcer: KvEventPublisher) -> None:
         self.announcer = announcer
         self.seq = 0
         self.blocks: set[bytes] = set()
@@ -80,9 +80,9 @@ def cut(digests: bytes) -> set[bytes]:
 
 
 def test_what_a_step_did_is_one_message_with_the_number_of_its_last_event() -> None:
-    announcer = Announcer(WORKER, 100)
-    announcer.add((stored(1, 2), Removed((block(2),))))
-    announcer.add((Cleared(),))
+    announcer = KvEventPublisher(WORKER, 100)
+    announcer.add((stored(1, 2), RemovedEvent((block(2),))))
+    announcer.add((ClearedEvent(),))
     (message,) = announcer.take()
     assert (message.worker, message.seq) == (WORKER, 3)
     assert message.events == (
@@ -94,7 +94,7 @@ def test_what_a_step_did_is_one_message_with_the_number_of_its_last_event() -> N
 
 
 def test_a_large_step_is_cut_into_messages_that_follow_each_other() -> None:
-    announcer = Announcer(WORKER, 100)
+    announcer = KvEventPublisher(WORKER, 100)
     announcer.add(long_chains(10))
     messages = announcer.take()
     assert len(messages) > 1
@@ -105,7 +105,7 @@ def test_a_large_step_is_cut_into_messages_that_follow_each_other() -> None:
 
 
 def test_a_little_that_was_missed_is_said_again_one_by_one() -> None:
-    announcer = Announcer(WORKER, 100)
+    announcer = KvEventPublisher(WORKER, 100)
     announcer.add((stored(1), stored(2), stored(3)))
     reply = announcer.replay(ReplayKv(after=1))
     assert (reply.seq, len(reply.events), reply.part) == (3, 2, 0)
@@ -113,7 +113,7 @@ def test_a_little_that_was_missed_is_said_again_one_by_one() -> None:
 
 
 def test_a_long_replay_comes_in_as_many_answers_as_it_takes() -> None:
-    announcer = Announcer(WORKER, 100)
+    announcer = KvEventPublisher(WORKER, 100)
     announcer.add(long_chains(10))
     listener = Listener(announcer)
     replies = listener.catch_up()
@@ -123,7 +123,7 @@ def test_a_long_replay_comes_in_as_many_answers_as_it_takes() -> None:
 
 
 def test_who_missed_too_much_is_told_everything_in_parts() -> None:
-    announcer = Announcer(WORKER, 2)
+    announcer = KvEventPublisher(WORKER, 2)
     announcer.add(long_chains(10))
     listener = Listener(announcer)
     listener.blocks = {block(123_456)}
@@ -134,11 +134,11 @@ def test_who_missed_too_much_is_told_everything_in_parts() -> None:
 
 
 def test_what_happens_while_a_snapshot_is_read_is_heard_after_it() -> None:
-    announcer = Announcer(WORKER, 3)
+    announcer = KvEventPublisher(WORKER, 3)
     announcer.add(long_chains(10))
     listener = Listener(announcer)
     first = announcer.replay(ReplayKv(after=0))
-    announcer.add((stored(99_999), Removed((block(0),))))
+    announcer.add((stored(99_999), RemovedEvent((block(0),))))
     listener.apply(first.events)
     second = announcer.replay(ReplayKv(after=0, snapshot=first.seq, part=first.part))
     assert second.seq == first.seq == 10
@@ -150,16 +150,16 @@ def test_what_happens_while_a_snapshot_is_read_is_heard_after_it() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_whoever_misses_messages_and_asks_knows_what_is_there(seed: int) -> None:
     chance = random.Random(seed)
-    announcer = Announcer(WORKER, chance.choice([1, 3, 50]))
+    announcer = KvEventPublisher(WORKER, chance.choice([1, 3, 50]))
     listener, there = Listener(announcer), set[int]()
     for number in range(300):
         draw = chance.random()
         if draw < 0.02:
-            announcer.add((Cleared(),))
+            announcer.add((ClearedEvent(),))
             there.clear()
         elif draw < 0.4 and there:
             gone = chance.choice(sorted(there))
-            announcer.add((Removed((block(gone),)),))
+            announcer.add((RemovedEvent((block(gone),)),))
             there.remove(gone)
         else:
             announcer.add((stored(number),))

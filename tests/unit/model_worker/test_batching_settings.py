@@ -11,25 +11,25 @@ from tests.unit.model_worker.steps import Steps, pools
 
 from antiphon.config.resolve import resolve
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching.open import open_batching
-from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.policy import QueueRules
 from antiphon.model_worker.cache.index import NoIndex
 from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.startup.engine_core import open_engine_core
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.batching import Batching
+    from antiphon.model_worker.batching.engine_core import EngineCore
 
 
-def opened(line: str = "") -> Batching:
+def opened(line: str = "") -> EngineCore:
     settings = serve(line).settings
     resolved = resolve(settings, CARD, DEVICE)
-    return open_batching(settings, resolved, pools(999), vocab_size=100, weights_digest="w")
+    return open_engine_core(settings, resolved, pools(999), vocab_size=100, weights_digest="w")
 
 
 def test_by_default_prefixes_are_kept_and_who_comes_first_goes_first() -> None:
     batching = opened()
     assert isinstance(batching.index, RadixIndex)
-    assert batching.rules == Rules()
+    assert batching.rules == QueueRules()
     limits = batching.limits
     assert (limits.step_tokens_max, limits.chunk_tokens, limits.fill_tokens) == (2048, 512, 256)
     assert (limits.mixed, limits.prefill_max, limits.conservativeness) == (True, None, 1.0)
@@ -42,18 +42,18 @@ def test_the_prefix_cache_can_be_switched_off() -> None:
 @pytest.mark.parametrize(
     ("line", "rules"),
     [
-        ("--schedule-policy lpm", Rules(policy=Policy.LPM)),
-        ("--schedule-policy priority", Rules(priority=True)),
+        ("--schedule-policy lpm", QueueRules(policy=Policy.LPM)),
+        ("--schedule-policy priority", QueueRules(priority=True)),
         (
             "--schedule-policy lof --enable-priority-scheduling"
             " --schedule-low-priority-values-first --priority-scheduling-preemption-threshold 3",
-            Rules(policy=Policy.LOF, priority=True, low_first=True, preempt_threshold=3),
+            QueueRules(policy=Policy.LOF, priority=True, low_first=True, preempt_threshold=3),
         ),
-        ("--abort-on-priority-when-disabled", Rules(refuse_priority=True)),
-        ("--queue-max-overtake-s 2", Rules(max_overtake_s=2.0)),
+        ("--abort-on-priority-when-disabled", QueueRules(refuse_priority=True)),
+        ("--queue-max-overtake-s 2", QueueRules(max_overtake_s=2.0)),
     ],
 )
-def test_flags_say_who_goes_first(line: str, rules: Rules) -> None:
+def test_flags_say_who_goes_first(line: str, rules: QueueRules) -> None:
     assert opened(line).rules == rules
 
 
@@ -100,7 +100,7 @@ def test_max_prefill_tokens_counts_new_prompt_tokens_and_no_decodes() -> None:
 
 
 def test_in_a_full_queue_who_outranks_the_last_takes_its_place() -> None:
-    steps = Steps(running_max=1, queue_max=1, rules=Rules(priority=True))
+    steps = Steps(running_max=1, queue_max=1, rules=QueueRules(priority=True))
     steps.add(1, priority=1)
     steps.go()
     steps.add(2, priority=1)

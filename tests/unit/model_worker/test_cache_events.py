@@ -6,18 +6,18 @@ import pytest
 
 from antiphon.model_worker.cache.events import (
     BLOCKS_MAX,
-    Blocks,
-    Cleared,
+    BlockTracker,
+    ClearedEvent,
     EventLog,
-    Removed,
-    Stored,
+    RemovedEvent,
+    StoredEvent,
 )
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.cache.hashing import (
     Namespace,
     announced_root,
-    of_request,
     page_name,
+    request_namespace,
 )
 from antiphon.model_worker.cache.index import CacheKey
 from antiphon.model_worker.cache.radix import RadixIndex
@@ -41,30 +41,42 @@ def cut(digests: bytes) -> tuple[bytes, ...]:
 
 def test_a_listener_that_missed_a_little_gets_what_it_missed() -> None:
     log = EventLog()
-    log.add([Stored(ROOT, (A,)), Stored(A, (B,)), Removed((B,))])
+    log.add([StoredEvent(ROOT, (A,)), StoredEvent(A, (B,)), RemovedEvent((B,))])
     replay = log.replay(after=1)
-    assert (replay.events, replay.seq) == ((Stored(A, (B,)), Removed((B,))), 3)
+    assert (replay.events, replay.seq) == ((StoredEvent(A, (B,)), RemovedEvent((B,))), 3)
     assert log.replay(after=3).events == ()
 
 
 @pytest.mark.parametrize("after", [0, 1, 9], ids=["never heard", "too long ago", "another life"])
 def test_a_listener_that_missed_too_much_gets_all_that_is_there(after: int) -> None:
     log = EventLog(events_max=2)
-    log.add([Stored(ROOT, (A, B)), Stored(ROOT, (C,)), Removed((B,)), Stored(A, (B,))])
+    log.add(
+        [
+            StoredEvent(ROOT, (A, B)),
+            StoredEvent(ROOT, (C,)),
+            RemovedEvent((B,)),
+            StoredEvent(A, (B,)),
+        ]
+    )
     replay = log.replay(after)
     assert replay.seq == 4
-    assert replay.events == (Cleared(), Stored(ROOT, (A,)), Stored(ROOT, (C,)), Stored(A, (B,)))
+    assert replay.events == (
+        ClearedEvent(),
+        StoredEvent(ROOT, (A,)),
+        StoredEvent(ROOT, (C,)),
+        StoredEvent(A, (B,)),
+    )
 
 
 def test_nothing_is_there_after_a_clear() -> None:
     log = EventLog(events_max=1)
-    log.add([Stored(ROOT, (A,)), Cleared()])
+    log.add([StoredEvent(ROOT, (A,)), ClearedEvent()])
     assert len(log) == 0
-    assert log.replay(after=0).events == (Cleared(),)
+    assert log.replay(after=0).events == (ClearedEvent(),)
 
 
 def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last() -> None:
-    blocks = Blocks()
+    blocks = BlockTracker()
     blocks.stored(ROOT, [A, B])
     blocks.stored(ROOT, [A, C])
     blocks.removed([A, B])
@@ -72,30 +84,30 @@ def test_a_block_that_two_pages_hold_comes_with_the_first_and_goes_with_the_last
     blocks.removed([A])
     blocks.removed([A, C])
     stored, branch, first, last = blocks.take()
-    assert (stored, branch) == (Stored(ROOT, (A, B)), Stored(A, (C,)))
-    assert (first, last) == (Removed((B,)), Removed((A, C)))
+    assert (stored, branch) == (StoredEvent(ROOT, (A, B)), StoredEvent(A, (C,)))
+    assert (first, last) == (RemovedEvent((B,)), RemovedEvent((A, C)))
     assert blocks.take() == ()
 
 
 def test_a_very_long_prompt_is_told_of_in_pieces_that_follow_each_other() -> None:
-    blocks, log = Blocks(), EventLog(events_max=1)
+    blocks, log = BlockTracker(), EventLog(events_max=1)
     names = [number.to_bytes(DIGEST_BYTES) for number in range(2 * BLOCKS_MAX + 1)]
     blocks.stored(ROOT, names)
     pieces = blocks.take()
-    assert [len(piece.blocks) for piece in pieces if isinstance(piece, Stored)] == [
+    assert [len(piece.blocks) for piece in pieces if isinstance(piece, StoredEvent)] == [
         BLOCKS_MAX,
         BLOCKS_MAX,
         1,
     ]
-    assert [piece.parent for piece in pieces if isinstance(piece, Stored)] == [
+    assert [piece.parent for piece in pieces if isinstance(piece, StoredEvent)] == [
         ROOT,
         names[BLOCKS_MAX - 1],
         names[2 * BLOCKS_MAX - 1],
     ]
     log.add(pieces)
-    assert log.replay(after=0).events == (Cleared(), *pieces)
+    assert log.replay(after=0).events == (ClearedEvent(), *pieces)
     blocks.removed(names)
-    assert [len(piece.blocks) for piece in blocks.take() if isinstance(piece, Removed)] == [
+    assert [len(piece.blocks) for piece in blocks.take() if isinstance(piece, RemovedEvent)] == [
         BLOCKS_MAX,
         BLOCKS_MAX,
         1,
@@ -110,7 +122,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=page_tokens, pages_total=64
     )
     pools, log = CachePools([group]), EventLog()
-    index = RadixIndex(pools, told=Blocks())
+    index = RadixIndex(pools, told=BlockTracker())
     name = Namespace(model_digest="m").digest()
     key = CacheKey(namespace=name, token_ids=pack_ids(range(384)))
     table = PageTable(pools)
@@ -122,7 +134,7 @@ def test_a_block_is_announced_once_all_its_pages_are_there_and_removed_with_the_
         assert len(log) == end // BLOCK_TOKENS
     table.release()
     whole = cut(block_digests(announced_root(name), key.token_ids))
-    assert log.replay(after=-1).events == (Cleared(), Stored(announced_root(name), whole))
+    assert log.replay(after=-1).events == (ClearedEvent(), StoredEvent(announced_root(name), whole))
     for end in range(384 - page_tokens, -1, -page_tokens):
         index.evict([1])
         log.add(index.take_events())
@@ -136,9 +148,11 @@ def test_a_worker_announces_the_digests_that_a_gateway_computes() -> None:
 
 def test_a_worker_announces_what_a_gateway_computes_of_a_request_with_a_salt() -> None:
     name, salt = Namespace(model_digest="model", salt="cluster").digest(), cache_salt("mine")
-    assert announced_root(of_request(name, salt)) == salted(namespace("model", "cluster"), salt)
-    assert of_request(name, b"") == name
-    named = {of_request(name, cache_salt(*texts)) for texts in (("a",), ("b",), ("", "a"))}
+    assert announced_root(request_namespace(name, salt)) == salted(
+        namespace("model", "cluster"), salt
+    )
+    assert request_namespace(name, b"") == name
+    named = {request_namespace(name, cache_salt(*texts)) for texts in (("a",), ("b",), ("", "a"))}
     assert len(named) == 3
     assert len({one[DIGEST_BYTES:] for one in named | {name}}) == 4, "worlds share page names"
 
@@ -190,7 +204,7 @@ def hybrid(*others: GroupKind, window: int | None = None) -> tuple[CachePools, R
         for layer, kind in enumerate((GroupKind.FULL, *others))
     ]
     pools = CachePools(groups)
-    return pools, RadixIndex(pools, told=Blocks())
+    return pools, RadixIndex(pools, told=BlockTracker())
 
 
 def computed(pools: CachePools, tokens: int) -> PageTable:

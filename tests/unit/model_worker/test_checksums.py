@@ -15,9 +15,9 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.loading import LoadConfig
 from antiphon.config.model_files import find_files
 from antiphon.config.settings import Settings
-from antiphon.model_worker import checksums
-from antiphon.model_worker.checksums import HUB, verify
-from antiphon.model_worker.opening import content_digest, open_engine
+from antiphon.model_worker.startup import checksums
+from antiphon.model_worker.startup.checksums import HUB, verify
+from antiphon.model_worker.startup.engine import content_digest, open_engine
 from antiphon.service.hub import PublishedFile
 from antiphon.service.sockets import CannotStart
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from tests.unit.model_worker.test_service import (
     QUICK,
     HeldRunner,
@@ -18,13 +20,11 @@ from tests.unit.model_worker.test_service import (
 )
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.opening import Engine
-from antiphon.model_worker.recording import read
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.observability.recording import read
+from antiphon.model_worker.observability.stall_detector import LoopHung
 from antiphon.model_worker.service import ModelWorker
-from antiphon.model_worker.watchdog import Hung
-from tests.support.services import client_bus, running
-from tests.support.wait import until
+from antiphon.model_worker.startup.engine import Engine
 from antiphon.wire.base import FinishReason
 from antiphon.wire.command import (
     ContinueWorker,
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
     from antiphon.config.settings import Settings
     from antiphon.model_worker.batching.request import Progress
-    from antiphon.model_worker.control import Message
+    from antiphon.model_worker.control import ControlMessage
 
 
 class ControlStage(Stage):
     """A worker, and somebody who may give it orders."""
 
-    async def order(self, message: Message) -> ControlDone:
+    async def order(self, message: ControlMessage) -> ControlDone:
         worker = self.worker.process.instance
         return await self.bus.call(WORKER_CONTROL, message, timeout_s=5.0, worker=worker)
 
@@ -194,7 +194,7 @@ class Stuck:
     def open(self, settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
         self.runner.runner = engine.runner
-        return Engine(engine.batching, self.runner)
+        return Engine(engine.core, self.runner)
 
 
 async def test_a_step_that_takes_too_long_is_told_once_with_its_stack_and_plan(
@@ -219,7 +219,7 @@ async def test_a_step_that_takes_too_long_is_told_once_with_its_stack_and_plan(
 
 async def test_a_step_that_hangs_ends_the_process_and_leaves_its_plans(tmp_path: Path) -> None:
     stuck = Stuck()
-    with pytest.RaisesGroup(Hung, flatten_subgroups=True):
+    with pytest.RaisesGroup(LoopHung, flatten_subgroups=True):
         async with staged(dumping_to(tmp_path), stuck.open, stuck.clock) as stage:
             stuck.runner.go.clear()
             await stage.command(admit("a"))
@@ -234,7 +234,7 @@ async def test_a_step_that_hangs_ends_the_process_and_leaves_its_plans(tmp_path:
     assert recording.records[-1].outcome is None
 
 
-class Babbling(Batching):
+class Babbling(EngineCore):
     """Says something that nobody can take in, once the warm-up is over."""
 
     def take_progress(self) -> Sequence[Progress]:
@@ -247,7 +247,7 @@ class Babbling(Batching):
 async def test_progress_that_cannot_be_taken_in_ends_its_request_alone(tmp_path: Path) -> None:
     def open_babbling(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
-        batching = engine.batching
+        batching = engine.core
         return Engine(Babbling(batching.limits, batching.pools), engine.runner)
 
     async with staged(dumping_to(tmp_path), open_babbling) as stage:

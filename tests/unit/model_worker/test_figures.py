@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model_worker.figures import Lately
+from antiphon.model_worker.observability.load_stats import SlidingSum
 
 
 def test_what_is_old_is_forgotten():
-    lately = Lately(10)
+    lately = SlidingSum(10)
     lately.add(3, 100.2)
     lately.add(4, 100.9)
     lately.add(5, 105.0)
@@ -22,7 +22,7 @@ def test_what_is_old_is_forgotten():
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 9)), max_size=60))
 def test_the_sum_is_that_of_the_last_seconds(events: list[tuple[float, int]]):
-    lately, now, every = Lately(10), 0.0, list[tuple[float, int]]()
+    lately, now, every = SlidingSum(10), 0.0, list[tuple[float, int]]()
     for pause, amount in events:
         now += pause
         lately.add(amount, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from antiphon.model_worker.handing_back import others, room, tokens_max
+from antiphon.model_worker.protocol.requeue import free_slots, longest_elsewhere, other_workers
 from antiphon.service.peers import Peer, Verdict
 from antiphon.wire.base import Attempt, Process, Role, State, Term
 from antiphon.wire.heartbeat import Heartbeat, RunningRequest, WorkerLoad
@@ -46,19 +46,19 @@ def peer(load: WorkerLoad | None, model: ModelName = MODEL) -> Peer:
 def test_only_a_worker_of_our_model_that_runs_steps_counts() -> None:
     paused = msgspec.structs.replace(LOAD, paused=True)
     peers = [peer(LOAD), peer(None), peer(paused), peer(LOAD, ModelName("another"))]
-    assert others(peers, MODEL) == [LOAD]
+    assert other_workers(peers, MODEL) == [LOAD]
 
 
 def test_room_is_what_others_could_start_at_once() -> None:
     busy = msgspec.structs.replace(LOAD, running=(line(), line(), line(ended=True)))
     full = msgspec.structs.replace(LOAD, running=(line(),) * 5)
     short = msgspec.structs.replace(LOAD, pages_promised=10)
-    assert [room([load]) for load in (LOAD, busy, full, short)] == [3, 1, 0, 0]
-    assert room([LOAD, busy, full]) == 4
-    assert room([]) == 0
+    assert [free_slots([load]) for load in (LOAD, busy, full, short)] == [3, 1, 0, 0]
+    assert free_slots([LOAD, busy, full]) == 4
+    assert free_slots([]) == 0
 
 
 def test_only_what_others_hold_to_the_end_is_theirs() -> None:
     small = msgspec.structs.replace(LOAD, context_tokens=64)
-    assert tokens_max([small, LOAD], 128) is None
-    assert tokens_max([small], 128) == 64
+    assert longest_elsewhere([small, LOAD], 128) is None
+    assert longest_elsewhere([small], 128) == 64

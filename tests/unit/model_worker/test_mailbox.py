@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from antiphon.model_worker.batching.mailbox import ORDERS_MAX, Mail, Mailbox
+from antiphon.model_worker.batching.mailbox import COMMANDS_MAX, Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import ContinueWorker, FlushCache, PauseWorker
@@ -60,17 +60,17 @@ def test_orders_are_taken_once_and_in_the_order_given() -> None:
     box = Mailbox(1)
     orders = (PauseWorker(), FlushCache(), ContinueWorker(), FlushCache())
     for order in orders:
-        box.order(order)
-    assert box.take(wait=True) == Mail(orders=orders)
+        box.submit_command(order)
+    assert box.take(wait=True) == Mail(commands=orders)
     assert box.take(wait=False) == Mail()
 
 
 def test_a_loop_that_never_looks_is_given_a_bounded_number_of_orders() -> None:
     box = Mailbox(1)
-    for _ in range(ORDERS_MAX):
-        box.order(FlushCache())
+    for _ in range(COMMANDS_MAX):
+        box.submit_command(FlushCache())
     with pytest.raises(Overloaded):
-        box.order(FlushCache())
+        box.submit_command(FlushCache())
 
 
 def test_a_loop_that_has_something_to_do_at_a_time_waits_no_longer() -> None:
@@ -91,7 +91,7 @@ def test_a_waiting_loop_wakes_for_mail_and_for_the_end() -> None:
 
     thread = threading.Thread(target=loop)
     thread.start()
-    box.order(FlushCache())
+    box.submit_command(FlushCache())
     box.close()
     thread.join(timeout=5)
     assert not thread.is_alive()

@@ -16,8 +16,8 @@ from antiphon.config.worker import CacheConfig
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
-from antiphon.model_worker.opening import Engine, content_digest, open_engine
-from antiphon.model_worker.warming import warm_up
+from antiphon.model_worker.startup.engine import Engine, content_digest, open_engine
+from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.sockets import CannotStart
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.ids import RequestId
@@ -32,7 +32,7 @@ SMALL = Settings(cache=CacheConfig(tokens_max=512))
 def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """What the engine says, all prompts at once, each with 12 greedy tokens."""
     reports: list[StepReport] = []
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), reports.append)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), reports.append)
     runs = tuple(
         (
             ChoiceKey(number),
@@ -47,7 +47,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
         for number, prompt in enumerate(prompts)
     )
     reports.append(loop.turn(Mail(runs=runs)))
-    while not engine.batching.idle:
+    while not engine.core.idle:
         reports.append(loop.turn(Mail()))
     said: list[list[int]] = [[] for _ in prompts]
     for news in (news for report in reports for news in report.progress):
@@ -64,9 +64,7 @@ def test_the_embedded_model_says_the_same_beside_others_as_alone() -> None:
 
 def test_report_of_a_started_request_counts_its_pages() -> None:
     engine = open_engine(SMALL)
-    loop = BatchingLoop(
-        engine.batching, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0
-    )
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None, clock=lambda: 7.0)
 
     def start(number: int) -> RequestState:
         return RequestState(
@@ -89,9 +87,9 @@ def test_report_of_a_started_request_counts_its_pages() -> None:
 def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
     model = msgspec.structs.replace(SMALL.model, embedding=True)
     engine = open_engine(msgspec.structs.replace(SMALL, model=model))
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
     assert warm_up(loop, pools=True).step == 1
-    limits = engine.batching.limits
+    limits = engine.core.limits
     assert engine.resolved is not None
     assert engine.resolved.pooling.value is not None
     assert limits.pool_width == engine.resolved.pooling.value.width
@@ -100,7 +98,7 @@ def test_a_model_that_embeds_warms_up_and_draws_nothing() -> None:
 
 
 def test_the_pool_is_as_large_as_the_settings_say_and_bounds_the_context() -> None:
-    limits = open_engine(SMALL).batching.limits
+    limits = open_engine(SMALL).core.limits
     assert limits.context_tokens == 512
     assert limits.end_ids
 
@@ -115,12 +113,12 @@ def test_pages_of_another_instruction_set_or_of_rounded_weights_are_others() -> 
         assert engine.resolved is not None
         said[isa] = engine.resolved.bits.value
         names.add(page_space(engine))
-        assert engine.bits == "", "nothing was promised"
+        assert engine.numerics_digest == "", "nothing was promised"
     model = msgspec.structs.replace(SMALL.model, linear=Linear.INT8, deterministic=True)
     rounded = open_engine(msgspec.structs.replace(SMALL, model=model))
     names.add(page_space(rounded))
     assert len(names) == len(ISAS) + 1
-    assert differing(said[ISAS[0]], rounded.bits) == ("linear",)
+    assert differing(said[ISAS[0]], rounded.numerics_digest) == ("linear",)
     for isa in ISAS[1:]:
         assert differing(said[ISAS[0]], said[isa]) == ("isa",)
 
@@ -134,9 +132,9 @@ def page_space(engine: Engine) -> bytes:
         sampling=SamplingParams(max_new_tokens=1),
         deadline_unix_ms=0,
     )
-    engine.batching.add(ChoiceKey(1), state, 0.0)
-    engine.batching.next_rows(0.0)
-    (request,) = engine.batching.running.values()
+    engine.core.add(ChoiceKey(1), state, 0.0)
+    engine.core.next_rows(0.0)
+    (request,) = engine.core.running.values()
     return request.namespace
 
 
@@ -158,10 +156,10 @@ def test_pages_in_eight_bits_are_others_and_twice_as_many() -> None:
 
 def test_a_warmed_up_engine_is_empty_again() -> None:
     engine = open_engine(SMALL)
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
     report = warm_up(loop)
     assert (report.step, report.progress) == (2, ())
-    assert engine.batching.pools.used() == [0]
+    assert engine.core.pools.used() == [0]
 
 
 def test_a_model_of_another_digest_is_not_opened() -> None:

@@ -12,20 +12,20 @@ import pytest
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.held import ROW_IDS_MAX, HeldChoice, HeldRequest
 from antiphon.model_worker.lanes import LANE_ROWS_MAX
-from antiphon.model_worker.outbox import BATCH_BYTES_MAX
-from antiphon.model_worker.output import (
+from antiphon.model_worker.protocol.held_request import ROW_IDS_MAX, HeldChoice, HeldRequest
+from antiphon.model_worker.protocol.outbox import BATCH_BYTES_MAX
+from antiphon.model_worker.protocol.tombstones import AttemptTombstones
+from antiphon.model_worker.protocol.worker_output import (
     FORGOTTEN_AFTER_MS,
     FREED_AFTER_MS,
     OPEN_GRACE_MS,
     TOMBSTONE_MS,
     Action,
-    Drop,
-    Output,
-    Run,
+    DropChoice,
+    RunChoice,
+    WorkerOutput,
 )
-from antiphon.model_worker.tombstones import Tombstones
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, FinishReason, Process, Term
 from antiphon.wire.codec import encode, pack_ids, unpack_ids
@@ -89,7 +89,9 @@ class Bench:
 
     def __init__(self, live_max: int = 8, leading: Term | None = None) -> None:
         self.leading = leading
-        self.output = Output(WORKER, SeqSender(), live_max=live_max, leading=lambda: self.leading)
+        self.output = WorkerOutput(
+            WORKER, SeqSender(), live_max=live_max, leading=lambda: self.leading
+        )
         self.seq = 0
         self.steps = 0
         self._unfolding: dict[InstanceId, Unfolding] = {}
@@ -153,7 +155,7 @@ def place(offset: int, choice: int = 0) -> TokenPlace:
 
 def test_an_admit_runs_each_choice_with_a_key_of_its_own() -> None:
     actions = Bench().command(admit(choices=2))
-    runs = [action for action in actions if isinstance(action, Run)]
+    runs = [action for action in actions if isinstance(action, RunChoice)]
     assert [run.key for run in runs] == [1, 2]
     assert [run.state.choice for run in runs] == [0, 1]
     assert {run.state.prompt_ids for run in runs} == {pack_ids([1, 2, 3])}
@@ -298,8 +300,8 @@ def test_a_higher_attempt_takes_the_place_of_a_lower_one() -> None:
     bench = Bench()
     bench.command(admit())
     actions = bench.command(admit(n=2))
-    assert actions[0] == Drop(ChoiceKey(1))
-    assert isinstance(actions[1], Run)
+    assert actions[0] == DropChoice(ChoiceKey(1))
+    assert isinstance(actions[1], RunChoice)
     assert bench.command(admit(n=1)) == []
     bench.step(1, [9])
     bench.step(2, [5])
@@ -324,7 +326,7 @@ def test_an_attempt_that_continues_says_the_sealed_ids_again() -> None:
             deadline_unix_ms=DEADLINE,
         )
     )
-    assert isinstance(run, Run)
+    assert isinstance(run, RunChoice)
     assert run.state.emitted == 2
     bench.step(1, [7])
     (row,) = bench.rows()
@@ -337,7 +339,7 @@ def test_an_abort_of_the_owner_is_silent_and_leaves_a_tombstone() -> None:
     bench = Bench()
     bench.command(admit())
     bench.step(1, [5])
-    assert bench.command(Abort(request_id=R, attempt=attempt())) == [Drop(ChoiceKey(1))]
+    assert bench.command(Abort(request_id=R, attempt=attempt())) == [DropChoice(ChoiceKey(1))]
     assert bench.rows() == []
     assert bench.command(admit()) == []
     assert bench.output.held_count == 0
@@ -364,7 +366,7 @@ def test_an_abort_with_an_error_tells_the_owner_why_after_all_its_tokens() -> No
     bench.step(1, [5])
     error = encode_error(WorkerLost("gone"))
     drops = bench.command(Abort(request_id=R, attempt=attempt(), error=error))
-    assert drops == [Drop(ChoiceKey(1))]
+    assert drops == [DropChoice(ChoiceKey(1))]
     (row,) = bench.rows()
     assert (row.finish_reason, row.error) == (FinishReason.ERROR, error)
     assert list(unpack_ids(row.token_ids)) == [5]
@@ -374,7 +376,7 @@ def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
     bench = Bench()
     bench.command(admit(choices=2))
     bench.step(1, [5, 6, 7, 8])
-    assert bench.stop(choice=0, offset=3) == [Drop(ChoiceKey(1), kept=3)]
+    assert bench.stop(choice=0, offset=3) == [DropChoice(ChoiceKey(1), kept=3)]
     assert bench.output.overrun_tokens == 1
     bench.step(1, [9], LENGTH)
     bench.step(2, [5])
@@ -385,7 +387,7 @@ def test_a_stop_ends_the_choice_at_its_offset_and_counts_the_overrun() -> None:
 def test_a_stop_without_a_choice_ends_them_all() -> None:
     bench = Bench()
     bench.command(admit(choices=2))
-    assert bench.stop() == [Drop(ChoiceKey(1)), Drop(ChoiceKey(2))]
+    assert bench.stop() == [DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))]
     assert bench.output.held()[0].ended
 
 
@@ -432,7 +434,7 @@ def test_what_the_owner_closed_is_forgotten_at_once_whether_it_runs_or_not() -> 
     bench.command(admit(), admit("x"))
     bench.step(2, [5], LENGTH)
     closed = bench.open_list(closed=("r", "x"), whole=False)
-    assert bench.output.open_list(closed, 1) == [Drop(ChoiceKey(1))]
+    assert bench.output.open_list(closed, 1) == [DropChoice(ChoiceKey(1))]
     assert bench.output.held_count == 0
 
 
@@ -442,7 +444,7 @@ def test_what_runs_and_is_not_open_is_dropped_once_it_is_old_enough_to_be_listed
     young = bench.open_list("x", version=1)
     assert bench.output.open_list(young, OPEN_GRACE_MS - 1) == []
     old = bench.open_list("x", version=2)
-    assert bench.output.open_list(old, OPEN_GRACE_MS) == [Drop(ChoiceKey(1))]
+    assert bench.output.open_list(old, OPEN_GRACE_MS) == [DropChoice(ChoiceKey(1))]
     assert [line.request_id for line in bench.output.held()] == ["x"]
 
 
@@ -476,7 +478,7 @@ def test_a_dead_owner_takes_its_requests_with_it() -> None:
     bench = Bench()
     bench.command(admit())
     assert bench.output.owner_died(process("g", "0")) == []
-    assert bench.output.owner_died(GATEWAY) == [Drop(ChoiceKey(1))]
+    assert bench.output.owner_died(GATEWAY) == [DropChoice(ChoiceKey(1))]
 
 
 def test_a_finished_request_keeps_its_ids_and_nothing_else() -> None:
@@ -491,23 +493,23 @@ def test_a_request_is_freed_soon_after_its_deadline_and_forgotten_later() -> Non
     bench = Bench()
     bench.command(admit())
     assert bench.output.tick(DEADLINE + FREED_AFTER_MS - 1) == []
-    assert bench.output.tick(DEADLINE + FREED_AFTER_MS) == [Drop(ChoiceKey(1))]
+    assert bench.output.tick(DEADLINE + FREED_AFTER_MS) == [DropChoice(ChoiceKey(1))]
     assert (bench.output.live_count, bench.output.held_count) == (0, 1)
     assert bench.output.tick(DEADLINE + FORGOTTEN_AFTER_MS) == []
     assert bench.output.held_count == 0
 
 
 def test_a_tombstone_outlives_an_admit_that_is_under_way_and_not_much_more() -> None:
-    tombstones = Tombstones(kept_ms=TOMBSTONE_MS)
+    tombstones = AttemptTombstones(kept_ms=TOMBSTONE_MS)
     now_ms = 10 * TOMBSTONE_MS
-    tombstones.age(now_ms)
-    tombstones.bury(R, attempt(n=2))
-    tombstones.bury(R, attempt(n=1))
+    tombstones.expire(now_ms)
+    tombstones.add(R, attempt(n=2))
+    tombstones.add(R, attempt(n=1))
     for _ in range(4):
         assert tombstones.covers(R, attempt(n=2))
         assert not tombstones.covers(R, attempt(n=3))
         now_ms += TOMBSTONE_MS // 2
-        tombstones.age(now_ms)
+        tombstones.expire(now_ms)
     assert len(tombstones) == 0
 
 
@@ -517,7 +519,7 @@ def test_an_admit_past_its_deadline_does_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "draining"),
-    [(HeldRequest, "_told", False), (Output, "_return", True), (HeldChoice, "stop", False)],
+    [(HeldRequest, "_told", False), (WorkerOutput, "_return", True), (HeldChoice, "stop", False)],
 )
 def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
     owner: type, name: str, draining: bool, monkeypatch: pytest.MonkeyPatch
@@ -532,26 +534,26 @@ def test_what_a_failed_readmission_replaces_is_dropped_all_the_same(
     bench.output.draining = draining
     monkeypatch.setattr(owner, name, fail)
     actions = bench.command(admit(n=2, choices=2))
-    assert {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))} <= set(actions)
-    live = [action.key for action in actions if isinstance(action, Run)]
+    assert {DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))} <= set(actions)
+    live = [action.key for action in actions if isinstance(action, RunChoice)]
     assert bench.output.live_count == len(live)
 
 
 def test_a_failed_abort_with_an_error_drops_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.command(admit(choices=2))
-    real, refused = Output.refuse, list[ChoiceKey]()
+    real, refused = WorkerOutput.refuse, list[ChoiceKey]()
 
-    def refuse(output: Output, key: ChoiceKey, error: EngineError) -> None:
+    def refuse(output: WorkerOutput, key: ChoiceKey, error: EngineError) -> None:
         refused.append(key)
         if len(refused) == 2:
             raise AssertionError("a bug, on purpose")
         real(output, key, error)
 
-    monkeypatch.setattr(Output, "refuse", refuse)
+    monkeypatch.setattr(WorkerOutput, "refuse", refuse)
     lost = encode_error(WorkerLost("gone"))
     actions = bench.command(Abort(request_id=R, attempt=attempt(), error=lost))
-    assert {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))} <= set(actions)
+    assert {DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))} <= set(actions)
     assert bench.output.live_count == 0
 
 
@@ -560,16 +562,16 @@ def test_what_cannot_be_given_back_ends_and_what_is_beside_it_is_given_back(
 ) -> None:
     bench = Bench()
     bench.command(admit("a"), admit("b"))
-    real = Output._return
+    real = WorkerOutput._requeue
 
-    def give_back(output: Output, held: HeldRequest) -> list[Action]:
+    def give_back(output: WorkerOutput, held: HeldRequest) -> list[Action]:
         if held.request_id == "a":
             raise AssertionError("a bug, on purpose")
         return real(output, held)
 
-    monkeypatch.setattr(Output, "_return", give_back)
-    actions = bench.output.returned([ChoiceKey(1), ChoiceKey(2)])
-    assert set(actions) == {Drop(ChoiceKey(1)), Drop(ChoiceKey(2))}
+    monkeypatch.setattr(WorkerOutput, "_return", give_back)
+    actions = bench.output.requeued([ChoiceKey(1), ChoiceKey(2)])
+    assert set(actions) == {DropChoice(ChoiceKey(1)), DropChoice(ChoiceKey(2))}
     assert given_back(bench) == ["b"]
     (row,) = bench.rows()
     assert (row.request_id, row.finish_reason) == ("a", FinishReason.ERROR)
@@ -620,14 +622,14 @@ def test_what_is_too_long_for_others_is_not_asked_back() -> None:
 
 def test_the_loop_is_told_how_long_a_request_has_waited() -> None:
     (run,) = Bench().command(admit(waited_ms=1_500))
-    assert isinstance(run, Run)
+    assert isinstance(run, RunChoice)
     assert run.state.waited_ms == 1_500
 
 
 def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_aborted() -> None:
     bench = Bench()
     bench.command(admit("a", choices=2))
-    bench.output.returned([ChoiceKey(1), ChoiceKey(2)])
+    bench.output.requeued([ChoiceKey(1), ChoiceKey(2)])
     bench.step(1, [5], LENGTH)
     assert bench.rows() == []
     assert given_back(bench) == ["a"]
@@ -640,9 +642,9 @@ def test_what_the_loop_has_given_up_says_nothing_and_is_told_of_until_it_is_abor
 def test_what_was_given_back_may_come_again_as_another_attempt() -> None:
     bench = Bench()
     bench.command(admit())
-    bench.output.returned([ChoiceKey(1)])
+    bench.output.requeued([ChoiceKey(1)])
     runs = bench.command(admit(n=2))
-    assert [type(action) for action in runs] == [Run]
+    assert [type(action) for action in runs] == [RunChoice]
     assert given_back(bench) == []
 
 
@@ -795,7 +797,7 @@ def test_what_a_lane_has_passed_is_there_for_whoever_looks() -> None:
     bench.output.step(6, step, relays=True)
     bench.rows()
     (drop,) = bench.stop(request_id=RequestId("request-0"), choice=0, offset=2)
-    assert isinstance(drop, Drop)
+    assert isinstance(drop, DropChoice)
     assert bench.output.overrun_tokens == 4
     bench.output.step(7, step, relays=True)  # drawn before the loop has heard of it
     (row,) = bench.rows()

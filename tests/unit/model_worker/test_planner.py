@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.unit.model_worker.steps import LIMITS, PAGE_TOKENS, Steps, outcome
 
 from antiphon.config.worker import Policy
-from antiphon.model_worker.batching import sharing
-from antiphon.model_worker.batching.budget import Budget
+from antiphon.model_worker.batching import prefix_sharing as sharing
 from antiphon.model_worker.batching.builder import build_plan
-from antiphon.model_worker.batching.plan import Details
-from antiphon.model_worker.batching.policy import Rules
+from antiphon.model_worker.batching.plan import LogprobsBatch
+from antiphon.model_worker.batching.policy import QueueRules
+from antiphon.model_worker.batching.token_budget import TokenBudget
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.details import unpack_floats
 from antiphon.wire.ids import RequestId
@@ -43,14 +43,14 @@ def test_a_plan_takes_prompts_in_order_until_it_is_full(
     limits = msgspec.structs.replace(
         LIMITS, step_tokens_max=step, chunk_tokens=chunk, fill_tokens=fill, prefill_max=prompts
     )
-    budget = Budget(limits, PAGE_TOKENS)
+    budget = TokenBudget(limits, PAGE_TOKENS)
     taken: list[int] = []
     for length in lengths:
-        piece = budget.chunk(0, length)
+        piece = budget.prefill_chunk(0, length)
         if not piece:
             break
         taken.append(piece)
-        budget.spend_prompt(piece)
+        budget.spend_prefill(piece)
     assert taken, "a plan took nothing"
     assert len(taken) <= (prompts or len(lengths))
     assert all(taken[i] == lengths[i] for i in range(len(taken) - 1) if chunk is None)
@@ -126,7 +126,7 @@ def order(
         cached=True,
         context_tokens=200,
         step_tokens_max=256,
-        rules=Rules(policy=policy, max_overtake_s=1_000.0, **rules),
+        rules=QueueRules(policy=policy, max_overtake_s=1_000.0, **rules),
     )
     for prompt in prepare:
         steps.add(100, prompt, max_new_tokens=1)
@@ -190,7 +190,7 @@ def test_priorities_go_before_the_policy(low_first: bool, expected: list[int]) -
 
 
 def test_a_priority_is_refused_where_none_counts_if_that_is_asked_for() -> None:
-    steps = Steps(rules=Rules(refuse_priority=True))
+    steps = Steps(rules=QueueRules(refuse_priority=True))
     steps.add(1, priority=1)
     steps.add(2)
     (progress,) = steps.batching.take_progress()
@@ -201,7 +201,7 @@ def test_a_priority_is_refused_where_none_counts_if_that_is_asked_for() -> None:
 
 def test_beyond_128_waiting_the_tree_does_not_count() -> None:
     steps = Steps(
-        pages=400, running_max=1, cached=True, queue_max=500, rules=Rules(policy=Policy.LPM)
+        pages=400, running_max=1, cached=True, queue_max=500, rules=QueueRules(policy=Policy.LPM)
     )
     steps.add(1000, STEM, max_new_tokens=1)
     while not steps.batching.idle:
@@ -216,7 +216,7 @@ def test_beyond_128_waiting_the_tree_does_not_count() -> None:
 
 def test_nobody_is_overtaken_for_longer_than_allowed() -> None:
     steps = Steps(
-        pages=400, running_max=1, rules=Rules(priority=True, max_overtake_s=5.0), queue_max=99
+        pages=400, running_max=1, rules=QueueRules(priority=True, max_overtake_s=5.0), queue_max=99
     )
     steps.add(0, priority=9, max_new_tokens=1)
     steps.add(1, priority=0, max_new_tokens=3)
@@ -229,7 +229,7 @@ def test_nobody_is_overtaken_for_longer_than_allowed() -> None:
 
 
 def test_who_outranks_by_enough_takes_the_place_of_the_weakest() -> None:
-    rules = Rules(priority=True, preempt_threshold=3)
+    rules = QueueRules(priority=True, preempt_threshold=3)
     steps = Steps(pages=40, running_max=2, cached=True, rules=rules)
     steps.add(1, range(8), priority=2)
     steps.add(2, range(20, 28), priority=1)
@@ -250,7 +250,7 @@ def test_who_outranks_by_enough_takes_the_place_of_the_weakest() -> None:
 
 
 def test_nobody_is_preempted_in_vain() -> None:
-    steps = Steps(pages=10, running_max=3, rules=Rules(priority=True, preempt_threshold=0))
+    steps = Steps(pages=10, running_max=3, rules=QueueRules(priority=True, preempt_threshold=0))
     steps.add(1, range(20), priority=9, max_new_tokens=8, ignore_eos=True)
     steps.add(2, [1], priority=0, max_new_tokens=4, ignore_eos=True)
     steps.go()
@@ -261,7 +261,7 @@ def test_nobody_is_preempted_in_vain() -> None:
 
 
 def test_with_pages_to_spare_nobody_is_preempted() -> None:
-    steps = Steps(pages=40, running_max=3, rules=Rules(priority=True, preempt_threshold=0))
+    steps = Steps(pages=40, running_max=3, rules=QueueRules(priority=True, preempt_threshold=0))
     steps.add(1, priority=0)
     steps.add(2, priority=9)
     steps.go()
@@ -351,7 +351,7 @@ def test_a_salt_stays_with_a_request_over_other_weights() -> None:
     steps = Steps(pages=60, cached=True, step_tokens_max=256, chunk_tokens=256)
     salts = (b"a" * 32, b"a" * 32, b"b" * 32)
     for key, salt in enumerate(salts):
-        steps.batching.renew(str(key))
+        steps.batching.set_weight_version(str(key))
         for again in range(2):
             steps.add(10 * key + again, [*STEM, again], cache_salt=salt, max_new_tokens=1)
             steps.go()
@@ -365,7 +365,7 @@ def test_nobody_shares_what_older_weights_have_computed(cached: bool) -> None:
     for key in range(2):
         steps.add(key, STEM[:22], request_id=RequestId("one"), choice=key)
     assert steps.go() == [(0, 22)]
-    steps.batching.renew("newer")
+    steps.batching.set_weight_version("newer")
     assert steps.go() == [(0, 1), (1, 22)]
 
 
@@ -374,13 +374,13 @@ def test_what_older_weights_say_of_a_prompt_is_not_told() -> None:
     details = DetailParams(logprobs=True, prompt_start=0)
     steps.add(0, STEM[:20], max_new_tokens=2, details=details)
     told = [run_told(steps, logprob=-1.0)]
-    steps.batching.renew("newer")
+    steps.batching.set_weight_version("newer")
     told += [run_told(steps, logprob=-2.0) for _ in range(3)]
     (news,) = [progress for news in told for progress in news]
     assert list(unpack_ids(news.details.token_ids)) == [*STEM[1:20], 1]
     assert set(unpack_floats(news.details.logprobs)) == {-2.0}
     # What was told with the first token of the answer stays told, once.
-    steps.batching.renew("newest")
+    steps.batching.set_weight_version("newest")
     (news,) = run_told(steps, logprob=-3.0)
     assert list(unpack_floats(news.details.logprobs)) == [-3.0]
 
@@ -393,7 +393,7 @@ def run_told(steps: Steps, logprob: float) -> tuple[Progress, ...]:
     drawn = [1] * len(plan.logit_tokens)
     ids = np.array([*plan.details.prompt_targets, *drawn], np.int32)
     none = np.zeros((len(ids), 0), np.float32)
-    made = Details(
+    made = LogprobsBatch(
         starts=np.array([0, len(ids)], np.int32),
         token_ids=ids,
         logprobs=np.full(len(ids), logprob, np.float32),
@@ -489,7 +489,7 @@ def test_who_waits_for_room_does_not_use_what_it_would_find() -> None:
 
 
 def test_who_is_preempted_again_and_again_is_overtaken_for_no_longer_than_allowed() -> None:
-    rules = Rules(priority=True, preempt_threshold=0, max_overtake_s=10.0)
+    rules = QueueRules(priority=True, preempt_threshold=0, max_overtake_s=10.0)
     steps = Steps(pages=400, running_max=1, rules=rules)
     steps.add(0, priority=0, max_new_tokens=30, ignore_eos=True)
     steps.go()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.model_worker.steps import Steps
 
 from antiphon.model_worker.batching.plan import future
-from antiphon.model_worker.batching.processors import (
+from antiphon.model_worker.batching.token_masks import (
     ThinkingClock,
     TokenFilter,
     looks_back,
@@ -123,7 +123,7 @@ def test_a_filter_is_made_once_however_often_its_request_is_retracted() -> None:
     made = request.filter
     assert made is not None
     for _ in range(3):
-        assert steps.batching.set_aside(PauseMode.RETRACT) == 1
+        assert steps.batching.prepare_pause(PauseMode.RETRACT) == 1
         steps.go()
         assert request.filter is made
 

@@ -12,15 +12,15 @@ from tests.simulation.hash_runner import HashRunner
 from tests.simulation.test_worker_overlap import CURSE, VOCAB_SIZE, harmless, staged
 
 from antiphon.model_worker.batching.plan import Biases, Penalties
-from antiphon.model_worker.batching.recorder import Record, Recorder, summary
-from antiphon.model_worker.recording import (
+from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord, summary
+from antiphon.model_worker.observability.recording import (
     FILES_MAX,
-    Header,
     RecordingBroken,
+    RecordingHeader,
     read,
     write,
 )
-from antiphon.model_worker.replay import Result, replay
+from antiphon.model_worker.observability.replay import ReplayResult, replay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from tests.simulation.test_worker_overlap import Stage
 
-    from antiphon.model_worker.batching.plan import Outcome, Plan
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 
 
-def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage, list[Record]]:
+def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage, list[StepRecord]]:
     """A few requests in a world of their own, and the plans that it took."""
     with staged(overlap=overlap, curse=-1 if cursed is None else CURSE) as stage:
         for salt in range(4):
@@ -41,14 +41,16 @@ def recorded(*, overlap: bool = False, cursed: int | None = None) -> tuple[Stage
         return stage, list(stage.loop.recorder.records())
 
 
-def run_again(records: Sequence[Record], stage: Stage, vocab_size: int = VOCAB_SIZE) -> Result:
+def run_again(
+    records: Sequence[StepRecord], stage: Stage, vocab_size: int = VOCAB_SIZE
+) -> ReplayResult:
     runner = HashRunner(stage.pools.groups, vocab_size)
     runner.plans = records[0].plan.step - 1
     return replay(records, stage.pools.groups, runner)
 
 
-def header(stage: Stage, reason: str = "somebody asked", unix_ms: int = 7) -> Header:
-    return Header(
+def header(stage: Stage, reason: str = "somebody asked", unix_ms: int = 7) -> RecordingHeader:
+    return RecordingHeader(
         reason=reason,
         unix_ms=unix_ms,
         instance="worker.0",
@@ -69,8 +71,8 @@ def test_every_plan_is_kept_with_its_outcome() -> None:
 
 def test_the_oldest_plans_make_room() -> None:
     plan = recorded()[1][0].plan
-    few = Recorder(plans_max=3)
-    small = Recorder(bytes_max=6_000)
+    few = FlightRecorder(plans_max=3)
+    small = FlightRecorder(bytes_max=6_000)
     for step in range(10):
         few.begin(msgspec.structs.replace(plan, step=step))
         small.begin(msgspec.structs.replace(plan, step=step))
@@ -80,7 +82,7 @@ def test_the_oldest_plans_make_room() -> None:
 
 
 def test_a_plan_larger_than_all_that_may_be_kept_is_not_kept() -> None:
-    recorder = Recorder(bytes_max=10)
+    recorder = FlightRecorder(bytes_max=10)
     recorder.begin(recorded()[1][0].plan)
     assert recorder.records() == ()
 
@@ -93,7 +95,7 @@ def test_what_a_client_sizes_counts() -> None:
         token_ids=np.arange(count, dtype=np.int32),
         values=np.zeros(count, np.float32),
     )
-    recorder = Recorder(bytes_max=10 * count)
+    recorder = FlightRecorder(bytes_max=10 * count)
     recorder.begin(msgspec.structs.replace(plan, biases=biases))
     assert recorder.records() == ()
 
@@ -117,7 +119,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
         begun_starts=ints,
         begun_ids=ints,
     )
-    records[0] = Record(
+    records[0] = StepRecord(
         msgspec.structs.replace(
             records[0].plan, penalties=penalties, token_masks=ints, follows=True
         )
@@ -208,7 +210,7 @@ def test_a_plan_that_failed_is_expected_to_fail_again(overlap: bool) -> None:
     assert "the failure Cursed" in result.difference.recorded
 
     class Again(HashRunner):
-        def run(self, plan: Plan) -> Outcome:
+        def run(self, plan: StepPlan) -> StepOutcome:
             outcome = super().run(plan)
             assert CURSE not in plan.tokens
             return outcome

@@ -12,11 +12,11 @@ from tests.unit.model_worker.test_opening import SMALL
 from antiphon.cli.replay import main as replay_command
 from antiphon.model_worker.batching.loop import BatchingLoop
 from antiphon.model_worker.batching.mailbox import Mailbox
-from antiphon.model_worker.dumps import Dumps
-from antiphon.model_worker.opening import open_engine
-from antiphon.model_worker.recording import read, write
-from antiphon.model_worker.replay import CANNOT_RUN, DIFFERENT, SAME, main
-from antiphon.model_worker.warming import warm_up
+from antiphon.model_worker.observability.plan_dumps import PlanDumps
+from antiphon.model_worker.observability.recording import read, write
+from antiphon.model_worker.observability.replay import CANNOT_RUN, DIFFERENT, SAME, main
+from antiphon.model_worker.startup.engine import open_engine
+from antiphon.model_worker.startup.warmup import warm_up
 from antiphon.service.clock import SystemClock
 from antiphon.wire.ids import InstanceId
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a worker wrote that has just warmed up."""
     engine = open_engine(SMALL)
-    loop = BatchingLoop(engine.batching, engine.runner, Mailbox(1), lambda _: None)
+    loop = BatchingLoop(engine.core, engine.runner, Mailbox(1), lambda _: None)
     warm_up(loop)
     folder = tmp_path_factory.mktemp("dumps")
-    dumps = Dumps(str(folder), InstanceId("worker-0"), engine, loop.recorder, SystemClock())
+    dumps = PlanDumps(str(folder), InstanceId("worker-0"), engine, loop.recorder, SystemClock())
     return dumps.write("the test asked for it")
 
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.wait import until
 
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.reports import REPORTS_MAX, Reports
-from tests.support.wait import until
+from antiphon.model_worker.protocol.reports import REPORTS_MAX, ReportQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NO_CREDIT = Credit(
+NO_CREDIT = Capacity(
     pages_free=0, pages_evictable=0, pages_promised=0, pages_returning=0, slots_free=0
 )
 KEYS = (ChoiceKey(1),)
@@ -45,7 +45,7 @@ class Taker:
         self.relayed: list[int] = []
         self.relays = False
         self.meanwhile: StepReport | None = None
-        self.reports = Reports(relay=self.relay, take=self.take, wait_s=wait_s)
+        self.reports = ReportQueue(relay=self.relay, take=self.take, wait_s=wait_s)
 
     @property
     def steps(self) -> list[int]:

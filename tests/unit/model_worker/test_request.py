@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from antiphon.model_worker.batching.builder import Row
+from antiphon.model_worker.batching.builder import BatchRow
 from antiphon.model_worker.batching.request import ChoiceKey, Request, RequestState
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.table import CachePools, PageTable
@@ -55,7 +55,7 @@ def test_steps_that_end_nothing_can_be_written_at_once(tokens: list[int]) -> Non
     one, other = running(), running()
     one.go_on(np.array(tokens, np.int32))
     for token in tokens:
-        Row.launched(other, other.length)
+        BatchRow.launched(other, other.length)
         assert other.table is not None
         other.table.commit(other.length)
         other.computed, other.ahead = other.length, other.ahead - 1

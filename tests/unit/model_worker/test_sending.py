@@ -11,12 +11,12 @@ from antiphon.bus.bus import Bus
 from antiphon.bus.errors import BusDown
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
 from antiphon.model_worker.batching.steady import Drawn
-from antiphon.model_worker.output import Output
-from antiphon.model_worker.sending import Sending
+from antiphon.model_worker.protocol.token_sender import TokenSender
+from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.codec import decode, pack_ids, unpack_ids
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEADLINE = 60_000
 KEYS = tuple(ChoiceKey(number) for number in (1, 2, 3))
-NO_CREDIT = Credit(
+NO_CREDIT = Capacity(
     pages_free=0, pages_evictable=0, pages_promised=0, pages_returning=0, slots_free=0
 )
 
@@ -76,8 +76,8 @@ class Stage:
 
     def __init__(self, *, any_thread: bool = True) -> None:
         self.wire = Wire(any_thread=any_thread)
-        self.output = Output(WORKER, SeqSender(), live_max=8)
-        self.sending = Sending(Bus(self.wire, ClusterName("c"), WORKER), self.output)
+        self.output = WorkerOutput(WORKER, SeqSender(), live_max=8)
+        self.sending = TokenSender(Bus(self.wire, ClusterName("c"), WORKER), self.output)
         commands = tuple(
             Admit(
                 request_id=RequestId(f"r{key}"),

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.hash_runner import HashRunner
+from tests.support.services import QUICK, Running, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.digest import digest
 from antiphon.detokenizer.unfolding import Unfolding
-from antiphon.model_worker.accounts import Accounts
-from antiphon.model_worker.batching.admission import Limits
-from antiphon.model_worker.batching.batching import Batching
-from antiphon.model_worker.cache.events import Blocks
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.cache.events import BlockTracker
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind
 from antiphon.model_worker.cache.pages import PagePool
 from antiphon.model_worker.cache.radix import RadixIndex
 from antiphon.model_worker.cache.table import CachePools
-from antiphon.model_worker.held import HeldRequest
-from antiphon.model_worker.opening import Engine
-from antiphon.model_worker.output import Output
+from antiphon.model_worker.observability.step_accounting import StepAccounting
+from antiphon.model_worker.protocol.held_request import HeldRequest
+from antiphon.model_worker.protocol.worker_output import WorkerOutput
 from antiphon.model_worker.service import ModelWorker
+from antiphon.model_worker.startup.engine import Engine
 from antiphon.service.clock import SystemClock
 from antiphon.service.model import served_name
 from antiphon.service.refusals import SharedStateBroken
 from antiphon.service.sockets import CannotStart
-from tests.support.services import QUICK, Running, client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason, Process, Role, State, Term
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.command import (
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.batching.plan import Outcome, Plan
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+    from antiphon.model_worker.batching.runner import PlanRunner
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.tokens import TokenBatch, TokenRow
 
@@ -93,7 +93,7 @@ def open_hash_engine(settings: Settings) -> Engine:
     group = CacheGroup(
         kind=GroupKind.FULL, layers=(0,), page_bytes=1, page_tokens=16, pages_total=64
     )
-    limits = Limits(
+    limits = EngineLimits(
         step_tokens_max=64,
         chunk_tokens=32,
         running_max=min(8, settings.batching.running_max),
@@ -103,7 +103,7 @@ def open_hash_engine(settings: Settings) -> Engine:
         weights_digest="",
     )
     pools = CachePools([group])
-    batching = Batching(limits, pools, RadixIndex(pools, told=Blocks()))
+    batching = EngineCore(limits, pools, RadixIndex(pools, told=BlockTracker()))
     return Engine(batching, HashRunner([group], VOCAB_SIZE))
 
 
@@ -438,7 +438,7 @@ async def test_a_flush_is_answered_by_an_idle_worker(stage: Stage) -> None:
 async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
     stage: Stage, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Accounts, name, fail)
+    monkeypatch.setattr(StepAccounting, name, fail)
     await stage.command(admit("a"), admit("b", 900))
     await until(lambda: stage.ended("a"))
     assert len(stage.ids("a")) == 5
@@ -448,7 +448,9 @@ async def test_failing_metrics_cost_no_request_its_end_and_no_command_its_reply(
     assert await stage.bus.call(WORKER_CONTROL, FlushCache(), timeout_s=5.0, worker=worker)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Accounts, "put_down"), (Output, "started")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(StepAccounting, "put_down"), (WorkerOutput, "started")]
+)
 async def test_failing_bookkeeping_keeps_no_request_from_being_given_back(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,7 +507,7 @@ async def test_a_model_that_does_not_run_keeps_the_worker_from_starting() -> Non
 async def test_worker_survives_an_outcome_of_another_plan() -> None:
     def open_buggy(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
-        return Engine(engine.batching, WrongStep(engine.runner))
+        return Engine(engine.core, WrongStep(engine.runner))
 
     broker = MemoryBroker()
     async with (
@@ -562,7 +564,7 @@ async def test_a_first_step_after_a_long_rest_is_no_stall() -> None:
     def open_held(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
         held.runner = engine.runner
-        return Engine(engine.batching, held)
+        return Engine(engine.core, held)
 
     broker, clock = MemoryBroker(), ShiftedClock()
     async with (
@@ -610,7 +612,7 @@ async def narrow(other: bool, hand_back_s: float) -> AsyncGenerator[Stage]:
 
 def open_slow_engine(settings: Settings) -> Engine:
     engine = open_hash_engine(settings)
-    return Engine(engine.batching, SlowRunner(engine.runner))
+    return Engine(engine.core, SlowRunner(engine.runner))
 
 
 def given_back(stage: Stage) -> list[str]:
@@ -659,11 +661,11 @@ class ShiftedClock(SystemClock):
 class SlowRunner:
     """A model whose steps take a while: there is time to speak of what waits."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
         self._never = threading.Event()
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         self._never.wait(0.002)
         return self._runner.run(plan)
 
@@ -671,13 +673,13 @@ class SlowRunner:
 class HeldRunner:
     """A runner whose steps begin when the test says so."""
 
-    runner: Runner
+    runner: PlanRunner
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         assert self.go.wait(10)
         return self.runner.run(plan)
 
@@ -685,9 +687,9 @@ class HeldRunner:
 class WrongStep:
     """Answers for a plan that it was not given, once the warm-up is over."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         outcome = self._runner.run(plan)
         return outcome if plan.step <= 2 else msgspec.structs.replace(outcome, step=0)

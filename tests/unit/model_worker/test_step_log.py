@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.loop import StepReport
 from antiphon.model_worker.batching.queue import Backlog
-from antiphon.model_worker.step_log import StepLog
+from antiphon.model_worker.observability.step_log import StepLog
 
 
 def report(**fields: Any) -> StepReport:
@@ -18,7 +18,7 @@ def report(**fields: Any) -> StepReport:
         step=1,
         seconds=0.1,
         progress=(),
-        credit=Credit(
+        credit=Capacity(
             pages_free=60, pages_evictable=15, pages_promised=0, pages_returning=0, slots_free=0
         ),
         **{"tokens": 4, "rows": 4, "running": 4, "waiting": 2, "retractions": 0, **fields},

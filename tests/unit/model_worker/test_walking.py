@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 
-from antiphon.model_worker.batching.guide import Guide
-from antiphon.model_worker.batching.walking import Walk, WalkThreads
+from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor
+from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.wire.base import FinishReason
 
 if TYPE_CHECKING:
@@ -47,19 +47,21 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-def guide(word: Word) -> Guide:
-    return Guide(word, VOCAB_SIZE, frozenset({END}))
+def guide(word: Word) -> GrammarMatcher:
+    return GrammarMatcher(word, VOCAB_SIZE, frozenset({END}))
 
 
-def walked(threads: WalkThreads, guides: list[Guide], token: int) -> tuple[list[Walk], float]:
+def walked(
+    threads: ThreadedMatcherExecutor, guides: list[GrammarMatcher], token: int
+) -> tuple[list[MatcherTask], float]:
     """Begin to follow a token in each; how long the loop was kept."""
-    walks = [Walk(each, [token]) for each in guides]
+    walks = [MatcherTask(each, [token]) for each in guides]
     began = time.perf_counter()
-    threads.walk(walks)
+    threads.submit(walks)
     return walks, time.perf_counter() - began
 
 
-def arrived(threads: WalkThreads, walks: list[Walk]) -> bool:
+def arrived(threads: ThreadedMatcherExecutor, walks: list[MatcherTask]) -> bool:
     until = time.perf_counter() + 10
     while not all(walk.done for walk in walks) and time.perf_counter() < until:
         threads.wait()
@@ -67,7 +69,7 @@ def arrived(threads: WalkThreads, walks: list[Walk]) -> bool:
 
 
 def test_what_takes_no_time_is_done_at_once() -> None:
-    threads = WalkThreads(patience_s=10.0)
+    threads = ThreadedMatcherExecutor(patience_s=10.0)
     guides = [guide(Word("ca")) for _ in range(64)]
     for token, ends in ((C, None), (A, None), (END, FinishReason.STOP)):
         walks, _ = walked(threads, guides, token)
@@ -80,7 +82,7 @@ def test_what_takes_no_time_is_done_at_once() -> None:
 def test_a_guide_that_is_stuck_keeps_neither_the_step_nor_the_others(
     released: threading.Event,
 ) -> None:
-    threads = WalkThreads(PATIENCE_S)
+    threads = ThreadedMatcherExecutor(PATIENCE_S)
     stuck, others = guide(Stuck("cab", released)), [guide(Word("cab")) for _ in range(8)]
     walked(threads, [stuck, *others], C)
     walks, kept_s = walked(threads, [stuck, *others], A)
@@ -94,7 +96,7 @@ def test_a_guide_that_is_stuck_keeps_neither_the_step_nor_the_others(
 
 
 def test_a_step_is_bounded_however_many_are_stuck(released: threading.Event) -> None:
-    threads = WalkThreads(PATIENCE_S, stuck_max=2)
+    threads = ThreadedMatcherExecutor(PATIENCE_S, stuck_max=2)
     guides = [guide(Stuck("cab", released)) for _ in range(64)]
     walked(threads, guides, C)
     walks, kept_s = walked(threads, guides, A)
@@ -112,37 +114,37 @@ def test_a_step_is_bounded_however_many_are_stuck(released: threading.Event) -> 
 def test_a_walk_that_nobody_waits_for_does_not_hold_up_the_slow_ones(
     released: threading.Event,
 ) -> None:
-    threads = WalkThreads(PATIENCE_S)
+    threads = ThreadedMatcherExecutor(PATIENCE_S)
     gone, slow = guide(Stuck("cab", released)), guide(Word("cab"))
     gone.slow = slow.slow = True
-    threads.walk([Walk(gone, [C])])
+    threads.submit([MatcherTask(gone, [C])])
     (stuck,), _ = walked(threads, [gone], A)
-    behind = Walk(slow, [C, A])
-    threads.walk([behind])
+    behind = MatcherTask(slow, [C, A])
+    threads.submit([behind])
     threads.wait()
     assert not behind.done
-    threads.forget(stuck)
+    threads.cancel(stuck)
     assert arrived(threads, [behind])
-    waiting = Walk(slow, [C])
-    threads.forget(waiting)  # it never began
+    waiting = MatcherTask(slow, [C])
+    threads.cancel(waiting)  # it never began
 
 
 def test_what_nobody_expected_is_raised_in_the_loop() -> None:
-    threads = WalkThreads(patience_s=10.0)
+    threads = ThreadedMatcherExecutor(patience_s=10.0)
     walks, _ = walked(threads, [guide(Broken("cab"))], C)
     with pytest.raises(ZeroDivisionError):
-        walks[0].ends()
+        walks[0].result()
     walks, _ = walked(threads, [guide(Word("cab"))], C)
     assert walks[0].done
 
 
 def test_a_guide_stands_again_where_it_stood_at_the_mark() -> None:
     word = guide(Word("cab"))
-    word.follow(C)
+    word.accept_token(C)
     assert word.mask is not None
     before = word.mask.tolist()
     for _ in range(3):
-        Walk(word, [A, 4]).run()
+        MatcherTask(word, [A, 4]).run()
         assert word.mask.tolist() != before
-        word.take_back()
+        word.rollback()
         assert word.mask.tolist() == before

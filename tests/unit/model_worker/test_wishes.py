@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from antiphon.model_worker.batching.admission import Limits, check
+from antiphon.model_worker.batching.admission import EngineLimits, check
 from antiphon.model_worker.batching.request import RequestState
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import pack_floats
@@ -17,7 +17,7 @@ from antiphon.wire.processors import AllowRange, DisallowTokens, ThinkingBudget
 from antiphon.wire.sampling import DetailParams, LogitBias, SamplingParams
 
 VOCABULARY = 50
-LIMITS = Limits(
+LIMITS = EngineLimits(
     step_tokens_max=64,
     chunk_tokens=None,
     running_max=4,

@@ -8,8 +8,13 @@ import torch
 
 from antiphon.kernels.op import Device
 from antiphon.kernels.ops import select
-from antiphon.model_worker.batching.plan import DetailRows, Details, Plan, SamplingColumns
-from antiphon.model_worker.runner.details import Teller
+from antiphon.model_worker.batching.plan import (
+    LogprobsBatch,
+    LogprobsRequest,
+    SamplingColumns,
+    StepPlan,
+)
+from antiphon.model_worker.runner.logprobs import LogprobsComputer
 
 VOCABULARY, HIDDEN = 50, 8
 GENERATOR = torch.Generator().manual_seed(6)
@@ -25,9 +30,11 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plan_of(wanted: DetailRows | None, temperature: tuple[float, ...] = (0.5, 0.0, 1.0)) -> Plan:
+def plan_of(
+    wanted: LogprobsRequest | None, temperature: tuple[float, ...] = (0.5, 0.0, 1.0)
+) -> StepPlan:
     rows = len(LENGTHS)
-    return Plan(
+    return StepPlan(
         step=1,
         slot=np.arange(rows, dtype=np.int32),
         query_start=ints(0, 5, 8),
@@ -50,7 +57,7 @@ def plan_of(wanted: DetailRows | None, temperature: tuple[float, ...] = (0.5, 0.
     )
 
 
-EVERYTHING = DetailRows(
+EVERYTHING = LogprobsRequest(
     rows=ints(0, 1, 2),
     logprobs=np.array([True, True, True]),
     top=ints(2, 0, 4),
@@ -62,11 +69,11 @@ EVERYTHING = DetailRows(
 )
 
 
-def told(wanted: DetailRows | None = EVERYTHING, **options: int) -> Details | None:
-    teller = Teller(select(Device("cpu")), **options)
+def told(wanted: LogprobsRequest | None = EVERYTHING, **options: int) -> LogprobsBatch | None:
+    teller = LogprobsComputer(select(Device("cpu")), **options)
     logits = STATES[list(LOGIT_TOKENS)] @ HEAD
     accepted = (ints(*STARTS), ints(*ACCEPTED))
-    return teller.tell(plan_of(wanted), STATES, logits, lambda states: states @ HEAD, accepted)
+    return teller.compute(plan_of(wanted), STATES, logits, lambda states: states @ HEAD, accepted)
 
 
 def expected(place: int, temperature: float = 1.0) -> np.ndarray:
@@ -128,14 +135,14 @@ def test_rows_that_want_no_logprobs_cost_no_logits() -> None:
         named_ids=ints(),
         hidden=np.ones(3, np.bool_),
     )
-    teller = Teller(select(Device("cpu")))
+    teller = LogprobsComputer(select(Device("cpu")))
 
     def head(states: torch.Tensor) -> torch.Tensor:
         raise AssertionError(f"{len(states)} rows of logits that nobody wants")
 
     logits = STATES[list(LOGIT_TOKENS)] @ HEAD
     accepted = (ints(*STARTS), ints(*ACCEPTED))
-    details = teller.tell(plan_of(only_states), STATES, logits, head, accepted)
+    details = teller.compute(plan_of(only_states), STATES, logits, head, accepted)
     assert details is not None
     assert details.hidden is not None
     assert details.hidden.shape == (7, HIDDEN)

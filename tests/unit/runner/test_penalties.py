@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from antiphon.kernels.op import Device
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Penalties
-from antiphon.model_worker.runner.penalties import DrawnTokens
+from antiphon.model_worker.runner.penalties import TokenCounts
 
 OPS = select(Device("cpu"))
 VOCABULARY = 9
@@ -38,7 +38,7 @@ def penalties(begun: dict[int, list[int]], rows: int) -> Penalties:
 @given(st.lists(st.tuples(BEGIN, DRAW), max_size=12))
 def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
     """Requests begin, with and without outputs, draw, and are followed by others."""
-    drawn = DrawnTokens()
+    drawn = TokenCounts()
     naive: dict[int, Counter[int]] = {}
     for begun, draws in steps:
         drawn.begin(penalties(begun, 0))
@@ -50,17 +50,17 @@ def test_each_slot_counts_what_it_has_drawn_since_it_began(steps) -> None:
         slots = np.array(list(naive), np.int32)
         logits = torch.zeros(len(slots), VOCABULARY)
         every = penalties({}, len(slots))
-        drawn.lower(OPS, logits, np.arange(len(slots)), slots, every)
+        drawn.apply(OPS, logits, np.arange(len(slots)), slots, every)
         expected = [[-naive[slot][token] for token in range(VOCABULARY)] for slot in naive]
         assert logits.tolist() == [[0.0 + count for count in row] for row in expected]
 
 
 def test_many_different_tokens_find_room() -> None:
-    drawn = DrawnTokens()
+    drawn = TokenCounts()
     ids = list(range(500))
     drawn.begin(penalties({3: ids[:70]}, 1))
     for token in ids[70:]:
         drawn.count(np.array([3], np.int32), np.array([token], np.int32))
     logits = torch.zeros(1, 600)
-    drawn.lower(OPS, logits, np.arange(1), np.array([3], np.int32), penalties({}, 1))
+    drawn.apply(OPS, logits, np.arange(1), np.array([3], np.int32), penalties({}, 1))
     assert logits[0].tolist() == [-1.0] * 500 + [0.0] * 100

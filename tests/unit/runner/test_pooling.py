@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 
 from antiphon.config.pooling import Pooling, PoolMode, Squash
 from antiphon.config.tasks import Task
-from antiphon.model_worker.batching.plan import Plan, PoolRows, SamplingColumns
-from antiphon.model_worker.runner.pooling import Linear, Pooler
+from antiphon.model_worker.batching.plan import PoolingRequest, SamplingColumns, StepPlan
+from antiphon.model_worker.runner.pooling import Pooler, PoolingLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,16 +25,16 @@ Row = tuple[int, int, int]
 """Slot, and where its piece of `STATES` begins and ends."""
 
 
-def pooler(mode: PoolMode, *linears: Linear, **said: object) -> Pooler:
+def pooler(mode: PoolMode, *linears: PoolingLinear, **said: object) -> Pooler:
     fields: dict[str, object] = {"task": Task.EMBED, "normalize": False, "width": HIDDEN}
     return Pooler(Pooling(mode=mode, **(fields | said)), linears)  # pyright: ignore
 
 
-def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int] = ()) -> Plan:
+def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int] = ()) -> StepPlan:
     count = len(rows)
     floats, ints = np.zeros(count, np.float32), np.zeros(count, np.int32)
     lengths = np.array([end - start for _, start, end in rows], np.int32)
-    return Plan(
+    return StepPlan(
         step=1,
         slot=np.array([slot for slot, _, _ in rows], np.int32),
         query_start=(np.cumsum(lengths) - lengths).astype(np.int32),
@@ -53,7 +53,7 @@ def plan_of(rows: Sequence[Row], ends: Sequence[bool], dimensions: Sequence[int]
             choice=ints,
         ),
         page_tables=(),
-        pooling=PoolRows(
+        pooling=PoolingRequest(
             ends=np.array(ends, np.bool_),
             dimensions=np.array(dimensions or [0] * count, np.int32),
         ),
@@ -119,7 +119,7 @@ def test_a_vector_is_cut_and_then_has_length_one() -> None:
 
 def test_linears_come_after_the_pooling_and_before_the_length() -> None:
     weight, bias = torch.randn(3, HIDDEN), torch.randn(3)
-    at = pooler(PoolMode.LAST, Linear(weight, bias, Squash.TANH), normalize=True)
+    at = pooler(PoolMode.LAST, PoolingLinear(weight, bias, Squash.TANH), normalize=True)
     (vector,) = pool(at, [(0, 0, 8)], [True])
     expected = normalize(torch.tanh(weight @ STATES[7] + bias), dim=0)
     torch.testing.assert_close(vector, expected)

@@ -12,8 +12,8 @@ import torch
 
 from antiphon.kernels.op import Device
 from antiphon.kernels.ops import select
-from antiphon.model_worker.batching.plan import Biases, Penalties, Plan, SamplingColumns
-from antiphon.model_worker.batching.processors import pack
+from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
+from antiphon.model_worker.batching.token_masks import pack
 from antiphon.model_worker.runner.errors import PlanRefused
 from antiphon.model_worker.runner.sampling import Sampler
 
@@ -46,12 +46,12 @@ def columns(
     )
 
 
-def plan_of(sampling: SamplingColumns, **steering: Any) -> Plan:
+def plan_of(sampling: SamplingColumns, **steering: Any) -> StepPlan:
     """Rows that decode one token each."""
     rows = len(sampling.seed)
     every = np.arange(rows, dtype=np.int32)
     ones = np.ones(rows, np.int32)
-    return Plan(
+    return StepPlan(
         step=1,
         slot=every,
         query_start=every,
@@ -95,14 +95,14 @@ def biases(rows: int) -> Biases:
     )
 
 
-def drawn(plan: Plan, positions: np.ndarray | None = None) -> np.ndarray:
+def drawn(plan: StepPlan, positions: np.ndarray | None = None) -> np.ndarray:
     rows = len(plan.slot)
     sampler = Sampler(select(Device("cpu")))
     logits = torch.as_tensor(np.tile(LOGITS, (rows, 1)))
     every = np.arange(rows)
-    sampler.steer(plan, every, logits)
+    sampler.process_logits(plan, every, logits)
     positions = np.full(rows, 9) if positions is None else positions
-    return sampler.draw(plan.sampling, logits, every, positions)
+    return sampler.sample(plan.sampling, logits, every, positions)
 
 
 def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -229,7 +229,7 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(seed: int) -> None:
     positions = random.integers(0, 5000, rows)
     steered = np.flatnonzero(random.random(rows) < 0.5)
 
-    def some(index: np.ndarray) -> Plan:
+    def some(index: np.ndarray) -> StepPlan:
         """The plan of some of these rows."""
         number = np.flatnonzero(np.isin(index, steered)).astype(np.int32)
         lowered = penalties(len(number), 0.4, 0.3, 1.5)
@@ -254,7 +254,7 @@ def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
     plan = plan_of(columns(1, 0.0), penalties=penalties(1, 2.0, 2.0, 1.0))
     for count in range(1, 4):
         logits = torch.zeros(1, VOCABULARY)
-        sampler.steer(plan, np.arange(1), logits)
+        sampler.process_logits(plan, np.arange(1), logits)
         expected = -2.0 * (SEEN[9] + count - 1) - 2.0 * (count > 1)
         assert logits[0, 9] == expected
         sampler.count(plan, ints(0, 1), ints(9))
@@ -273,7 +273,7 @@ def test_rows_left_without_a_token_are_named() -> None:
         ),
     )
     logits = torch.zeros(3, VOCABULARY)
-    barren = Sampler(select(Device("cpu"))).steer(plan, np.arange(3), logits)
+    barren = Sampler(select(Device("cpu"))).process_logits(plan, np.arange(3), logits)
     assert barren is not None
     assert barren.tolist() == [False, True, False]
 
@@ -282,7 +282,7 @@ def test_rows_that_verify_drafts_are_not_steered() -> None:
     plan = plan_of(columns(2), penalties=penalties(2, 1.0, 0.0, 1.0))
     logits = torch.zeros(3, VOCABULARY)
     with pytest.raises(PlanRefused, match="one token each"):
-        Sampler(select(Device("cpu"))).steer(plan, np.array([0, 0, 1]), logits)
+        Sampler(select(Device("cpu"))).process_logits(plan, np.array([0, 0, 1]), logits)
 
 
 @pytest.mark.parametrize("peak", [1e4, -1e4])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from tests.support.clock import ManualClock
 
 from antiphon.scheduler.actions import Action, Bound, SendCommands, SendNotice
 from antiphon.scheduler.leader import Leader
 from antiphon.scheduler.rules import Rules
 from antiphon.service.peers import Patience, Peers
-from tests.support.clock import ManualClock
 from antiphon.wire.base import Attempt, Process, Role, State, Term
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch

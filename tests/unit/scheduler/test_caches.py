@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.scheduler.stage import process
 
-from antiphon.model_worker.announcing import Announcer
-from antiphon.model_worker.cache.events import Cleared, Removed, Stored
+from antiphon.model_worker.cache.events import ClearedEvent, RemovedEvent, StoredEvent
+from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.caches import ASK_AGAIN_S, DUMP_AGAIN_S, Caches
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
@@ -75,8 +75,8 @@ def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> N
 
 
 def test_who_begins_to_follow_late_asks_for_everything() -> None:
-    announcer = Announcer(W, 10)
-    announcer.add([Stored(ROOT, (block(1), block(2)))])
+    announcer = KvEventPublisher(W, 10)
+    announcer.add([StoredEvent(ROOT, (block(1), block(2)))])
     caches = Caches(100)
     caches.beat(W, announcer.seq)
     ((worker, ask),) = caches.asks(0.0)
@@ -104,17 +104,17 @@ def test_an_answer_of_another_life_changes_nothing() -> None:
     again = process("worker-0", life=2)
     caches.beat(again, 3)
     ((_, ask),) = caches.asks(0.0)
-    announcer = Announcer(W, 10)
-    announcer.add([Stored(ROOT, (block(1),))])
+    announcer = KvEventPublisher(W, 10)
+    announcer.add([StoredEvent(ROOT, (block(1),))])
     caches.replayed(again, announcer.replay(ask))
     assert caches.blocks == 0
 
 
-def stored(announcer: Announcer, *chain: int) -> None:
-    announcer.add([Stored(ROOT, tuple(map(block, chain)))])
+def stored(announcer: KvEventPublisher, *chain: int) -> None:
+    announcer.add([StoredEvent(ROOT, tuple(map(block, chain)))])
 
 
-def read(caches: Caches, announcer: Announcer, now: float) -> int:
+def read(caches: Caches, announcer: KvEventPublisher, now: float) -> int:
     """Answer what is asked for at a time; return how many replays that took."""
     count = 0
     while asks := caches.asks(now):
@@ -124,13 +124,13 @@ def read(caches: Caches, announcer: Announcer, now: float) -> int:
     return count
 
 
-def follow(caches: Caches, announcer: Announcer) -> None:
+def follow(caches: Caches, announcer: KvEventPublisher) -> None:
     for message in announcer.take():
         caches.hear(message)
 
 
 def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() -> None:
-    announcer, caches = Announcer(W, 100), Caches(16)
+    announcer, caches = KvEventPublisher(W, 100), Caches(16)
     caches.beat(W, 0)
     stored(announcer, *range(10))
     stored(announcer, *range(100, 110))
@@ -139,7 +139,7 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
     first = b"".join(map(block, range(10)))
     assert caches.overlaps(first) == {W: 6}
     assert read(caches, announcer, 1.0) == 0, "there is no room yet"
-    announcer.add([Removed(tuple(map(block, range(100, 110))))])
+    announcer.add([RemovedEvent(tuple(map(block, range(100, 110))))])
     follow(caches, announcer)
     assert read(caches, announcer, 2.0) == 1
     assert caches.overlaps(first) == {W: 10}
@@ -148,13 +148,13 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
 
 def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
     """A worker whose cache goes up and down around the bound is dumped once in a while."""
-    announcer, caches = Announcer(W, 100_000), Caches(16)
+    announcer, caches = KvEventPublisher(W, 100_000), Caches(16)
     caches.beat(W, 0)
     stored(announcer, *range(10))
     dumps = 0
     for turn in range(600):
         extra = tuple(map(block, range(1000 + 20 * turn, 1010 + 20 * turn)))
-        announcer.add([Stored(ROOT, extra), Removed(extra)])
+        announcer.add([StoredEvent(ROOT, extra), RemovedEvent(extra)])
         follow(caches, announcer)
         dumps += read(caches, announcer, turn / 10)
     assert 1 <= dumps <= 60 / DUMP_AGAIN_S + 1
@@ -164,7 +164,7 @@ def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
 def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lost() -> None:
     caches = Caches(16)
     workers = [process(f"worker-{number}") for number in range(2)]
-    announcers = {worker: Announcer(worker, 100) for worker in workers}
+    announcers = {worker: KvEventPublisher(worker, 100) for worker in workers}
     for number, worker in enumerate(workers):
         caches.beat(worker, 0)
         stored(announcers[worker], *range(100 * number, 100 * number + 12))
@@ -173,7 +173,7 @@ def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lo
     gone = tuple(map(block, range(4, 12)))
     for worker in workers:
         blocks = tuple(block(100 * workers.index(worker) + number) for number in range(4, 12))
-        announcers[worker].add([Removed(blocks)])
+        announcers[worker].add([RemovedEvent(blocks)])
         follow(caches, announcers[worker])
     assert len(gone) == 8
     ((first, ask),) = caches.asks(2.0)
@@ -194,7 +194,7 @@ class World:
         self.now = 0.0
         self.lives = 0
         self.loss = 0.3
-        self.workers: dict[Process, tuple[Announcer, list[list[bytes]]]] = {}
+        self.workers: dict[Process, tuple[KvEventPublisher, list[list[bytes]]]] = {}
         self.replays = 0
         for _ in range(3):
             self.start()
@@ -203,7 +203,7 @@ class World:
         self.lives += 1
         worker = process(f"worker-{self.lives % 3}", life=self.lives)
         events_max = self.random.choice([2, 10, 1000])
-        self.workers[worker] = (Announcer(worker, events_max), [])
+        self.workers[worker] = (KvEventPublisher(worker, events_max), [])
 
     def die(self) -> None:
         worker = self.random.choice(list(self.workers))
@@ -227,21 +227,21 @@ class World:
                 self.caches.beat(worker, announcer.seq)
         self.ask()
 
-    def compute(self, announcer: Announcer, chains: list[list[bytes]]) -> None:
+    def compute(self, announcer: KvEventPublisher, chains: list[list[bytes]]) -> None:
         draw = self.random.random()
         if draw < 0.01:
             chains.clear()
-            announcer.add([Cleared()])
+            announcer.add([ClearedEvent()])
         elif draw < 0.2 and chains:
             chain = self.random.choice(chains)
             gone = chain[self.random.randrange(len(chain)) :]
             del chain[len(chain) - len(gone) :]
             chains[:] = [chain for chain in chains if chain]
-            announcer.add([Removed(tuple(gone))])
+            announcer.add([RemovedEvent(tuple(gone))])
         elif draw < 0.5:
             chain = [self.random.randbytes(DIGEST_BYTES) for _ in range(self.random.randint(1, 5))]
             chains.append(chain)
-            announcer.add([Stored(ROOT, tuple(chain))])
+            announcer.add([StoredEvent(ROOT, tuple(chain))])
 
     def ask(self) -> None:
         for worker, ask in self.caches.asks(self.now):
@@ -288,7 +288,7 @@ def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int
     world.loss = 0.0
     for announcer, chains in world.workers.values():
         for chain in chains[4:]:
-            announcer.add([Removed(tuple(chain))])
+            announcer.add([RemovedEvent(tuple(chain))])
         del chains[4:]
     for worker, (announcer, _) in world.workers.items():
         announcer.take()
@@ -307,10 +307,10 @@ def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int
 @pytest.mark.parametrize("seed", range(10))
 def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) -> None:
     chance = random.Random(seed)
-    announcer, caches = Announcer(W, 4), Caches(1_000_000)
+    announcer, caches = KvEventPublisher(W, 4), Caches(1_000_000)
     chains = [[chance.randbytes(DIGEST_BYTES) for _ in range(1000)] for _ in range(12)]
     for chain in chains:
-        announcer.add([Stored(ROOT, tuple(chain))])
+        announcer.add([StoredEvent(ROOT, tuple(chain))])
     announcer.take()
     caches.beat(W, announcer.seq)
     for turn in range(40):
@@ -318,7 +318,7 @@ def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) ->
             caches.replayed(worker, announcer.replay(ask))
         if turn < 20 and turn % 3 == 0:
             gone = chains.pop(0)
-            announcer.add([Removed(tuple(gone))])
+            announcer.add([RemovedEvent(tuple(gone))])
         for message in announcer.take():
             caches.hear(message)
     assert caches.blocks == sum(map(len, chains))

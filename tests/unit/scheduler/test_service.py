@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.services import QUICK, Running, running
+from tests.support.wait import until
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
-from antiphon.model_worker.announcing import Announcer
-from antiphon.model_worker.cache.events import Stored
+from antiphon.model_worker.cache.events import StoredEvent
+from antiphon.model_worker.protocol.kv_events import KvEventPublisher
 from antiphon.scheduler.service import SchedulerService
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.service import Report, Runtime
-from tests.support.services import QUICK, Running, running
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, Command, CommandBatch
@@ -73,7 +73,7 @@ class FakeWorker(Peer):
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
-        self.cache: Announcer | None = None
+        self.cache: KvEventPublisher | None = None
 
     def endpoints(self) -> Sequence[Endpoint]:
         here = {"worker": self.runtime.process.instance}
@@ -85,8 +85,8 @@ class FakeWorker(Peer):
     async def announce(self, *blocks: bytes, lost: bool = False) -> None:
         """Blocks come into the cache; schedulers are told of it, unless that is lost."""
         if self.cache is None:
-            self.cache = Announcer(self.runtime.process, 2)
-        self.cache.add([Stored(b"root", blocks)])
+            self.cache = KvEventPublisher(self.runtime.process, 2)
+        self.cache.add([StoredEvent(b"root", blocks)])
         worker = self.runtime.process.instance
         for message in self.cache.take():
             if not lost:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.clock import ManualClock
 
 from antiphon.service.deadline import check, deadline_in, remaining_s
-from tests.support.clock import ManualClock
 from antiphon.wire.errors import DeadlineExceeded
 from antiphon.wire.ids import ModelName, new_request_id
 from antiphon.wire.tokenize import DecodeRequest

@@ -6,14 +6,15 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from tests.support.services import client_bus
+from tests.support.wait import until
+
 from antiphon.bus.discovery import Endpoint as Tally
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.service.counts import RouteCounts
 from antiphon.service.inbox import InboxLimits, RequestInbox, StreamInbox
 from antiphon.service.tasks import Tasks
 from antiphon.telemetry.metrics import Metrics
-from tests.support.services import client_bus
-from tests.support.wait import until
 from antiphon.wire.base import Process
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, InvalidRequest, Overloaded

@@ -7,9 +7,9 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
+from tests.support.nats import NatsServer
 
 from antiphon.service.main import CANNOT_START
-from tests.support.nats import NatsServer
 
 HANGING = """
 import threading, time

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.services import client_bus, running
+from tests.support.wait import until
 from tests.unit.service.test_run import EchoService
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
@@ -16,8 +18,6 @@ from antiphon.gateway.model_metrics import ModelMetrics
 from antiphon.service import metrics_feed
 from antiphon.telemetry import catalog
 from antiphon.telemetry.metrics import Metrics
-from tests.support.services import client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Process, Role
 from antiphon.wire.codec import encode
 from antiphon.wire.ids import Incarnation, InstanceId, ModelName

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.support.clock import ManualClock
 
 from antiphon.service.peers import Change, Patience, Peer, Peers, Verdict
-from tests.support.clock import ManualClock
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import Incarnation, InstanceId

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 import pytest
+from tests.support.echo import BUG, MODEL, echo_request
+from tests.support.nats import NatsServer
+from tests.support.wait import until
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
 from antiphon.config.process import BusConfig
 from antiphon.service.clock import SystemClock
-from tests.support.echo import BUG, MODEL, echo_request
-from tests.support.nats import NatsServer
-from tests.support.wait import until
 from antiphon.wire.base import Process, State
 from antiphon.wire.errors import EngineError
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId

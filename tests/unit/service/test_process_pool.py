@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.wait import until
 
 from antiphon.service import process_pool
 from antiphon.service.process_pool import ProcessPool
-from tests.support.wait import until
 from antiphon.wire.errors import DeadlineExceeded, Internal, Overloaded, Unavailable
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.support.services import running
 from tests.unit.gateway.cluster import settings
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.gateway.service import GatewayService
 from antiphon.service.room import HELD_BYTES, OPEN_BYTES, check_room
 from antiphon.service.sockets import CannotStart
-from tests.support.services import running
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.heartbeat import RunningRequest
 from antiphon.wire.ids import Incarnation, InstanceId, new_request_id

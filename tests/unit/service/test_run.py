@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 
 from antiphon.bus.errors import BusDown, NobodyListens
 from antiphon.bus.faulty import FaultyTransport
@@ -17,9 +20,6 @@ from antiphon.service.clock import SystemClock
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.peers import Change
 from antiphon.service.refusals import SharedStateBroken
-from tests.support.echo import BUG, MODEL, TOO_LONG, EchoService, echo_request
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Message, Process, Role, State
 from antiphon.wire.command import ControlDone, FlushCache
 from antiphon.wire.errors import EngineError, Unavailable
@@ -32,12 +32,13 @@ from antiphon.wire.submit import OpenList
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from tests.support.services import Running
+
     from antiphon.bus.bus import Bus, Delivery
     from antiphon.bus.memory import MemorySubscription
     from antiphon.bus.transport import Receive
     from antiphon.config.settings import Settings
     from antiphon.service.service import Runtime
-    from tests.support.services import Running
     from antiphon.wire.tokenize import EncodeReply, EncodeRequest
 
 CLOCK = SystemClock()

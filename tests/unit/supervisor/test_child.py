@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.wait import until
 
 from antiphon.config.load import child_environment
 from antiphon.config.process import HealthConfig
@@ -20,7 +21,6 @@ from antiphon.supervisor.hangs import HangWatch
 from antiphon.supervisor.ports import PortRange, free_port
 from antiphon.supervisor.restarts import Restarts
 from antiphon.telemetry.log import CANNOT_START, JsonFormatter, TextFormatter
-from tests.support.wait import until
 from antiphon.wire.base import Role
 from antiphon.wire.ids import InstanceId
 

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 from tests.arguments import settings_of
+from tests.support.nats import NatsServer
 
 from antiphon.bus.bus import Bus
 from antiphon.bus.nats import NatsTransport
@@ -19,7 +20,6 @@ from antiphon.config.errors import ConfigError
 from antiphon.config.settings import Settings
 from antiphon.supervisor.main import stop_signals
 from antiphon.supervisor.stack import CannotServe, Stack
-from tests.support.nats import NatsServer
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.heartbeat import Heartbeat
 from antiphon.wire.ids import ClusterName, Incarnation, InstanceId

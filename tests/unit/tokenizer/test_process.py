@@ -7,8 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from antiphon import embedded
 from tests.support.nats import NatsServer
+
+from antiphon import embedded
 
 
 async def test_a_broken_model_card_is_one_line_and_exit_code_3(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 
 from antiphon import embedded
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.cluster import ClusterConfig
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.tokenizer import vocabulary
 from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
 from antiphon.tokenizer.service import TokenizerService

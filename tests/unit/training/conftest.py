@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-
 from tests.training.batches import UNSUPERVISED, Row, batches, collate
 from tests.training.tokenizer import CONTEXT_TOKENS
 

@@ -9,8 +9,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import pytest
-
-from antiphon import embedded
 from tests.training.dialogue import (
     Chat,
     Message,
@@ -24,6 +22,8 @@ from tests.training.generation import LocalModel
 from tests.training.grammar import SKILLS, weave
 from tests.training.skills.copying import COPYING
 from tests.training.skills.sums import SUMS
+
+from antiphon import embedded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,12 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-
-from antiphon.gateway.parsing.answer import AnswerParser, parse
-from antiphon.gateway.parsing.reasoning.registry import reasoning_format
-from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
-from antiphon.gateway.parsing.tools.registry import tool_format
-from antiphon.gateway.parsing.tools.tool import read_tools
 from tests.training.dialogue import Call, Message, Skill, said, schema
 from tests.training.evaluate import PROMPTS_PER_SKILL, held_out_cases
 from tests.training.grammar import SKILLS, Case
@@ -19,6 +13,12 @@ from tests.training.skills.json_answers import JSON, JSON_FORCED
 from tests.training.skills.thinking import THINKING
 from tests.training.skills.tools import TOOL_CALL
 from tests.training.tokenizer import CHAT_TEMPLATE
+
+from antiphon.gateway.parsing.answer import AnswerParser, parse
+from antiphon.gateway.parsing.reasoning.registry import reasoning_format
+from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
+from antiphon.gateway.parsing.tools.registry import tool_format
+from antiphon.gateway.parsing.tools.tool import read_tools
 from antiphon.tokenizer.habits import habits_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from itertools import islice
 from random import Random
 
 import pytest
-
 from tests.training.dialogue import Skill, Split, Tools
 from tests.training.evaluate import held_out_cases
 from tests.training.grammar import SKILLS, choose_skills, conversations, weave

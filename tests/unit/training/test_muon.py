@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import Parameter
-
 from tests.training.muon import Muon, orthogonal
+from torch.nn import Parameter
 
 SHAPES = ((8, 8), (24, 8), (8, 24), (24, 8))
 

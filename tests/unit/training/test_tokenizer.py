@@ -10,9 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-
-from antiphon import embedded
 from tests.training.batches import Encoder
 from tests.training.dialogue import Chat, Message, said, schema, seeded
 from tests.training.grammar import conversations
@@ -26,6 +23,9 @@ from tests.training.tokenizer import (
     train_tokenizer,
     with_marks,
 )
+from tokenizers import Tokenizer
+
+from antiphon import embedded
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams

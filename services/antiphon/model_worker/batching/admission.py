@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching import pooling, steering, telling
+from antiphon.model_worker.batching import logits, logprobs, pooling
 from antiphon.model_worker.batching.request import WIRE_IDS, RequestState
 from antiphon.wire.errors import InvalidRequest, PromptTooLong, Unsupported
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one step, one request and this model can take.
 
     Attributes:
@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     conservativeness: float = 1.0
 
 
-def check(state: RequestState, limits: Limits) -> None:
+def check(state: RequestState, limits: EngineLimits) -> None:
     """Refuse what can never run here, before it costs anything.
 
     Raises:
@@ -84,16 +84,16 @@ def check(state: RequestState, limits: Limits) -> None:
         )
     if len(ids) + min(state.sampling.max_new_tokens, 1) > limits.context_tokens:
         raise PromptTooLong.of(prompt_tokens=prompt_tokens, tokens_max=limits.context_tokens)
-    steering.check(state.sampling, limits.vocab_size)
-    telling.check(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
-    pooling.check(state.sampling, limits.pool_width)
+    logits.check_sampling(state.sampling, limits.vocab_size)
+    logprobs.check_logprobs(state.sampling, limits.vocab_size, hidden_states=limits.hidden_states)
+    pooling.check_pooling(state.sampling, limits.pool_width)
     if state.adapter_digest:
         raise Unsupported("this worker runs no adapters")
     if state.weights_digest not in {"", limits.weights_digest}:
         raise Unsupported("the answer was begun with other weights")
 
 
-def outputs_max(state: RequestState, limits: Limits) -> int:
+def outputs_max(state: RequestState, limits: EngineLimits) -> int:
     """Length of the longest answer: what was asked for, as far as the context goes."""
     prompt_tokens = len(state.prompt_ids) // 4
     return min(state.sampling.max_new_tokens, limits.context_tokens - prompt_tokens)

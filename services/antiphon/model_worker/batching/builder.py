@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.plan import Plan, future
-from antiphon.model_worker.batching.pooling import pool_rows, token_types
+from antiphon.model_worker.batching.plan import StepPlan, future
+from antiphon.model_worker.batching.pooling import pooling_request, token_types
 from antiphon.model_worker.batching.request import Request
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.batching.slots import Slots
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request that a plan computes: `[start, start + length)`.
 
     Attributes:
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     life: int
 
     @classmethod
-    def launched(cls, request: Request, end: int) -> Row:
+    def launched(cls, request: Request, end: int) -> BatchRow:
         """The next row of a request, up to `end`, from the moment on when it is launched."""
         start, expected = request.planned, request.length + request.ahead
         if end > request.length:
@@ -59,18 +59,18 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         self.request.began = self.start
 
 
-def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
+def build_plan(step: int, rows: Sequence[BatchRow], slots: Slots) -> StepPlan:
     """Lay the rows out, in the order given. None of their requests has lost its slot."""
     layout = slots.layout(rows)
     tokens, positions, kv_len = _decodes(rows) if layout.decodes else _pieces(rows, layout)
-    steering = slots.steering
+    steering = slots.logits_processors
     masks = masked = penalties = biases = None
     if not steering.idle:
         masks, masked = steering.masks(rows)
         penalties = steering.penalties(rows, layout.slot, layout.draws)
         biases = steering.biases(rows)
-    pooling = None if layout.decodes else pool_rows(rows)
-    return Plan(
+    pooling = None if layout.decodes else pooling_request(rows)
+    return StepPlan(
         step=step,
         slot=layout.slot,
         query_start=layout.query_start,
@@ -86,14 +86,14 @@ def build_plan(step: int, rows: Sequence[Row], slots: Slots) -> Plan:
         token_masks=masks,
         token_mask_rows=masked,
         biases=biases,
-        details=slots.telling.rows(rows, layout.query_start),
+        details=slots.logprobs.request(rows, layout.query_start),
         pooling=pooling,
         token_types=None if pooling is None else token_types(rows),
         release_fence=step,
     )
 
 
-def _decodes(rows: Sequence[Row]) -> tuple[Ints, Ints, Ints]:
+def _decodes(rows: Sequence[BatchRow]) -> tuple[Ints, Ints, Ints]:
     """What `_pieces` gives of rows of one token each, in one array for all."""
     tokens = [row.request.ids.item(row.start) for row in rows]
     starts = [row.start for row in rows]
@@ -102,7 +102,7 @@ def _decodes(rows: Sequence[Row]) -> tuple[Ints, Ints, Ints]:
     return columns[0], columns[1:2], columns[2]
 
 
-def _pieces(rows: Sequence[Row], layout: Layout) -> tuple[Ints, Ints, Ints]:
+def _pieces(rows: Sequence[BatchRow], layout: Layout) -> tuple[Ints, Ints, Ints]:
     """The tokens of all rows, their positions, and how many tokens each row knows at its end."""
     start = np.array([row.start for row in rows], np.int32)
     tokens = np.concatenate([row.request.ids[row.start : row.end] for row in rows])
@@ -110,7 +110,7 @@ def _pieces(rows: Sequence[Row], layout: Layout) -> tuple[Ints, Ints, Ints]:
     return tokens, positions[np.newaxis, :], start + layout.query_len
 
 
-def _page_tables(rows: Sequence[Row], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
+def _page_tables(rows: Sequence[BatchRow], slot: Ints, slots: Slots) -> tuple[Ints, ...]:
     """The page tables by group; of states, what each row reads and what it writes."""
     first = rows[0].request.table
     assert first is not None, "a running request has no pages"

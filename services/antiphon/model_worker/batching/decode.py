@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.retraction import choose_victim
+from antiphon.model_worker.batching.preemption import choose_victim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from antiphon.model_worker.batching.page_budget import PageBudget
     from antiphon.model_worker.batching.request import Request
-    from antiphon.model_worker.batching.room import Room
     from antiphon.model_worker.batching.slots import Slots
 
-Want = tuple["Request", int]
+ScheduledRow = tuple["Request", int]
 """A running request, and up to which of its tokens the next row goes."""
 
 
-def grow(
-    wants: list[Want],
-    room: Room,
+def ensure_pages(
+    scheduled: list[ScheduledRow],
+    budget: PageBudget,
     slots: Slots,
     running: Callable[[], Collection[Request]],
     retract: Callable[[Request], None],
-) -> list[Want]:
+) -> list[ScheduledRow]:
     """Give running requests the pages of their next row, retracting some if it must.
 
     The oldest are served first. A request that runs alone always fits, as `check` saw to, so
@@ -31,8 +31,8 @@ def grow(
     them, nobody is retracted: whoever waits for them has no row in this plan.
 
     Args:
-        wants: Rows to make room for.
-        room: Where pages are found.
+        scheduled: Rows to make room for.
+        budget: Where pages are found.
         slots: Where they are written down.
         running: All that could give way.
         retract: Takes its victim out of `running`.
@@ -40,27 +40,27 @@ def grow(
     Returns:
         Those of `wants` that have their pages, in their order.
     """
-    short = [want for want in wants if not _covered(*want)]
+    short = [row for row in scheduled if not _covered(*row)]
     if not short:
-        return wants
+        return scheduled
     if len(short) > 1:
         # One eviction for all: page by page it took longer than all else in a step of decodes.
-        room.find(needs(short))
-        short.sort(key=lambda want: want[0].arrival)
+        budget.ensure_free(pages_needed(short))
+        short.sort(key=lambda row: row[0].arrival)
     for request, end in short:
         # Its table goes when it is retracted itself, maybe for one before it.
-        while request.table is not None and not room.take(request.table, end):
-            if room.coming(request.table.need(end)):
+        while request.table is not None and not budget.allocate(request.table, end):
+            if budget.pending_free(request.table.need(end)):
                 break
             retract(choose_victim(running()))
         if _covered(request, end):
             slots.update(request)
-    return [want for want in wants if _covered(*want)]
+    return [row for row in scheduled if _covered(*row)]
 
 
-def needs(wants: Sequence[Want]) -> list[int]:
+def pages_needed(scheduled: Sequence[ScheduledRow]) -> list[int]:
     """Pages a group that all of these rows take yet."""
-    each = [request.table.need(end) for request, end in wants if request.table is not None]
+    each = [request.table.need(end) for request, end in scheduled if request.table is not None]
     return [sum(needs) for needs in zip(*each, strict=True)]
 
 

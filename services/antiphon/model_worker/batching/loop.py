@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.batching.builder import Row, build_plan
-from antiphon.model_worker.batching.credit import Credit
+from antiphon.model_worker.batching.builder import BatchRow, build_plan
+from antiphon.model_worker.batching.capacity import Capacity
 from antiphon.model_worker.batching.faults import RequestFault, raise_if_shared
 from antiphon.model_worker.batching.mailbox import NOTHING
-from antiphon.model_worker.batching.plan import Outcome
+from antiphon.model_worker.batching.plan import StepOutcome
 from antiphon.model_worker.batching.queue import Backlog
-from antiphon.model_worker.batching.recorder import Record, Recorder
 from antiphon.model_worker.batching.request import ChoiceKey, Progress
-from antiphon.model_worker.batching.runner import ApartRunner
+from antiphon.model_worker.batching.runner import OverlapRunner
 from antiphon.model_worker.batching.steady import Drawn, SteadyRows
-from antiphon.model_worker.cache.events import Event
+from antiphon.model_worker.cache.events import CacheEvent
+from antiphon.model_worker.observability.flight_recorder import FlightRecorder, StepRecord
 from antiphon.wire.command import (
     ContinueWorker,
     ControlDone,
@@ -34,10 +34,10 @@ from antiphon.wire.command import (
 from antiphon.wire.errors import Internal
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.batching import Batching
-    from antiphon.model_worker.batching.mailbox import Mail, Mailbox, Order
-    from antiphon.model_worker.batching.plan import Plan
-    from antiphon.model_worker.batching.runner import Runner
+    from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.batching.mailbox import ControlCommand, Mail, Mailbox
+    from antiphon.model_worker.batching.plan import StepPlan
+    from antiphon.model_worker.batching.runner import PlanRunner
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep the interpreter from the other one. Python's default, 5 ms, is longer
 than a step of a small model: the bus side would run in the gaps only."""
 
-CREDIT_PERIOD_S = 0.5
+CAPACITY_PERIOD_S = 0.5
 """How old the credit in a report may be; heartbeats, which tell it on, are further apart."""
 
 
@@ -82,7 +82,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tokens: int = 0
     rows: int = 0
     progress: Sequence[Progress]
-    credit: Credit
+    credit: Capacity
     running: int
     waiting: int
     prefill_rows: int = 0
@@ -95,7 +95,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     failures: int = 0
     paused: bool = False
     done: tuple[ControlDone, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[CacheEvent, ...] = ()
     started: tuple[ChoiceKey, ...] = ()
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -111,7 +111,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return not (self.started or self.events or self.done or self.returned)
 
 
-class Flight(msgspec.Struct, frozen=True):
+class LaunchedStep(msgspec.Struct, frozen=True):
     """A plan that was launched and whose outcome was not read yet.
 
     Attributes:
@@ -119,9 +119,9 @@ class Flight(msgspec.Struct, frozen=True):
     """
 
     step: int
-    rows: Sequence[Row]
-    record: Record | None
-    outcome: Callable[[], Outcome]
+    rows: Sequence[BatchRow]
+    record: StepRecord | None
+    outcome: Callable[[], StepOutcome]
 
 
 class BatchingLoop:
@@ -149,30 +149,30 @@ class BatchingLoop:
 
     def __init__(
         self,
-        batching: Batching,
-        runner: Runner,
+        core: EngineCore,
+        runner: PlanRunner,
         mailbox: Mailbox,
         deliver: Callable[[StepReport], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         overlap: bool = False,
     ) -> None:
-        self.recorder = Recorder()
-        self.pulse = 0
+        self.recorder = FlightRecorder()
+        self.progress_count = 0
         self.thread: int | None = None
         self.native_thread: int | None = None
         self.paused = False
-        self._batching = batching
+        self._core = core
         self._launch_plan = _launcher(runner, overlap=overlap)
         self._mailbox = mailbox
         self._deliver = deliver
         self._clock = clock
         self._overlap = overlap
-        self._flight: Flight | None = None
+        self._launched: LaunchedStep | None = None
         self._undelivered: StepReport | None = None
-        self._credit = batching.credit()
-        self._backlog = batching.waiting.backlog()
-        self._credit_due_s = 0.0
+        self._capacity = core.capacity()
+        self._backlog = core.waiting.backlog()
+        self._capacity_due_s = 0.0
         self._step = 0
         self._beats = 0
         self._failures = 0
@@ -183,25 +183,25 @@ class BatchingLoop:
         self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
         while (mail := self._take()) is not None:
             report = self.turn(mail)
-            self._hand_over()  # that of the turn before, if this one has computed nothing
+            self._deliver_report()  # that of the turn before, if this one has computed nothing
             self._undelivered = report
-            if self._flight is not None or self.paused or not self._batching.goes_on:
-                self._hand_over()
-        self._hand_over()
-        self.pulse = 0
+            if self._launched is not None or self.paused or not self._core.can_plan:
+                self._deliver_report()
+        self._deliver_report()
+        self.progress_count = 0
 
     def turn(self, mail: Mail) -> StepReport:
         """Apply mail, then launch one step and read one, if there are any."""
-        batching, now = self._batching, self._clock()
+        batching, now = self._core, self._clock()
         returned = self._apply(mail, now) if mail is not NOTHING else ()
-        done = self._obey(mail.orders) if mail.orders else ()
+        done = self._apply_commands(mail.commands) if mail.commands else ()
         rows = self._next_rows(now)
         began = time.perf_counter()
         tokens = self._run_step(rows)
         seconds = time.perf_counter() - began if rows else 0.0
         started = batching.take_started()
         # May end a request, whose end is part of the progress.
-        credit = self._count_credit(now, anew=bool(started))
+        credit = self._measure_capacity(now, anew=bool(started))
         prefill_rows = _prefill_rows(rows, tokens, len(started))
         return StepReport(
             step=self._step,
@@ -231,17 +231,17 @@ class BatchingLoop:
             evicted_tokens=batching.index.evicted_tokens,
         )
 
-    def _hand_over(self) -> None:
+    def _deliver_report(self) -> None:
         report, self._undelivered = self._undelivered, None
         if report is not None:
             self._deliver(report)
 
     def _apply(self, mail: Mail, now: float) -> tuple[ChoiceKey, ...]:
         """Take in and drop choices; return those that were given up, as was asked."""
-        batching = self._batching
+        batching = self._core
         for key, state in mail.runs:
             try:
-                batching.add(key, state, now, mail.guides.get(key))
+                batching.add(key, state, now, mail.matchers.get(key))
             except Exception as error:  # noqa: BLE001  # logged there
                 self._end_choice(key, error)
         for key, kept in mail.drops.items():
@@ -250,9 +250,9 @@ class BatchingLoop:
             except Exception as error:  # noqa: BLE001  # logged there
                 self._end_choice(key, error)
         returned: list[ChoiceKey] = []
-        for keys in mail.returns:
+        for keys in mail.requeues:
             try:
-                if batching.hand_back(keys):
+                if batching.requeue(keys):
                     returned += keys
             except Exception as error:  # noqa: BLE001  # logged there
                 for key in keys:
@@ -264,39 +264,39 @@ class BatchingLoop:
         raise_if_shared(error)
         log.error("choice failed", exc_info=error)
         self._failures += 1
-        self._batching.fail_choice(key, Internal("internal error"))
+        self._core.fail_choice(key, Internal("internal error"))
 
-    def _next_rows(self, now: float) -> Sequence[Row]:
+    def _next_rows(self, now: float) -> Sequence[BatchRow]:
         try:
             if not self.paused:
-                return self._batching.next_rows(now)
-            self._batching.expire(now)
+                return self._core.next_rows(now)
+            self._core.expire(now)
         except Exception as error:
             raise_if_shared(error)
             log.exception("planning failed")
             self._failures += 1
             at_fault = error.request if isinstance(error, RequestFault) else None
-            self._batching.fail_planned(at_fault, Internal("internal error"))
+            self._core.fail_planned(at_fault, Internal("internal error"))
         return ()
 
-    def _count_credit(self, now: float, *, anew: bool) -> Credit:
+    def _measure_capacity(self, now: float, *, anew: bool) -> Capacity:
         """What could be taken on, counted when it is due: it costs as much as a short plan.
 
         `anew` counts it at once: a request that starts takes most of its pages then, and lines of
         the log would show an empty cache beside a running request.
         """
-        if anew or now >= self._credit_due_s or self._batching.idle:
-            self._credit_due_s = now + CREDIT_PERIOD_S
-            self._credit = self._batching.credit()
-            self._backlog = self._batching.waiting.backlog()
-        return self._credit
+        if anew or now >= self._capacity_due_s or self._core.idle:
+            self._capacity_due_s = now + CAPACITY_PERIOD_S
+            self._capacity = self._core.capacity()
+            self._backlog = self._core.waiting.backlog()
+        return self._capacity
 
     def _take(self) -> Mail | None:
-        rests = self._flight is None and (self.paused or self._batching.idle)
+        rests = self._launched is None and (self.paused or self._core.idle)
         if rests:
-            self.pulse = 0
+            self.progress_count = 0
         # Whoever waits out a pause may run out of time meanwhile.
-        due = self._batching.next_due if rests else None
+        due = self._core.next_due if rests else None
         timeout_s = None if due is None else max(0.0, due - self._clock())
         mail = self._mailbox.take(wait=rests, timeout_s=timeout_s)
         self._beat()
@@ -304,83 +304,85 @@ class BatchingLoop:
 
     def _beat(self) -> None:
         self._beats += 1
-        self.pulse = self._beats
+        self.progress_count = self._beats
 
-    def _obey(self, orders: Sequence[Order]) -> tuple[ControlDone, ...]:
+    def _apply_commands(self, orders: Sequence[ControlCommand]) -> tuple[ControlDone, ...]:
         """Obey orders while nothing is in flight, so that they mean the same with overlap."""
-        landed, self._flight = self._flight, None
+        landed, self._launched = self._launched, None
         if landed is not None:
-            self._land(landed)
-        return tuple(map(self._obey_one, orders))
+            self._finish_step(landed)
+        return tuple(map(self._apply_command, orders))
 
-    def _obey_one(self, order: Order) -> ControlDone:
-        batching = self._batching
+    def _apply_command(self, order: ControlCommand) -> ControlDone:
+        batching = self._core
         match order:
             case FlushCache():
                 return ControlDone(pages_freed=batching.flush())
             case PauseWorker():
                 self.paused = True
-                return ControlDone(requests=batching.set_aside(order.mode))
+                return ControlDone(requests=batching.prepare_pause(order.mode))
             case ContinueWorker():
                 self.paused = False
                 return ControlDone()
             case SetWeightVersion():
                 mode = PauseMode.ABORT if order.abort_all else PauseMode.IN_PLACE
-                met = batching.set_aside(mode)
-                return ControlDone(pages_freed=batching.renew(order.version), requests=met)
+                met = batching.prepare_pause(mode)
+                return ControlDone(
+                    pages_freed=batching.set_weight_version(order.version), requests=met
+                )
 
-    def _run_step(self, rows: Sequence[Row]) -> int:
+    def _run_step(self, rows: Sequence[BatchRow]) -> int:
         """Launch these rows, then read what was launched before them; or they, without overlap.
 
         Return how many tokens they have.
         """
-        landed, self._flight = self._flight, self._launch(rows) if rows else None
-        record = None if self._flight is None else self._flight.record
+        landed, self._launched = self._launched, self._launch(rows) if rows else None
+        record = None if self._launched is None else self._launched.record
         tokens = 0 if record is None else len(record.plan.tokens)
         if not self._overlap:
-            landed, self._flight = self._flight, None
+            landed, self._launched = self._launched, None
         if landed is not None:
-            self._land(landed)
+            self._finish_step(landed)
         return tokens
 
-    def _launch(self, rows: Sequence[Row]) -> Flight:
+    def _launch(self, rows: Sequence[BatchRow]) -> LaunchedStep:
         self._step += 1
         self._beat()
         try:
             if isinstance(rows, SteadyRows):
                 plan = rows.plan(self._step)
             else:
-                plan = build_plan(self._step, rows, self._batching.slots)
+                plan = build_plan(self._step, rows, self._core.slots)
         except Exception as error:  # noqa: BLE001  # shown where the outcome is read
             raise_if_shared(error)
             self._step -= 1  # no runner is ever given this step
-            return Flight(self._step, rows, None, partial(_raise, error))
+            return LaunchedStep(self._step, rows, None, partial(_raise, error))
         record = self.recorder.begin(plan)
-        self._batching.pools.launched(plan.step)
-        return Flight(self._step, rows, record, self._launch_plan(plan))
+        self._core.pools.launched(plan.step)
+        return LaunchedStep(self._step, rows, record, self._launch_plan(plan))
 
-    def _land(self, flight: Flight) -> None:
+    def _finish_step(self, flight: LaunchedStep) -> None:
         """Wait for a plan and commit it; if it failed, find out who is to blame."""
         outcome = self._read(flight)
         if outcome is not None:
             self._commit(flight.rows, outcome)
             return
-        spoiled, self._flight = self._flight, None
+        spoiled, self._launched = self._launched, None
         if spoiled is not None:
             self._read(spoiled)
             if spoiled.record is not None:
-                spoiled.record.spoil()
-        self._halve(flight.rows)
+                spoiled.record.invalidate()
+        self._bisect(flight.rows)
         if spoiled is not None:
-            self._batching.recall(spoiled.rows)
+            self._core.discard_launched(spoiled.rows)
 
-    def _halve(self, rows: Sequence[Row]) -> None:
+    def _bisect(self, rows: Sequence[BatchRow]) -> None:
         """Run the rows of a plan that failed again, in halves, until whoever fails is alone."""
         error = Internal("the step of this request failed")
-        self._batching.fail([row for row in rows if not row.current], error)
+        self._core.fail([row for row in rows if not row.current], error)
         rows = [row for row in rows if row.current]
         if len(rows) <= 1:
-            self._batching.fail(rows, error)
+            self._core.fail(rows, error)
             return
         for row in rows:
             row.repeat()
@@ -391,21 +393,21 @@ class BatchingLoop:
             if outcome is not None:
                 self._commit(half, outcome)
             else:
-                self._halve(half)
+                self._bisect(half)
 
-    def _commit(self, rows: Sequence[Row], outcome: Outcome) -> None:
+    def _commit(self, rows: Sequence[BatchRow], outcome: StepOutcome) -> None:
         """Commit a plan; if that fails as a whole, its requests end."""
         try:
-            self._batching.commit(rows, outcome)
+            self._core.commit(rows, outcome)
         except Exception as error:
             raise_if_shared(error)
             log.exception("commit failed", extra={"step": outcome.step, "rows": len(rows)})
             self._failures += 1
-            self._batching.fail_committed(rows, Internal("internal error"))
+            self._core.fail_committed(rows, Internal("internal error"))
 
-    def _read(self, flight: Flight) -> Outcome | None:
+    def _read(self, flight: LaunchedStep) -> StepOutcome | None:
         """Wait for a plan; nothing if it raised."""
-        self._hand_over()
+        self._deliver_report()
         step, record = flight.step, flight.record
         try:
             outcome = flight.outcome()
@@ -417,35 +419,37 @@ class BatchingLoop:
             self._failures += 1
             if record is not None:
                 record.failure = f"{type(error).__name__}: {error}"
-                self._batching.pools.finished(step)
+                self._core.pools.finished(step)
             return None
         assert record is not None, "what was not built has no outcome"
         record.end(outcome)
-        self._batching.pools.finished(step)
+        self._core.pools.finished(step)
         return outcome
 
 
-def _prefill_rows(rows: Sequence[Row], tokens: int, started: int) -> int:
+def _prefill_rows(rows: Sequence[BatchRow], tokens: int, started: int) -> int:
     """Rows of a plan that compute prompts. A decode has one token, as may the end of a prompt."""
     if tokens == len(rows):
         return min(started, len(rows))
     return max(started, sum([row.length > 1 for row in rows]))
 
 
-def _launcher(runner: Runner, *, overlap: bool) -> Callable[[Plan], Callable[[], Outcome]]:
+def _launcher(
+    runner: PlanRunner, *, overlap: bool
+) -> Callable[[StepPlan], Callable[[], StepOutcome]]:
     """What begins a plan and returns what waits for its outcome."""
     if not overlap:
         return lambda plan: partial(runner.run, plan)
-    assert isinstance(runner, ApartRunner), "this runner does not compute apart"
-    return partial(_launch_apart, runner)
+    assert isinstance(runner, OverlapRunner), "this runner does not compute apart"
+    return partial(_launch_overlapped, runner)
 
 
-def _launch_apart(runner: ApartRunner, plan: Plan) -> Callable[[], Outcome]:
+def _launch_overlapped(runner: OverlapRunner, plan: StepPlan) -> Callable[[], StepOutcome]:
     try:
         return runner.launch(plan)
     except Exception as error:  # noqa: BLE001  # told where the outcome would have been
         return partial(_raise, error)
 
 
-def _raise(error: Exception) -> Outcome:
+def _raise(error: Exception) -> StepOutcome:
     raise error

@@ -12,13 +12,13 @@ from antiphon.wire.errors import Overloaded
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey, RequestState
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
-Order = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
+ControlCommand = FlushCache | PauseWorker | ContinueWorker | SetWeightVersion
 """What an operator wants of the loop. Each is obeyed between two steps, in the order given."""
 
-ORDERS_MAX = 64
+COMMANDS_MAX = 64
 """Orders that may wait: the loop takes them all before each step."""
 
 
@@ -31,10 +31,12 @@ class Mail:
     """
 
     runs: tuple[tuple[ChoiceKey, RequestState], ...] = ()
-    guides: Mapping[ChoiceKey, Guide] = field(default_factory=dict["ChoiceKey", "Guide"])
+    matchers: Mapping[ChoiceKey, GrammarMatcher] = field(
+        default_factory=dict["ChoiceKey", "GrammarMatcher"]
+    )
     drops: Mapping[ChoiceKey, int | None] = field(default_factory=dict["ChoiceKey", "int | None"])
-    returns: tuple[tuple[ChoiceKey, ...], ...] = ()
-    orders: tuple[Order, ...] = ()
+    requeues: tuple[tuple[ChoiceKey, ...], ...] = ()
+    commands: tuple[ControlCommand, ...] = ()
 
 
 class Mailbox:
@@ -48,13 +50,15 @@ class Mailbox:
         self._capacity = capacity
         self._news = threading.Condition()
         self._runs: dict[ChoiceKey, RequestState] = {}
-        self._guides: dict[ChoiceKey, Guide] = {}
+        self._guides: dict[ChoiceKey, GrammarMatcher] = {}
         self._drops: dict[ChoiceKey, int | None] = {}
         self._returns: dict[tuple[ChoiceKey, ...], None] = {}
-        self._orders: list[Order] = []
+        self._orders: list[ControlCommand] = []
         self._closed = False
 
-    def run(self, key: ChoiceKey, state: RequestState, guide: Guide | None = None) -> None:
+    def run(
+        self, key: ChoiceKey, state: RequestState, matcher: GrammarMatcher | None = None
+    ) -> None:
         """Hand a choice over, with its guide if it has a grammar.
 
         Raises:
@@ -64,8 +68,8 @@ class Mailbox:
             if len(self._runs) >= self._capacity:
                 raise Overloaded("the worker takes no more requests now", retry_after_s=1.0)
             self._runs[key] = state
-            if guide is not None:
-                self._guides[key] = guide
+            if matcher is not None:
+                self._guides[key] = matcher
             self._news.notify()
 
     def drop(self, key: ChoiceKey, kept: int | None = None) -> None:
@@ -76,7 +80,7 @@ class Mailbox:
                 self._drops[key] = kept
                 self._news.notify()
 
-    def give_back(self, keys: tuple[ChoiceKey, ...]) -> None:
+    def requeue(self, keys: tuple[ChoiceKey, ...]) -> None:
         """Have a request given up, unless it was started; the report of the step tells.
 
         Asked again before the loop has looked, it is one question.
@@ -85,14 +89,14 @@ class Mailbox:
             self._returns[keys] = None
             self._news.notify()
 
-    def order(self, order: Order) -> None:
+    def submit_command(self, order: ControlCommand) -> None:
         """Have something done between two steps.
 
         Raises:
             Overloaded: The loop has not looked for long and too many wait.
         """
         with self._news:
-            if len(self._orders) >= ORDERS_MAX:
+            if len(self._orders) >= COMMANDS_MAX:
                 raise Overloaded("the worker obeys no more orders now", retry_after_s=1.0)
             self._orders.append(order)
             self._news.notify()
@@ -121,10 +125,10 @@ class Mailbox:
                 return NOTHING
             mail = Mail(
                 runs=tuple(self._runs.items()),
-                guides=self._guides,
+                matchers=self._guides,
                 drops=self._drops,
-                returns=tuple(self._returns),
-                orders=tuple(self._orders),
+                requeues=tuple(self._returns),
+                commands=tuple(self._orders),
             )
             self._runs.clear()
             self._guides = {}

@@ -86,7 +86,7 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DetailRows:
+class LogprobsRequest:
     """Which rows tell more of their tokens than ids, and of which prompt tokens.
 
     Axes: D rows that tell, Q prompt tokens to score, M ids named by all rows.
@@ -114,7 +114,7 @@ class DetailRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolRows:
+class PoolingRequest:
     """How the rows of a model that draws no tokens become vectors; entry r belongs to row r.
 
     Attributes:
@@ -144,7 +144,7 @@ class Splice:
     handle: str
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One forward pass.
 
     A struct, as all that each step makes anew: a dataclass of so many fields takes longer to make
@@ -195,8 +195,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_masks: Ints | None = None
     token_mask_rows: Ints | None = None
     biases: Biases | None = None
-    details: DetailRows | None = None
-    pooling: PoolRows | None = None
+    details: LogprobsRequest | None = None
+    pooling: PoolingRequest | None = None
     tree_mask: NDArray[np.bool_] | None = None
     token_types: Ints | None = None  # (T,) of models that learn types; None: all are of type 0
     splices: tuple[Splice, ...] = ()
@@ -217,7 +217,7 @@ class RowStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Details:
+class LogprobsBatch:
     """What is told of tokens: of a row's prompt tokens first, then of those that it accepted.
 
     Axes: K tokens of all rows, N the widest top, M the most named ids of a row, H hidden size. A
@@ -245,20 +245,20 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vectors:
+class PooledVectors:
     """What prompts became: row r's is `values[starts[r]:starts[r + 1]]`; empty in mid-prompt."""
 
     starts: Ints  # (R + 1,)
     values: Floats  # (starts[R],)
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a pass produced. Row r accepted `token_ids[starts[r]:starts[r + 1]]`."""
 
     step: int
     starts: Ints  # (R + 1,)
     token_ids: Ints  # (S,)
     status: Ints  # (R,)
-    details: Details | None = None
-    vectors: Vectors | None = None
+    details: LogprobsBatch | None = None
+    vectors: PooledVectors | None = None
     drafts: Ints | None = None  # (R, k)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.batching.budget import Budget
-from antiphon.model_worker.batching.decode import Want, grow, needs
+from antiphon.model_worker.batching.decode import ScheduledRow, ensure_pages, pages_needed
 from antiphon.model_worker.batching.faults import RequestFault
-from antiphon.model_worker.batching.retraction import choose_preempted
-from antiphon.model_worker.batching.room import fits
+from antiphon.model_worker.batching.page_budget import fits
+from antiphon.model_worker.batching.preemption import choose_preempted
+from antiphon.model_worker.batching.token_budget import TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.admission import Limits
-    from antiphon.model_worker.batching.holdings import Holdings
-    from antiphon.model_worker.batching.policy import Rules
+    from antiphon.model_worker.batching.admission import EngineLimits
+    from antiphon.model_worker.batching.policy import QueueRules
     from antiphon.model_worker.batching.queue import WaitingQueue
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import RunningBatch
     from antiphon.model_worker.batching.timeouts import Timeouts
     from antiphon.model_worker.cache.table import PageTable
 
@@ -27,7 +27,7 @@ TOUCH_STEPS = 32
 that wait in each step that evicts would cost as much as planning it does."""
 
 
-class Planner:
+class StepPlanner:
     """Moves requests between the queue and their slots, and says who has a row in the next plan.
 
     Attributes:
@@ -39,9 +39,9 @@ class Planner:
 
     def __init__(
         self,
-        limits: Limits,
-        rules: Rules,
-        holdings: Holdings,
+        limits: EngineLimits,
+        rules: QueueRules,
+        batch: RunningBatch,
         waiting: WaitingQueue,
         timeouts: Timeouts,
     ) -> None:
@@ -51,61 +51,61 @@ class Planner:
         self.preemptions = 0
         self._limits = limits
         self._rules = rules
-        self._holdings = holdings
+        self._batch = batch
         self._waiting = waiting
         self._timeouts = timeouts
         self._started: list[Request] = []
         self._decodes_due = False
         self._pages_short = False
         self._steps = 0
-        holdings.room.before_eviction = self._touch_waiting
+        batch.page_budget.before_eviction = self._touch_waiting
 
-    def wants(self, now: float) -> list[Want]:
+    def schedule(self, now: float) -> list[ScheduledRow]:
         """Whose tokens are computed next, and up to which. They have the pages for it.
 
         Whoever had to give way for a later one is among them too, and has no slot any more.
         """
-        holdings = self._holdings
-        if not holdings.running:
-            holdings.room.ratio.reset()
+        batch = self._batch
+        if not batch.running:
+            batch.page_budget.ratio.reset()
         self._pages_short = False
         self._steps += 1
         self._preempt()
-        budget = Budget(self._limits, holdings.pools.page_tokens, holdings.checkpoints)
+        budget = TokenBudget(self._limits, batch.pools.page_tokens, batch.checkpoints)
         # Some of these may give way to others while these are chosen: they have no table then.
-        answering: list[Request] = []
-        begun: list[Request] = []
-        for request in holdings.running.values():
-            (answering if request.answers else begun).append(request)
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in batch.running.values():
+            (decoding if request.answers else prefilling).append(request)
         if self._limits.mixed:
-            return self._decodes(answering, budget) + self._prompts(begun, budget, now)
+            return self._decodes(decoding, budget) + self._prefills(prefilling, budget, now)
         if self._decodes_due:
-            wants = self._decodes(answering, budget) or self._prompts(begun, budget, now)
+            scheduled = self._decodes(decoding, budget) or self._prefills(prefilling, budget, now)
         else:
-            wants = self._prompts(begun, budget, now) or self._decodes(answering, budget)
-        self._decodes_due = any(not request.answers for request, _ in wants)
-        return wants
+            scheduled = self._prefills(prefilling, budget, now) or self._decodes(decoding, budget)
+        self._decodes_due = any(not request.answers for request, _ in scheduled)
+        return scheduled
 
-    def extend(self, wants: Sequence[Want]) -> bool:
+    def allocate_pages(self, scheduled: Sequence[ScheduledRow]) -> bool:
         """Give running requests the pages of their next rows, unless somebody had to give way."""
-        if not self._holdings.room.find(needs(wants)):
+        if not self._batch.page_budget.ensure_free(pages_needed(scheduled)):
             return False
-        for request, end in wants:
+        for request, end in scheduled:
             assert request.table is not None, "a running request has no pages"
             request.table.allocate(end)
-            self._holdings.slots.update(request)
+            self._batch.slots.update(request)
         return True
 
-    def pass_over(self, steps: int) -> None:
+    def count_decode_steps(self, steps: int) -> None:
         """So many steps of decodes went well without a question."""
         self._steps += steps
         for _ in range(steps):
-            self._holdings.room.ratio.decay()
+            self._batch.page_budget.ratio.decay()
 
     @property
     def new_token_ratio(self) -> float:
         """Share of the longest answers for which pages are kept free."""
-        return self._holdings.room.ratio.value
+        return self._batch.page_budget.ratio.value
 
     def take_started(self) -> Sequence[Request]:
         """Those that were started for the first time since the last call."""
@@ -119,8 +119,8 @@ class Planner:
 
         What it has computed can be found again, as long as nobody needs the pages.
         """
-        self._holdings.share(request)
-        self._holdings.release(request)
+        self._batch.cache_prefix(request)
+        self._batch.release(request)
         request.retract()
         self._waiting.put(request)
 
@@ -129,103 +129,107 @@ class Planner:
 
         As many are looked at as for a common beginning, so that the cost has a bound.
         """
-        for request in reversed(self._waiting.ahead()):
+        for request in reversed(self._waiting.head()):
             if request.touched is None or self._steps - request.touched >= TOUCH_STEPS:
                 request.touched = self._steps
-                self._holdings.touch(request)
+                self._batch.touch(request)
 
-    def _decodes(self, answering: Sequence[Request], budget: Budget) -> list[Want]:
+    def _decodes(self, decoding: Sequence[Request], budget: TokenBudget) -> list[ScheduledRow]:
         """Everybody who has begun to answer: nobody is ever left out."""
-        wants: list[Want] = []
+        scheduled: list[ScheduledRow] = []
         more, covered = 0, True
-        for request in answering:
+        for request in decoding:
             table = request.table
             try:
                 if table is not None and (tokens := request.pending):
                     end = request.planned + tokens
-                    wants.append((request, end))
+                    scheduled.append((request, end))
                     more += tokens - 1
                     covered = covered and table.covers(end)
             except Exception as error:
                 raise RequestFault(request) from error
-        if not wants:
-            return wants
+        if not scheduled:
+            return scheduled
         # A token each is there for certain; some have more, for more than one was accepted.
-        budget.tokens -= len(wants)
+        budget.tokens -= len(scheduled)
         if more > budget.tokens:
-            wants = _shortened(wants, budget.tokens)
+            scheduled = _shortened(scheduled, budget.tokens)
         budget.tokens -= min(more, budget.tokens)
-        self._holdings.room.ratio.decay()
-        return wants if covered else self._grow(wants)
+        self._batch.page_budget.ratio.decay()
+        return scheduled if covered else self._grow(scheduled)
 
-    def _prompts(self, begun: Sequence[Request], budget: Budget, now: float) -> list[Want]:
+    def _prefills(
+        self, prefilling: Sequence[Request], budget: TokenBudget, now: float
+    ) -> list[ScheduledRow]:
         """Prompts that are begun, and then those who wait."""
-        wants: list[Want] = []
-        for request in begun:
+        scheduled: list[ScheduledRow] = []
+        for request in prefilling:
             try:
                 if request.table is None or not (pending := request.pending):
                     continue
-                length = budget.chunk(request.planned, pending)
+                length = budget.prefill_chunk(request.planned, pending)
             except Exception as error:
                 raise RequestFault(request) from error
             if not length:
                 break
-            budget.spend_prompt(length)
-            wants.append((request, request.planned + length))
-        if wants:
-            wants = self._grow(wants)
+            budget.spend_prefill(length)
+            scheduled.append((request, request.planned + length))
+        if scheduled:
+            scheduled = self._grow(scheduled)
         if len(self._waiting) and not self._pages_short:
-            wants += self._admit(budget, now)
-        return wants
+            scheduled += self._admit(budget, now)
+        return scheduled
 
-    def _grow(self, wants: list[Want]) -> list[Want]:
-        holdings = self._holdings
-        return grow(wants, holdings.room, holdings.slots, holdings.running.values, self._give_way)
+    def _grow(self, scheduled: list[ScheduledRow]) -> list[ScheduledRow]:
+        batch = self._batch
+        return ensure_pages(
+            scheduled, batch.page_budget, batch.slots, batch.running.values, self._retract_for_pages
+        )
 
-    def _give_way(self, request: Request) -> None:
+    def _retract_for_pages(self, request: Request) -> None:
         self.retracted_tokens += request.length
         self.retracted_prompt_tokens += request.prompt_tokens
         self.retract(request)
         self.retractions += 1
         self._pages_short = True
-        self._holdings.room.ratio.retracted(self._holdings.running.values())
+        self._batch.page_budget.ratio.retracted(self._batch.running.values())
 
-    def _admit(self, budget: Budget, now: float) -> list[Want]:
+    def _admit(self, budget: TokenBudget, now: float) -> list[ScheduledRow]:
         """Start those who wait, in order, until one of them does not fit."""
-        wants: list[Want] = []
-        holdings = self._holdings
-        if budget.full or not holdings.slots.free_count:
-            return wants
-        promised = holdings.room.promised()
-        for request in self._waiting.candidates(now, holdings.prefix):
-            if budget.full or not holdings.slots.free_count:
+        scheduled: list[ScheduledRow] = []
+        batch = self._batch
+        if budget.full or not batch.slots.free_count:
+            return scheduled
+        reserved = batch.page_budget.reserved()
+        for request in self._waiting.candidates(now, batch.prefix):
+            if budget.full or not batch.slots.free_count:
                 break
             try:
-                if self._better_later(request):
+                if self._should_wait(request):
                     continue
-                end = self._admit_one(request, promised, budget, now)
+                end = self._admit_one(request, reserved, budget, now)
             except Exception as error:
                 raise RequestFault(request) from error
             if end is None:
                 break
-            promised = holdings.room.promised()
-            wants.append((request, end))
-        return wants
+            reserved = batch.page_budget.reserved()
+            scheduled.append((request, end))
+        return scheduled
 
     def _admit_one(
-        self, request: Request, promised: Sequence[int], budget: Budget, now: float
+        self, request: Request, reserved: Sequence[int], budget: TokenBudget, now: float
     ) -> int | None:
         """Start a waiting request, up to which of its tokens; None if it does not fit."""
-        table = self._admissible(request, promised)
+        table = self._admissible(request, reserved)
         if table is None:
             return None
         try:
-            length = budget.chunk(table.committed, request.length - table.committed)
+            length = budget.prefill_chunk(table.committed, request.length - table.committed)
             end = table.committed + length
-            if not length or not self._holdings.room.take(table, end):
+            if not length or not self._batch.page_budget.allocate(table, end):
                 table.release()
                 return None
-            budget.spend_prompt(length)
+            budget.spend_prefill(length)
             self._start(request, table, now)
         except Exception:
             if request.table is not table:  # else it is released with the request
@@ -233,60 +237,60 @@ class Planner:
             raise
         return end
 
-    def _better_later(self, request: Request) -> bool:
+    def _should_wait(self, request: Request) -> bool:
         """Whether it cannot start yet, or is cheaper when somebody has computed what it shares."""
         if request.late:
             return True
         if request.urgent:
             return False
-        return self._holdings.sharing.holds(request, self._holdings.cached_tokens)
+        return self._batch.prefix_sharing.should_wait(request, self._batch.cached_tokens)
 
-    def _admissible(self, request: Request, promised: Sequence[int]) -> PageTable | None:
+    def _admissible(self, request: Request, reserved: Sequence[int]) -> PageTable | None:
         """A table with what is cached of a waiting request, if there is room for all of it."""
-        if not self._fits(request, self._holdings.shared_tokens(request), promised):
+        if not self._fits(request, self._batch.shared_tokens(request), reserved):
             return None  # although what is cached counts as available here, and as needless too
         # The table holds what is cached before we count what is available: counted first, those
         # pages would pass for evictable and admit a request that cannot run.
-        table = self._holdings.table(request)
-        if self._fits(request, table.committed, promised):
+        table = self._batch.cached_table(request)
+        if self._fits(request, table.committed, reserved):
             return table
         table.release()
         return None
 
-    def _fits(self, request: Request, cached_tokens: int, promised: Sequence[int]) -> bool:
-        room = self._holdings.room
-        available, wanted = room.available(), room.wanted(request, cached_tokens)
-        return fits(wanted, promised, available) or room.packs(request, available)
+    def _fits(self, request: Request, cached_tokens: int, reserved: Sequence[int]) -> bool:
+        room = self._batch.page_budget
+        available, needed = room.available(), room.needed(request, cached_tokens)
+        return fits(needed, reserved, available) or room.fits_known_lengths(request, available)
 
     def _start(self, request: Request, table: PageTable, now: float) -> None:
         self._waiting.admit(request, now)
         if request.started_s is None:
             self._timeouts.started(request, now)
             self._started.append(request)
-        self._holdings.start(request, table, now)
+        self._batch.start(request, table, now)
 
     def _preempt(self) -> None:
         """Take the pages of running requests for the next one, if it outranks them by enough."""
-        holdings = self._holdings
-        candidate = self._waiting.first() if self._rules.priority and holdings.running else None
-        if candidate is None or self._better_later(candidate):
+        batch = self._batch
+        candidate = self._waiting.first() if self._rules.priority and batch.running else None
+        if candidate is None or self._should_wait(candidate):
             return
-        room = holdings.room
-        wanted = room.wanted(candidate, holdings.shared_tokens(candidate))
-        sums = zip(wanted, room.promised(), room.available(), strict=True)
-        short = [want + promised - available for want, promised, available in sums]
-        if holdings.slots.free_count and max(short) <= 0:
+        room = batch.page_budget
+        needed = room.needed(candidate, batch.shared_tokens(candidate))
+        sums = zip(needed, room.reserved(), room.available(), strict=True)
+        short = [want + reserved - available for want, reserved, available in sums]
+        if batch.slots.free_count and max(short) <= 0:
             return
-        running = holdings.running.values()
-        for victim in choose_preempted(candidate, running, self._rules, short, room.gains()):
+        running = batch.running.values()
+        for victim in choose_preempted(candidate, running, self._rules, short, room.reclaimable()):
             self.retract(victim)
             self.preemptions += 1
 
 
-def _shortened(wants: Sequence[Want], more: int) -> list[Want]:
+def _shortened(scheduled: Sequence[ScheduledRow], more: int) -> list[ScheduledRow]:
     """A token each, and `more` tokens beyond these for the first ones that have them."""
-    shortened: list[Want] = []
-    for request, end in wants:
+    shortened: list[ScheduledRow] = []
+    for request, end in scheduled:
         first = request.planned + 1
         taken = min(end - first, more)
         more -= taken

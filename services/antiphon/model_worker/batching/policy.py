@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from antiphon.model_worker.batching.request import Request, RequestState
-    from antiphon.model_worker.cache.index import Node, Prefix
+    from antiphon.model_worker.cache.index import Prefix, PrefixNode
 
 TREE_POLICIES = frozenset({Policy.LPM, Policy.DFS_WEIGHT})
 """Those that order by what the prefix index has."""
@@ -22,11 +22,11 @@ TREE_WAITING_MAX = 128
 """Beyond this many waiting requests the orders by the tree give way to arrival: looking each
 prompt up whenever the tree has changed would cost more than a good order saves."""
 
-Place = tuple[float, float, int]
+QueueKey = tuple[float, float, int]
 """Rank by priority, then what the policy says, then arrival. No two requests have the same."""
 
 
-class Rules(Precedence, frozen=True, kw_only=True):
+class QueueRules(Precedence, frozen=True, kw_only=True):
     """Who goes first.
 
     Attributes:
@@ -38,19 +38,19 @@ class Rules(Precedence, frozen=True, kw_only=True):
     refuse_priority: bool = False
 
 
-class Order:
+class QueueOrder:
     """Gives each request its place, once, when it arrives.
 
     A place never changes, so that the queue is kept in order instead of being sorted. What depends
     on the tree does change: see `by_tree`.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         # A fixed seed: an order that is drawn is as good as any, and a run can be repeated.
         self._random = random.Random(0)  # noqa: S311
 
-    def place(self, state: RequestState, arrival: int) -> Place:
+    def key(self, state: RequestState, arrival: int) -> QueueKey:
         """Where a request stands among the waiting ones."""
         return self._rules.rank(state.priority), self._standing(state), arrival
 
@@ -64,7 +64,7 @@ class Order:
                 return 0.0
 
 
-def by_tree(
+def order_by_prefix(
     policy: Policy, waiting: Sequence[Request], peek: Callable[[Request], Prefix]
 ) -> list[Request]:
     """Order requests by what the prefix index has of them. Equals keep their order.
@@ -84,10 +84,10 @@ def by_tree(
 class _Branches:
     """The part of the tree that has waiting requests under it."""
 
-    def __init__(self, pairs: Sequence[tuple[Request, Node | None]]) -> None:
-        self._here: defaultdict[Node | None, list[Request]] = defaultdict(list)
-        self._weight: defaultdict[Node | None, int] = defaultdict(int)
-        self._children: defaultdict[Node | None, dict[Node, None]] = defaultdict(dict)
+    def __init__(self, pairs: Sequence[tuple[Request, PrefixNode | None]]) -> None:
+        self._here: defaultdict[PrefixNode | None, list[Request]] = defaultdict(list)
+        self._weight: defaultdict[PrefixNode | None, int] = defaultdict(int)
+        self._children: defaultdict[PrefixNode | None, dict[PrefixNode, None]] = defaultdict(dict)
         for request, node in pairs:
             self._here[node].append(request)
             self._add(node)
@@ -97,7 +97,7 @@ class _Branches:
 
         Those that stop at a node come after those below it, which share more.
         """
-        stack: list[tuple[Node | None, bool]] = [(None, False)]
+        stack: list[tuple[PrefixNode | None, bool]] = [(None, False)]
         while stack:
             node, below_done = stack.pop()
             if below_done:
@@ -108,7 +108,7 @@ class _Branches:
             heaviest_first = sorted(children, key=self._weight.__getitem__, reverse=True)
             stack.extend((child, False) for child in reversed(heaviest_first))
 
-    def _add(self, node: Node | None) -> None:
+    def _add(self, node: PrefixNode | None) -> None:
         while node is not None:
             self._weight[node] += 1
             parent = node.parent

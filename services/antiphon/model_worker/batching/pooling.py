@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.plan import PoolRows
+from antiphon.model_worker.batching.plan import PoolingRequest
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.details import TokenDetails
 from antiphon.wire.errors import InvalidRequest, Unsupported
@@ -18,8 +18,8 @@ from antiphon.wire.errors import InvalidRequest, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.builder import Row
-    from antiphon.model_worker.batching.plan import Floats, Ints, Vectors
+    from antiphon.model_worker.batching.builder import BatchRow
+    from antiphon.model_worker.batching.plan import Floats, Ints, PooledVectors
     from antiphon.model_worker.batching.request import Request
     from antiphon.wire.sampling import SamplingParams
 
@@ -27,7 +27,7 @@ _NOTHING = pack_ids([-1])
 """What stands in place of the token that is not drawn."""
 
 
-def check(sampling: SamplingParams, width: int | None) -> None:
+def check_pooling(sampling: SamplingParams, width: int | None) -> None:
     """Refuse what a model does not do whose vectors have this width; None: it draws tokens.
 
     Raises:
@@ -47,18 +47,18 @@ def check(sampling: SamplingParams, width: int | None) -> None:
         raise InvalidRequest(f"dimensions: the vector has {width}", param="dimensions")
 
 
-def pool_rows(rows: Sequence[Row]) -> PoolRows | None:
+def pooling_request(rows: Sequence[BatchRow]) -> PoolingRequest | None:
     """What the plan of these rows is asked to pool; None if the model draws tokens."""
     if rows[0].request.state.sampling.pool is None:
         return None
     wanted = [row.request.state.sampling.pool for row in rows]
-    return PoolRows(
+    return PoolingRequest(
         ends=np.array([row.end == row.request.prompt_tokens for row in rows], np.bool_),
         dimensions=np.array([(pool and pool.dimensions) or 0 for pool in wanted], np.int32),
     )
 
 
-def token_types(rows: Sequence[Row]) -> Ints | None:
+def token_types(rows: Sequence[BatchRow]) -> Ints | None:
     """1 for each token of the second text of a pair, (T,); None if no row has one."""
     wanted = [row.request.state.sampling.pool for row in rows]
     if not any(pool is not None and pool.second_from is not None for pool in wanted):
@@ -71,18 +71,18 @@ def token_types(rows: Sequence[Row]) -> Ints | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
+class PooledVector:
     """What a row's prompt became."""
 
     values: Floats
 
     @classmethod
-    def of(cls, vectors: Vectors, row: int) -> Vector | None:
+    def of(cls, vectors: PooledVectors, row: int) -> PooledVector | None:
         """None if the prompt goes on after the row."""
         start, end = vectors.starts[row : row + 2].tolist()
         return cls(vectors.values[start:end]) if end > start else None
 
-    def tell(self, request: Request, *, accepted: int, kept: int) -> None:
+    def write_to(self, request: Request, *, accepted: int, kept: int) -> None:
         """Give it to the row's request, as of the one token that would have come next."""
         assert not accepted, "a token was drawn in place of a vector"
         assert not kept, "a token was kept in place of a vector"

@@ -6,14 +6,14 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from antiphon.model_worker.batching.policy import TREE_POLICIES, TREE_WAITING_MAX, by_tree
+from antiphon.model_worker.batching.policy import TREE_POLICIES, TREE_WAITING_MAX, order_by_prefix
 from antiphon.model_worker.batching.request import Phase, Request
 from antiphon.service.precedence import Overtaken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.policy import Rules
+    from antiphon.model_worker.batching.policy import QueueRules
     from antiphon.model_worker.cache.index import Prefix
 
 CANDIDATES_MAX = 128
@@ -41,7 +41,7 @@ class Backlog(NamedTuple):
 class WaitingQueue:
     """Keeps waiting requests in the order of the policy, and lets nobody be overtaken for ever."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         self._requests: list[Request] = []
         self._overtaken = Overtaken[Ticket](rules.max_overtake_s, _waits)
@@ -69,7 +69,7 @@ class WaitingQueue:
         """The last by its place, if any waits. It stays in the queue."""
         return self._requests[-1] if self._requests else None
 
-    def ahead(self) -> list[Request]:
+    def head(self) -> list[Request]:
         """Those whom a step may look at, by their places. They stay in the queue."""
         return self._requests[:CANDIDATES_MAX]
 
@@ -86,7 +86,7 @@ class WaitingQueue:
         if policy not in TREE_POLICIES or len(self._requests) > TREE_WAITING_MAX:
             return self._requests[:CANDIDATES_MAX]
         urgent = [request for request in self._requests if request.urgent]
-        return urgent + by_tree(policy, self._requests[len(urgent) :], peek)
+        return urgent + order_by_prefix(policy, self._requests[len(urgent) :], peek)
 
     def admit(self, request: Request, now: float) -> None:
         """Take a request out, for it is about to start. It overtakes those who came before it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NewType
 import msgspec
 import numpy as np
 
-from antiphon.model_worker.batching.processors import looks_back
+from antiphon.model_worker.batching.token_masks import looks_back
 from antiphon.wire.base import FinishReason
 from antiphon.wire.details import TokenDetails, join
 from antiphon.wire.errors import EngineError, ErrorReply, encode_error
@@ -19,13 +19,13 @@ from antiphon.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.batching.policy import Place
-    from antiphon.model_worker.batching.processors import TokenFilter
-    from antiphon.model_worker.batching.sharing import Following
+    from antiphon.model_worker.batching.policy import QueueKey
+    from antiphon.model_worker.batching.prefix_sharing import PendingPrefix
+    from antiphon.model_worker.batching.token_masks import TokenFilter
     from antiphon.model_worker.cache.index import CacheKey, Prefix
     from antiphon.model_worker.cache.table import PageTable
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
 
 ChoiceKey = NewType("ChoiceKey", int)
 """Names one admission of one choice. Never used twice, so that a late word hits nobody else."""
@@ -136,7 +136,7 @@ class Request:
         cache_key: What the index knows it by while it waits, and in which namespace.
         following: The request that computes its prefix at this moment.
         passed_leaders: Up to which one it would follow none of those that compute, and how much of
-            it was cached then; see `Sharing`.
+            it was cached then; see `PrefixSharing`.
         namespace: What has computed its pages, from its start on.
         guide: Where it stands in its grammar, if it has one.
         filter: What its processors allow; made when it first gets a slot, if it has any.
@@ -163,8 +163,8 @@ class Request:
         queued_s: float,
         outputs_max: int,
         end_ids: frozenset[int],
-        place: Place,
-        guide: Guide | None = None,
+        place: QueueKey,
+        guide: GrammarMatcher | None = None,
     ) -> None:
         prompt = np.frombuffer(state.prompt_ids, WIRE_IDS)
         outputs = np.frombuffer(state.output_ids, WIRE_IDS)
@@ -201,7 +201,7 @@ class Request:
         self.urgent = False
         self.prefix: tuple[int, Prefix] | None = None
         self.touched: int | None = None
-        self.following: Following | None = None
+        self.following: PendingPrefix | None = None
         self.passed_leaders: tuple[int, int] = (0, 0)
         self.cache_key: tuple[bytes, CacheKey] | None = None
         self.namespace = b""

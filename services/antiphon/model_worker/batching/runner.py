@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.plan import Outcome, Plan
+    from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
 
 
-class Runner(Protocol):
+class PlanRunner(Protocol):
     """Computes plans, one at a time, in the loop's thread.
 
     It never reads beyond a row's `kv_len`, zeroes the pages of a row that it reports as not finite,
@@ -18,7 +18,7 @@ class Runner(Protocol):
     depends on the plan alone, so that a plan which failed can be run again in parts.
     """
 
-    def run(self, plan: Plan) -> Outcome:
+    def run(self, plan: StepPlan) -> StepOutcome:
         """Compute a plan and return when its outcome is known.
 
         What it raises is blamed on one request of that plan: the others are run again without it.
@@ -27,14 +27,14 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class ApartRunner(Runner, Protocol):
+class OverlapRunner(PlanRunner, Protocol):
     """A runner whose device computes apart from the thread that asks it to.
 
     Plans are computed in the order in which they are launched, and a plan may hold tokens that the
     one before it has yet to draw (`future`).
     """
 
-    def launch(self, plan: Plan) -> Callable[[], Outcome]:
+    def launch(self, plan: StepPlan) -> Callable[[], StepOutcome]:
         """Begin to compute a plan, and return at once.
 
         What it returns waits for the outcome, once, and raises what the plan raised.

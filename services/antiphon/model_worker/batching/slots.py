@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from antiphon.model_worker.batching.layout import Layout
+from antiphon.model_worker.batching.logits import LogitsProcessors
+from antiphon.model_worker.batching.logprobs import LogprobsSlots
 from antiphon.model_worker.batching.plan import SamplingColumns
-from antiphon.model_worker.batching.steering import Steering
-from antiphon.model_worker.batching.telling import Telling
 from antiphon.model_worker.cache.groups import HOLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.batching.builder import Row
+    from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Request
     from antiphon.model_worker.cache.table import PageTable
@@ -48,8 +48,8 @@ class Slots:
         self.exact = np.zeros(slots_max, np.bool_)
         self.entries = [np.zeros(slots_max, np.int64) for _ in range(groups)]
         self.pages_held = [np.zeros(slots_max, np.int64) for _ in range(groups)]
-        self.steering = Steering(slots_max, vocab_size)
-        self.telling = Telling()
+        self.logits_processors = LogitsProcessors(slots_max, vocab_size)
+        self.logprobs = LogprobsSlots()
         self._free = list(range(slots_max))  # a heap, so that low slots are used first
         self._tables = [np.full((slots_max, _WIDTH), HOLE, np.int32) for _ in range(groups)]
         self._revisions = [0] * slots_max
@@ -92,15 +92,15 @@ class Slots:
         columns.top_k[slot] = min(sampling.top_k, _INT32_MAX)
         columns.seed[slot] = sampling.seed
         columns.choice[slot] = request.state.choice
-        self.steering.fill(request)
-        self.telling.fill(request)
+        self.logits_processors.fill(request)
+        self.logprobs.fill(request)
         self._rewrite(request)
 
     def give_back(self, slot: int) -> None:
         """The request in a slot is gone."""
         self.length[slot] = self.tokens_max[slot] = 0
-        self.steering.clear(slot)
-        self.telling.clear(slot)
+        self.logits_processors.clear(slot)
+        self.logprobs.clear(slot)
         groups = zip(self._tables, self.entries, self.pages_held, strict=True)
         for table, entries, held in groups:
             table[slot, : entries[slot]] = HOLE
@@ -117,7 +117,7 @@ class Slots:
         for group, entries in enumerate(self.entries):
             self._write(group, slot, table, int(entries[slot]))
 
-    def layout(self, rows: Sequence[Row]) -> Layout:
+    def layout(self, rows: Sequence[BatchRow]) -> Layout:
         """How these rows lie in a plan: as those of the plan before, where nobody came or went."""
         shapes = [(row.request.slot, row.length, row.draws) for row in rows]
         if self._layout is None or self._layout.shapes != shapes:

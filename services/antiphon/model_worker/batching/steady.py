@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from antiphon.model_worker.batching.builder import Row
-from antiphon.model_worker.batching.plan import Plan
+from antiphon.model_worker.batching.builder import BatchRow
+from antiphon.model_worker.batching.plan import StepPlan
 from antiphon.model_worker.batching.request import WIRE_IDS, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.plan import Ints, Outcome
-    from antiphon.model_worker.batching.planner import Planner
+    from antiphon.model_worker.batching.plan import Ints, StepOutcome
+    from antiphon.model_worker.batching.planner import StepPlanner
     from antiphon.model_worker.batching.request import ChoiceKey, Request
     from antiphon.model_worker.batching.slots import Slots
 
@@ -31,7 +31,7 @@ class Drawn(Sequence[Progress]):
 
     Attributes:
         keys: Of the choices; the same object in all steps of the same rows.
-        token_ids: One of each, as `Progress.token_ids` has it.
+        token_ids: One of each, as `LoadProgress.token_ids` has it.
     """
 
     __slots__ = ("_before", "keys", "token_ids")
@@ -71,7 +71,7 @@ class Drawn(Sequence[Progress]):
         )
 
 
-class SteadyRows(Sequence[Row]):
+class SteadyRows(Sequence[BatchRow]):
     """The rows of one step after another in which all that run draw a token each, and no more.
 
     Such a step changes a token and a length a row. Between two steps the weights drive what is
@@ -88,7 +88,7 @@ class SteadyRows(Sequence[Row]):
         requests: Sequence[Request],
         layout: Layout,
         slots: Slots,
-        planner: Planner,
+        planner: StepPlanner,
         weights: str,
         fail: Callable[[Request, Exception], None],
     ) -> None:
@@ -114,7 +114,7 @@ class SteadyRows(Sequence[Row]):
             self._expect_short(row)
         self._drawn: list[Ints] = []
         self._in_flight = False
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -125,10 +125,10 @@ class SteadyRows(Sequence[Row]):
         return len(self._requests)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> BatchRow: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: slice) -> Sequence[BatchRow]: ...
+    def __getitem__(self, index: int | slice) -> BatchRow | Sequence[BatchRow]:
         self.end()
         return self._rows[index]
 
@@ -146,10 +146,10 @@ class SteadyRows(Sequence[Row]):
         self._in_flight = True
         return True
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> StepPlan:
         """The plan of the step: that of the one before, a token further."""
         layout, ahead = self._layout, (self._step - 1) % STEPS_AHEAD
-        return Plan(
+        return StepPlan(
             step=step,
             follows=True,
             slot=layout.slot,
@@ -165,7 +165,7 @@ class SteadyRows(Sequence[Row]):
             release_fence=step,
         )
 
-    def take(self, outcome: Outcome) -> Drawn | None:
+    def take(self, outcome: StepOutcome) -> Drawn | None:
         """Take in what the step drew. None if it ended somebody: nothing was done then."""
         token_ids = outcome.token_ids
         if self._rows or outcome.starts.tolist() != self._starts or any(outcome.status.tolist()):
@@ -186,7 +186,7 @@ class SteadyRows(Sequence[Row]):
         """No step more: all is written to the requests, a step that is launched as any other's."""
         self._write()
         if self._in_flight and not self._rows:
-            self._rows = [Row.launched(request, request.length) for request in self._requests]
+            self._rows = [BatchRow.launched(request, request.length) for request in self._requests]
         self._fail_unwritten()  # not before: a request that has ended is not launched
 
     def _write(self) -> None:
@@ -201,7 +201,7 @@ class SteadyRows(Sequence[Row]):
                 self._slots.length[request.slot] = request.length
             except Exception as error:  # noqa: BLE001  # logged where the request is ended
                 self._unwritten.append((request, error))
-        self._planner.pass_over(steps)
+        self._planner.count_decode_steps(steps)
 
     def _fail_unwritten(self) -> None:
         unwritten, self._unwritten = self._unwritten, []
@@ -219,7 +219,7 @@ class SteadyRows(Sequence[Row]):
     def _extend(self, step: int, rows: Sequence[int]) -> bool:
         """Give rows the pages that they lack from a step on, if nobody must give way for them."""
         wants = [(self._requests[row], self._computed[row] + step) for row in rows]
-        if not self._planner.extend(wants):
+        if not self._planner.allocate_pages(wants):
             return False
         for row in rows:
             self._expect_short(row)

@@ -9,20 +9,23 @@ from antiphon.model_worker.batching.steady import Drawn, SteadyRows, decodes_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from antiphon.model_worker.batching.admission import Limits
-    from antiphon.model_worker.batching.builder import Row
-    from antiphon.model_worker.batching.holdings import Holdings
+    from antiphon.model_worker.batching.admission import EngineLimits
+    from antiphon.model_worker.batching.builder import BatchRow
     from antiphon.model_worker.batching.layout import Layout
-    from antiphon.model_worker.batching.plan import Outcome
-    from antiphon.model_worker.batching.planner import Planner
+    from antiphon.model_worker.batching.plan import StepOutcome
+    from antiphon.model_worker.batching.planner import StepPlanner
     from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.batching.running_batch import RunningBatch
 
 
 class Stretch:
     """The steady rows of the steps to come, if there are any, and what the last of them drew."""
 
     def __init__(
-        self, holdings: Holdings, planner: Planner, fail: Callable[[Request, Exception], None]
+        self,
+        holdings: RunningBatch,
+        planner: StepPlanner,
+        fail: Callable[[Request, Exception], None],
     ) -> None:
         """`fail` ends a request to which the tokens that it drew could not be written."""
         self._holdings = holdings
@@ -32,12 +35,12 @@ class Stretch:
         self._drawn: Drawn | None = None
         self._layout: Layout | None = None
 
-    def next_rows(self) -> Sequence[Row]:
+    def next_rows(self) -> Sequence[BatchRow]:
         """The rows of the last step once more, if all of them go on."""
         rows = self._rows
         return rows if rows is not None and rows.go_on() else ()
 
-    def take(self, rows: SteadyRows, outcome: Outcome) -> bool:
+    def take(self, rows: SteadyRows, outcome: StepOutcome) -> bool:
         """Take in what a step of these drew. False if it ended somebody: commit them as others."""
         self._drawn = rows.take(outcome)
         if self._drawn is None:
@@ -64,7 +67,7 @@ class Stretch:
         """There are no steady rows any more, and what they drew is not written: requests end."""
         self._rows = None
 
-    def begin(self, rows: Sequence[Row], outcome: Outcome, limits: Limits) -> None:
+    def begin(self, rows: Sequence[BatchRow], outcome: StepOutcome, limits: EngineLimits) -> None:
         """Steady rows follow these, if these were all, as those before, and go on.
 
         Nothing is in flight. None follow the first such step: where somebody comes or ends in each,
@@ -77,7 +80,9 @@ class Stretch:
             return
         if len(rows) != len(holdings.running) or pools.sparse or limits.stream_interval > 1:
             return
-        if len(outcome.token_ids) != len(rows) or not (slots.steering.idle and slots.telling.idle):
+        if len(outcome.token_ids) != len(rows) or not (
+            slots.logits_processors.idle and slots.logprobs.idle
+        ):
             return
         requests = [row.request for row in rows]
         if all(map(decodes_on, requests)):

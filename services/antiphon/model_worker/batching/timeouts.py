@@ -10,7 +10,7 @@ from antiphon.wire.errors import DeadlineExceeded, EngineError, Overloaded
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.model_worker.batching.admission import Limits
+    from antiphon.model_worker.batching.admission import EngineLimits
     from antiphon.model_worker.batching.request import Request
 
 _RETRY_AFTER_S = 1.0
@@ -24,7 +24,7 @@ class Timeouts:
     time hours away.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self._queue_s = limits.queue_timeout_s
         self._running_s = limits.running_timeout_s
         self._limited = self._queue_s is not None or self._running_s is not None

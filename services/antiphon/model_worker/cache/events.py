@@ -15,7 +15,7 @@ BLOCKS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEvent:
     """All pages of these blocks are in the cache now. They follow each other.
 
     Attributes:
@@ -28,21 +28,21 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class RemovedEvent:
     """A page of each of these blocks is gone."""
 
     blocks: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class ClearedEvent:
     """Every block is gone."""
 
 
-Event = Stored | Removed | Cleared
+CacheEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
-class Blocks:
+class BlockTracker:
     """The blocks that a tree of pages can serve; each is announced when stored and when removed.
 
     Where a page is no part of a block but reaches beyond it, two pages that differ after its end
@@ -55,7 +55,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self._copies: Counter[bytes] = Counter()
-        self._events: list[Event] = []
+        self._events: list[CacheEvent] = []
 
     def stored(self, parent: bytes, blocks: list[bytes]) -> None:
         """Blocks came that follow each other and `parent`."""
@@ -64,7 +64,7 @@ class Blocks:
         chain = [parent, *blocks]
         for start in range(known, len(blocks), BLOCKS_MAX):
             self._events.append(
-                Stored(chain[start], tuple(chain[start + 1 : start + 1 + BLOCKS_MAX]))
+                StoredEvent(chain[start], tuple(chain[start + 1 : start + 1 + BLOCKS_MAX]))
             )
 
     def removed(self, blocks: list[bytes]) -> None:
@@ -74,14 +74,14 @@ class Blocks:
         for block in gone:
             del self._copies[block]
         for start in range(0, len(gone), BLOCKS_MAX):
-            self._events.append(Removed(tuple(gone[start : start + BLOCKS_MAX])))
+            self._events.append(RemovedEvent(tuple(gone[start : start + BLOCKS_MAX])))
 
     def cleared(self) -> None:
         """All blocks went."""
         self._copies.clear()
-        self._events.append(Cleared())
+        self._events.append(ClearedEvent())
 
-    def take(self) -> tuple[Event, ...]:
+    def take(self) -> tuple[CacheEvent, ...]:
         """What happened since the last call."""
         if not self._events:
             return ()
@@ -90,54 +90,54 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class EventReplay:
     """Events that bring a listener up to `seq`.
 
     Attributes:
-        events: In order. Where too much was missed, a `Cleared` and then all that is there.
+        events: In order. Where too much was missed, a `ClearedEvent` and then all that is there.
         seq: Of the newest event that is included.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[CacheEvent, ...]
     seq: int
 
 
 class EventLog:
     """Numbers events from 1 and keeps the newest, and the blocks that are there now.
 
-    What it is given tells of each block once, as `Blocks` does. It is kept apart from that, beside
+    What it is given tells of each block once, as `BlockTracker` does. It is kept apart from that, beside
     whoever asks: a replay of a large cache must not keep the batching loop waiting.
     """
 
     def __init__(self, events_max: int = 10_000) -> None:
         self.seq = 0
         """Number of the newest event."""
-        self._newest: deque[Event] = deque(maxlen=events_max)
+        self._newest: deque[CacheEvent] = deque(maxlen=events_max)
         self._parents: dict[bytes, bytes] = {}  # of the blocks that are there, in order of coming
 
     def __len__(self) -> int:
         """Blocks that are there now."""
         return len(self._parents)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[CacheEvent]) -> None:
         """These happened next."""
         for event in events:
             self.seq += 1
             self._newest.append(event)
             match event:
-                case Stored(parent, blocks):
+                case StoredEvent(parent, blocks):
                     self._parents.update(zip(blocks, (parent, *blocks), strict=False))
-                case Removed(blocks):
+                case RemovedEvent(blocks):
                     for block in blocks:
                         del self._parents[block]
-                case Cleared():
+                case ClearedEvent():
                     self._parents.clear()
 
     def reaches(self, after: int) -> bool:
         """Whether everything after event `after` is still known one by one."""
         return 0 <= self.seq - after <= len(self._newest)
 
-    def replay(self, after: int) -> Replay:
+    def replay(self, after: int) -> EventReplay:
         """What came after event `after`, or all that is there if that is too long ago.
 
         A number from the future is one of an earlier life of this worker: everything is said anew.
@@ -145,14 +145,14 @@ class EventLog:
         if not self.reaches(after):
             return self._everything()
         known = len(self._newest)
-        return Replay(tuple(islice(self._newest, known - (self.seq - after), known)), self.seq)
+        return EventReplay(tuple(islice(self._newest, known - (self.seq - after), known)), self.seq)
 
-    def _everything(self) -> Replay:
+    def _everything(self) -> EventReplay:
         chains: list[tuple[bytes, list[bytes]]] = []
         for block, parent in self._parents.items():
             if chains and chains[-1][1][-1] == parent and len(chains[-1][1]) < BLOCKS_MAX:
                 chains[-1][1].append(block)
             else:
                 chains.append((parent, [block]))
-        stored = [Stored(parent, tuple(blocks)) for parent, blocks in chains]
-        return Replay((Cleared(), *stored), self.seq)
+        stored = [StoredEvent(parent, tuple(blocks)) for parent, blocks in chains]
+        return EventReplay((ClearedEvent(), *stored), self.seq)

@@ -27,7 +27,7 @@ class Strategy(Protocol):
         ...
 
 
-class LeastRecent:
+class LruStrategy:
     """Gives up what was of use longest ago."""
 
     def rank(self, node: RadixNode, group: int) -> Rank:
@@ -35,7 +35,7 @@ class LeastRecent:
         return node.used[group], 0
 
 
-class LeastOften:
+class LfuStrategy:
     """Gives up what was found least often, and of those what was of use longest ago."""
 
     def rank(self, node: RadixNode, group: int) -> Rank:
@@ -43,11 +43,11 @@ class LeastOften:
         return node.hits, node.used[group]
 
 
-STRATEGIES: dict[str, Strategy] = {"lru": LeastRecent(), "lfu": LeastOften()}
+STRATEGIES: dict[str, Strategy] = {"lru": LruStrategy(), "lfu": LfuStrategy()}
 """By the name of SGLang's `--radix-eviction-policy`."""
 
 
-class Shelf:
+class EvictionHeap:
     """The nodes that may have loose pages of one group, least useful first.
 
     Ranks in the heap may be old: a node that was of use meanwhile is put back when it comes up, so
@@ -120,8 +120,8 @@ class Evictor:
         self._pools = pools
         self._tree = tree
         self._anchors = [i for i in range(len(pools.groups)) if i not in pools.sparse]
-        self._leaves = [Shelf(pools.pools[i], i, strategy) for i in self._anchors[:1]]
-        self._sparse = [Shelf(pools.pools[i], i, strategy) for i in pools.sparse]
+        self._leaves = [EvictionHeap(pools.pools[i], i, strategy) for i in self._anchors[:1]]
+        self._sparse = [EvictionHeap(pools.pools[i], i, strategy) for i in pools.sparse]
 
     def grown(self, node: RadixNode) -> None:
         """A node has new pages, or is new: it may be the first part of what was one before."""
@@ -141,7 +141,7 @@ class Evictor:
             self._evict_sparse(shelf, goals[shelf.group])
         return sum(before) - sum(self._pools.loose())
 
-    def _evict_leaves(self, shelf: Shelf, goals: Sequence[int]) -> None:
+    def _evict_leaves(self, shelf: EvictionHeap, goals: Sequence[int]) -> None:
         shelf.refresh()
         pools = self._pools.pools
         while (want := max(pools[i].loose_count - goals[i] for i in self._anchors)) > 0:
@@ -150,7 +150,7 @@ class Evictor:
             if not node.children:
                 self._shorten(shelf, node, want)
 
-    def _shorten(self, shelf: Shelf, node: RadixNode, want: int) -> None:
+    def _shorten(self, shelf: EvictionHeap, node: RadixNode, want: int) -> None:
         """Give up the loose pages at the end of a leaf, at most `want`."""
         pages = node.pages[shelf.group]
         loose = shelf.pool.loose_end(pages, want)
@@ -162,7 +162,7 @@ class Evictor:
         else:
             shelf.watch(node, pages[-1:])
 
-    def _evict_sparse(self, shelf: Shelf, goal: int) -> None:
+    def _evict_sparse(self, shelf: EvictionHeap, goal: int) -> None:
         shelf.refresh()
         while (want := shelf.pool.loose_count - goal) > 0:
             node = shelf.take()

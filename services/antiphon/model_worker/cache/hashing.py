@@ -57,7 +57,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
         return public + hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
-def of_request(digest: bytes, salt: bytes) -> bytes:
+def request_namespace(digest: bytes, salt: bytes) -> bytes:
     """Name the part of a namespace that a request shares with those who brought the same salt.
 
     Args:

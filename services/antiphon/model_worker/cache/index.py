@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.model_worker.cache.events import Event
+    from antiphon.model_worker.cache.events import CacheEvent
     from antiphon.model_worker.cache.table import PageTable
 
 
@@ -26,11 +26,11 @@ class CacheKey:
     token_ids: bytes
 
 
-class Node(Protocol):
+class PrefixNode(Protocol):
     """A place in the tree, for policies that order requests by it. Hashed by identity."""
 
     @property
-    def parent(self) -> Node | None:
+    def parent(self) -> PrefixNode | None:
         """The node whose prefix is the next shorter one; None above a namespace's root."""
         ...
 
@@ -45,11 +45,11 @@ class Prefix:
     """
 
     length: int
-    node: Node | None
+    node: PrefixNode | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class PrefixMatch:
     """The longest prefix that every group holds, and a table that shares its pages."""
 
     length: int
@@ -76,7 +76,7 @@ class PrefixIndex(Protocol):
         """What is known of a key is about to be of use: others go before it."""
         ...
 
-    def match(self, key: CacheKey) -> Match:
+    def match(self, key: CacheKey) -> PrefixMatch:
         """Find the longest known prefix that leaves at least one token to compute.
 
         Whoever asks may have to give the table back, so it counts as no use: see `use`.
@@ -101,7 +101,7 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def take_events(self) -> tuple[Event, ...]:
+    def take_events(self) -> tuple[CacheEvent, ...]:
         """Blocks that came and went since the last call, if anybody is told of them."""
         ...
 
@@ -144,9 +144,9 @@ class NoIndex:
     def touch(self, key: CacheKey) -> None:
         """Nothing is known of any."""
 
-    def match(self, key: CacheKey) -> Match:
+    def match(self, key: CacheKey) -> PrefixMatch:
         """Find nothing."""
-        return Match(length=0, table=None)
+        return PrefixMatch(length=0, table=None)
 
     def use(self, key: CacheKey, tokens: int) -> None:
         """Nothing is known of any."""
@@ -154,7 +154,7 @@ class NoIndex:
     def insert(self, key: CacheKey, table: PageTable) -> None:
         """Keep nothing."""
 
-    def take_events(self) -> tuple[Event, ...]:
+    def take_events(self) -> tuple[CacheEvent, ...]:
         """Nothing comes and nothing goes."""
         return ()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.model_worker.cache.eviction import STRATEGIES, Evictor
 from antiphon.model_worker.cache.groups import HOLE
-from antiphon.model_worker.cache.index import Match, Prefix
+from antiphon.model_worker.cache.index import Prefix, PrefixMatch
 from antiphon.model_worker.cache.table import PageTable
 from antiphon.model_worker.cache.tree import RadixTree
 from antiphon.wire.digests import TOKEN_BYTES
@@ -14,7 +14,7 @@ from antiphon.wire.digests import TOKEN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.cache.events import Blocks, Event
+    from antiphon.model_worker.cache.events import BlockTracker, CacheEvent
     from antiphon.model_worker.cache.eviction import Strategy
     from antiphon.model_worker.cache.groups import CacheGroup
     from antiphon.model_worker.cache.index import CacheKey
@@ -38,14 +38,14 @@ class RadixIndex:
         self,
         pools: CachePools,
         strategy: Strategy = STRATEGIES["lru"],
-        told: Blocks | None = None,
+        told: BlockTracker | None = None,
     ) -> None:
         self._pools = pools
         self._page_tokens = pools.page_tokens
         self._page_bytes = pools.page_tokens * TOKEN_BYTES
         self._only_states = len(pools.states) == len(pools.groups)
         self._strategy = strategy
-        self._told = told
+        self._tracker = told
         self._tree = RadixTree(pools, told)
         self._evictor = Evictor(pools, self._tree, strategy)
         self._clock = 0
@@ -79,18 +79,18 @@ class RadixIndex:
         path, length = self._longest(key)
         self._touch([node for node in path if node.start < length])
 
-    def match(self, key: CacheKey) -> Match:
+    def match(self, key: CacheKey) -> PrefixMatch:
         """Find the longest known prefix that leaves at least one token to compute.
 
         The order of eviction stays as it is, as with `peek`: the first who waits asks in each step.
         """
         path, length = self._longest(key)
         if not length:
-            return Match(length=0, table=None)
+            return PrefixMatch(length=0, table=None)
         path = self._settle(path, length)
         tokens = length * self._page_tokens
         pages = [_joined(path, group) for group in range(len(self._pools.groups))]
-        return Match(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
+        return PrefixMatch(length=tokens, table=PageTable.sharing(self._pools, tokens, pages))
 
     def use(self, key: CacheKey, tokens: int) -> None:
         """A request has started with so many tokens, which it has from here or from another."""
@@ -118,12 +118,12 @@ class RadixIndex:
             # Not before it was touched, or its rank would be out of date from the beginning.
             self._evictor.grown(path[-1])
 
-    def take_events(self) -> tuple[Event, ...]:
+    def take_events(self) -> tuple[CacheEvent, ...]:
         """Blocks that came and went since the last call, if anybody is told of them."""
-        if self._told is None:
+        if self._tracker is None:
             return ()
         self._tree.settle()
-        return self._told.take()
+        return self._tracker.take()
 
     def evictable(self) -> list[int]:
         """Pages a group that `evict` could give up now. Costs nothing."""

@@ -12,7 +12,7 @@ from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, TOKEN_BYTES, block
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from antiphon.model_worker.cache.events import Blocks
+    from antiphon.model_worker.cache.events import BlockTracker
     from antiphon.model_worker.cache.index import CacheKey
     from antiphon.model_worker.cache.table import CachePools, PageTable
 
@@ -68,9 +68,9 @@ class RadixTree:
     border may have moved, the node is noted, and `settle` compares.
     """
 
-    def __init__(self, pools: CachePools, told: Blocks | None = None) -> None:
+    def __init__(self, pools: CachePools, told: BlockTracker | None = None) -> None:
         self._pools = pools
-        self._told = told
+        self._tracker = told
         self._page_tokens = pools.page_tokens
         self._step = pools.page_tokens * TOKEN_BYTES  # bytes of a page's ids
         self._roots: dict[bytes, RadixNode] = {}
@@ -174,7 +174,7 @@ class RadixTree:
             pool.cache(_listed(pages))
             node.pages[group] += pages
         node.tokens += self._ids(key, begin, end)
-        if self._told is not None:
+        if self._tracker is not None:
             self._name(node, key, begin)
             self._moved[node] = None
 
@@ -183,8 +183,8 @@ class RadixTree:
         assert not node.children, "a node was trimmed that others follow"
         keep = node.length - count
         first_page = node.tokens[: self._step]
-        if self._told is not None:
-            self._retract(self._told, node, min(node.announced, node.start + keep))
+        if self._tracker is not None:
+            self._retract(self._tracker, node, min(node.announced, node.start + keep))
             self._moved[node] = None
         for group, pool in enumerate(self._pools.pools):
             pool.forget(_listed(node.pages[group][keep:]))
@@ -211,15 +211,15 @@ class RadixTree:
 
     def settle(self) -> None:
         """Announce what can be found now and could not before, and retract what no longer can."""
-        while self._moved and self._told is not None:
+        while self._moved and self._tracker is not None:
             node, _ = self._moved.popitem()
             if not node.length:
                 continue  # it was cut off
             border = node.end if node.announced_children else self._border(node)
             if border > node.announced:
-                self._announce(self._told, node, border)
+                self._announce(self._tracker, node, border)
             elif border < node.announced:
-                self._retract(self._told, node, border)
+                self._retract(self._tracker, node, border)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -228,8 +228,8 @@ class RadixTree:
                 pool.forget(_listed(pages))
         self._roots.clear()
         self._moved.clear()
-        if self._told is not None:
-            self._told.cleared()
+        if self._tracker is not None:
+            self._tracker.cleared()
 
     def _common(self, node: RadixNode, ids: bytes, at: int, pages_max: int) -> int:
         """Pages from `at` on that a node and a key share; the first one is known to be shared."""
@@ -258,7 +258,7 @@ class RadixTree:
 
     def _note(self, node: RadixNode, group: int, index: int) -> None:
         """A page of a window group, or a state, has come or gone; `index` is the last such one."""
-        if self._told is None:
+        if self._tracker is None:
             return
         self._moved[node] = None
         window = self._pools.groups[group].window
@@ -298,7 +298,7 @@ class RadixTree:
             index -= 1
         return border
 
-    def _announce(self, told: Blocks, node: RadixNode, border: int) -> None:
+    def _announce(self, told: BlockTracker, node: RadixNode, border: int) -> None:
         """Announce a node up to a border, and all that comes before it, from the top down."""
         chain = [node]
         above = self._parent(node)
@@ -315,7 +315,7 @@ class RadixTree:
                 before = each.blocks[first - 1] if first else self._last_block(self._parent(each))
                 told.stored(before, blocks)
 
-    def _retract(self, told: Blocks, node: RadixNode, border: int) -> None:
+    def _retract(self, told: BlockTracker, node: RadixNode, border: int) -> None:
         """Retract what a node has announced beyond a border; nothing below it is announced."""
         if border == node.announced:
             return

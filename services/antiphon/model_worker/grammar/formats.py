@@ -19,7 +19,7 @@ _MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_MINUTE})"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 
-SPELLED = {
+FORMAT_PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",

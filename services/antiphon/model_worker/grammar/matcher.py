@@ -1,164 +1,161 @@
-"""Grammars by xgrammar: compiled for one vocabulary, and followed a token at a time.
+"""A choice and the grammar that its answer must follow, as the batching loop sees them.
 
-The only module that imports it: torch and transformers come along, and take a second.
+Nothing here depends on how grammars are compiled. A state is determined by the grammar and the
+ids of the answer: whoever moves a choice sends only these, and the next worker replays them.
+
+Axes: V vocabulary, W = ceil(V / 32) words; token i is bit i % 32 of word i // 32.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import xgrammar
 
-from antiphon.model_worker.batching.processors import words_count
-from antiphon.model_worker.grammar.utf8 import START, Utf8
-from antiphon.wire.errors import InvalidRequest
-from antiphon.wire.grammar import GrammarKind
+from antiphon.model_worker.batching.request import Finish
+from antiphon.model_worker.batching.token_masks import pack, words_count
+from antiphon.wire.base import FinishReason
+from antiphon.wire.errors import EngineError, Internal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.config.grammar import GrammarConfig
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.grammar.source import Source
-    from antiphon.service.vocabulary import Vocabulary
 
 
-class Compiler:
-    """Compiles grammars. Threads may share it."""
+class GrammarState(Protocol):
+    """Where one choice stands in its grammar. Belongs to one thread at a time."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, end_ids: frozenset[int], config: GrammarConfig
-    ) -> None:
-        self._config = config
-        self._end_ids = end_ids
-        self._vocabulary = vocabulary
-        self._utf8 = Utf8(vocabulary.tokens)
-        info = xgrammar.TokenizerInfo(
-            list(vocabulary.tokens), xgrammar.VocabType.RAW, stop_token_ids=sorted(end_ids)
-        )
-        # One thread a grammar: how many grammars is our setting. And one cache, ours.
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    @property
+    def terminated(self) -> bool:
+        """Whether a token that ends the answer was accepted: nothing follows."""
+        ...
 
-    def compile(self, source: Source) -> CompiledGrammar:
-        """Compile a grammar; may take seconds, without the interpreter's lock.
+    def accept(self, token: int) -> bool:
+        """Go on by one token. False if the grammar does not allow it; nothing has changed then."""
+        ...
+
+    def fill(self, words: Ints) -> bool:
+        """Write which tokens may come next into `words`, (W,); False if all may.
 
         Raises:
-            InvalidRequest: It has a mistake, or nothing can be said in it.
+            EngineError: The choice cannot go on: no token may come.
         """
-        try:
-            compiled = self._compile(source)
-        except (RuntimeError, ValueError) as error:
-            message = f"grammar: {_readable(str(error))}"
-            raise InvalidRequest(message, param="grammar") from error
-        made = CompiledGrammar(compiled, self._vocabulary, self._utf8, self._end_ids)
-        made.begin(()).fill(np.zeros(words_count(len(self._vocabulary.tokens)), np.int32))
-        return made
+        ...
 
-    def _compile(self, source: Source) -> xgrammar.CompiledGrammar:
-        match source.kind:
-            case GrammarKind.REGEX:
-                return self._compiler.compile_regex(source.text)
-            case GrammarKind.EBNF:
-                return self._compiler.compile_grammar(source.text)
-            case GrammarKind.STRUCTURAL_TAG:
-                return self._compiler.compile_structural_tag(source.text)
-            case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
-                compact = self._config.compact_json
-                return self._compiler.compile_json_schema(
-                    source.text,
-                    any_whitespace=not compact,
-                    max_whitespace_cnt=None if compact else self._config.whitespace_max,
-                )
+    def rollback(self, tokens: int) -> None:
+        """Take back the last so many tokens, of those that were accepted."""
+        ...
 
 
-class CompiledGrammar:
-    """A grammar ready to be followed, by any number of choices."""
+class GrammarMatcher:
+    """Follows one choice through its grammar and has the mask of its next token ready.
 
-    def __init__(
-        self,
-        compiled: xgrammar.CompiledGrammar,
-        vocabulary: Vocabulary,
-        utf8: Utf8,
-        end_ids: frozenset[int],
-    ) -> None:
-        self.size_bytes = compiled.memory_size_bytes
-        self._compiled = compiled
-        self._vocabulary = vocabulary
-        self._utf8 = utf8
-        self._end_ids = end_ids
+    The mask is made as soon as its token is known, and so belongs to no step: whoever plans finds
+    it done, or leaves the choice out; one that cannot go on has ended by then. Belongs to one
+    thread at a time.
 
-    def ends(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
-        """The tokens that end a complete answer: the model's, and of others those without text."""
-        tokens = self._vocabulary.tokens
-        return self._end_ids.union(
-            token for token in stop_token_ids if token < len(tokens) and not tokens[token]
-        )
-
-    def begin(self, stop_token_ids: Sequence[int]) -> Matcher:
-        """A state at the beginning of an answer."""
-        ends = sorted(self.ends(stop_token_ids))
-        matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=ends)
-        return Matcher(matcher, self._utf8)
-
-
-class Matcher:
-    """A `GrammarState`: where one choice stands.
-
-    An ambiguous grammar grows with the answer until one token takes minutes to follow. Nothing here
-    bounds that: whoever follows does so where nobody else waits for it.
+    Attributes:
+        mask: (W,) which tokens may come next; None if all may.
+        end_ids: The tokens that end a complete answer.
+        slow: It has held up a step once.
     """
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, utf8: Utf8) -> None:
-        self._matcher = matcher
-        self._utf8 = utf8
-        self._utf8_states = [START]  # before each token, and after the last one
+    def __init__(self, state: GrammarState, vocab_size: int, end_ids: frozenset[int]) -> None:
+        """Begin with the first token.
+
+        Args:
+            state: Replayed up to here.
+            vocab_size: Tokens that the model has logits for.
+            end_ids: What the grammar takes for the end of an answer.
+
+        Raises:
+            EngineError: No token may come.
+        """
+        self.mask: Ints | None = None
+        self.end_ids = end_ids
+        self.slow = False
+        self._state = state
+        # Two, of which the one of the mark is left alone.
+        self._words = np.zeros((2, words_count(vocab_size)), np.int32)
+        self._turn = 0
+        self._marked: Ints | None = None
+        self._since_mark = 0
+        self._others = pack(~np.isin(np.arange(vocab_size), list(end_ids)))
+        self._refresh()
+
+    @property
+    def must_end(self) -> bool:
+        """Whether only a token that ends the answer may come next."""
+        return self.mask is not None and not (self.mask & self._others).any()
+
+    def accept_token(self, token: int) -> Finish | None:
+        """Go on by the token that was drawn; how the choice ends, if it ends by that."""
+        try:
+            if not self._state.accept(token):
+                # The mask forbade it: whoever drew it is wrong, or the mask was.
+                return Finish.failed(Internal(f"token {token} was drawn against the grammar"))
+            self._since_mark += 1
+            if self._state.terminated:
+                return Finish(reason=FinishReason.STOP, matched_stop=token)
+            self._refresh()
+        except EngineError as error:
+            return Finish.failed(error)
+        return None
+
+    def checkpoint(self) -> None:
+        """Remember where it stands; see `take_back`."""
+        self._marked, self._since_mark = self.mask, 0
+        self._turn ^= 1
+
+    def rollback(self) -> None:
+        """Stand where it stood at the mark, whatever has come since."""
+        self._state.rollback(self._since_mark)
+        self.mask, self._since_mark = self._marked, 0
+        self._turn ^= 1
+
+    def _refresh(self) -> None:
+        words = self._words[self._turn]
+        self.mask = words if self._state.fill(words) else None
+
+
+class DeferredGrammarState:
+    """A grammar that begins after certain tokens have come, as after a model's thinking.
+
+    Before that everything is allowed. Tokens that only begin like `after` do not begin it.
+    """
+
+    def __init__(self, state: GrammarState, after: Sequence[int]) -> None:
+        assert after, "a grammar that begins after nothing is not deferred"
+        self._state = state
+        self._after = tuple(after)
+        self._seen: list[int] = []
+        self._begun_at: int | None = None
 
     @property
     def terminated(self) -> bool:
         """See `GrammarState`."""
-        return self._matcher.is_terminated()
+        return self._state.terminated
 
     def accept(self, token: int) -> bool:
         """See `GrammarState`."""
-        try:
-            accepted = self._matcher.accept_token(token)
-        except _RAISED as error:
-            raise _blame(error) from error
-        if accepted:
-            self._utf8_states.append(self._utf8.after(self._utf8_states[-1], token))
-        return accepted
+        if self._begun_at is not None and not self._state.accept(token):
+            return False
+        self._seen.append(token)
+        if self._begun_at is None and tuple(self._seen[-len(self._after) :]) == self._after:
+            self._begun_at = len(self._seen)
+        return True
 
     def fill(self, words: Ints) -> bool:
         """See `GrammarState`."""
-        try:
-            self._matcher.fill_next_token_bitmask(words[np.newaxis])
-        except _RAISED as error:
-            raise _blame(error) from error
-        words &= self._utf8.masks[self._utf8_states[-1]]
-        if not words.any():
-            raise InvalidRequest("grammar: no token may come next", param="grammar")
-        return True
+        return self._begun_at is not None and self._state.fill(words)
 
     def rollback(self, tokens: int) -> None:
         """See `GrammarState`."""
-        if tokens:
-            self._matcher.rollback(tokens)
-            del self._utf8_states[-tokens:]
-
-
-def _readable(message: str) -> str:
-    """The message without the compiler's own places, in a line of sane length."""
-    plain = _PLACE.sub("", message).replace("\n", " ").strip()
-    return plain if len(plain) <= _MESSAGE_MAX else f"{plain[:_MESSAGE_MAX]}…"
-
-
-def _blame(error: Exception) -> InvalidRequest:
-    """Let whatever the matcher raises over one request's text end that request, and no other."""
-    return InvalidRequest(f"grammar: {error}", param="grammar")
-
-
-_RAISED = (RuntimeError, ValueError, MemoryError)
-_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
-_MESSAGE_MAX = 300
+        length = len(self._seen) - tokens
+        assert length >= 0, "more tokens were taken back than were accepted"
+        if self._begun_at is not None:
+            self._state.rollback(min(tokens, len(self._seen) - self._begun_at))
+            if length < self._begun_at:
+                self._begun_at = None
+        del self._seen[length:]

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from antiphon.config.grammar import GrammarConfig
-    from antiphon.model_worker.grammar.grammars import Compiler
+    from antiphon.model_worker.grammar.backend import GrammarCompiler
 
 
 def open_compiler(
     folder: Path, vocab_size: int, end_ids: frozenset[int], config: GrammarConfig
-) -> Compiler:
+) -> GrammarCompiler:
     """Make the compiler for a tokenizer. Blocks for a second or two.
 
     Args:
@@ -30,12 +30,12 @@ def open_compiler(
     """
     vocabulary = read_vocabulary(folder, vocab_size)
     # Its library imports transformers: whoever never asks for a grammar does not pay for that.
-    from antiphon.model_worker.grammar import matcher  # noqa: PLC0415
+    from antiphon.model_worker.grammar import xgrammar_backend  # noqa: PLC0415
 
-    return matcher.Compiler(vocabulary, end_ids, config)
+    return xgrammar_backend.XgrammarCompiler(vocabulary, end_ids, config)
 
 
-def no_compiler(reason: str = "it runs no model") -> Compiler:
+def no_compiler(reason: str = "it runs no model") -> GrammarCompiler:
     """What a worker without grammars has in the place of `open_compiler`.
 
     Raises:

@@ -21,7 +21,7 @@ _TOKEN = re.compile(
 _CHARACTER = re.compile(r"\\.|[^\x00-\x7f]", re.DOTALL)
 
 
-def spelled(pattern: str) -> str:
+def ascii_pattern(pattern: str) -> str:
     """The same pattern in ASCII, each group that may be left out as a choice of nothing or it."""
     said: list[str] = []
     opened: list[int] = []

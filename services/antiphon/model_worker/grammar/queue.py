@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from antiphon.model_worker.batching.guide import Guide
     from antiphon.model_worker.batching.request import ChoiceKey
-    from antiphon.model_worker.grammar.grammars import Grammars
+    from antiphon.model_worker.grammar.backend import GrammarBackend
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
     from antiphon.model_worker.grammar.metrics import GrammarMetrics
-    from antiphon.model_worker.output import Run
+    from antiphon.model_worker.protocol.worker_output import RunChoice
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ class GrammarQueue:
 
     def __init__(
         self,
-        grammars: Grammars,
+        grammars: GrammarBackend,
         group: asyncio.TaskGroup,
         metrics: GrammarMetrics,
         *,
-        hand_over: Callable[[Run, Guide], None],
+        hand_over: Callable[[RunChoice, GrammarMatcher], None],
         refuse: Callable[[ChoiceKey, EngineError], None],
     ) -> None:
         """Nobody waits yet.
@@ -54,7 +54,7 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, run: Run) -> None:
+    def put(self, run: RunChoice) -> None:
         """Take a choice in: later it is handed over with its guide, or refused."""
         self._waiting[run.key] = self._group.create_task(self._wait(run), name="grammar")
 
@@ -66,9 +66,9 @@ class GrammarQueue:
         self._metrics.aborted.inc()
         return True
 
-    async def _wait(self, run: Run) -> None:
+    async def _wait(self, run: RunChoice) -> None:
         try:
-            guide = await self._grammars.guide(run.state)
+            guide = await self._grammars.matcher(run.state)
         except EngineError as error:
             self._metrics.aborted.inc()
             self._refuse(run.key, error)

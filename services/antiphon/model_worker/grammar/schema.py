@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.grammar.formats import SPELLED
-from antiphon.model_worker.grammar.kinds import Kinds, type_of, types_named
-from antiphon.model_worker.grammar.patterns import spelled
+from antiphon.model_worker.grammar.formats import FORMAT_PATTERNS
+from antiphon.model_worker.grammar.patterns import ascii_pattern
+from antiphon.model_worker.grammar.schema_types import SchemaTypes, type_of, types_named
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def read_json(text: str) -> Json:
         raise InvalidRequest("grammar: nested too deep", param="grammar") from None
 
 
-def hold(schema: Json) -> None:
+def prepare_schema(schema: Json) -> None:
     """Make a schema, in place, one that the answer cannot break.
 
     Raises:
         InvalidRequest: It is no schema, or one of its words would not be held; says which.
     """
-    kinds = Kinds(schema)
+    kinds = SchemaTypes(schema)
     seen: set[int] = set()
     waiting: list[tuple[str, Json]] = [("#", schema)]
     while waiting:
@@ -59,11 +59,11 @@ def hold(schema: Json) -> None:
             seen.add(id(part))
             for word, reason in _refusals(part, kinds):
                 raise InvalidRequest(f"grammar: {path}: {word} {reason}", param="grammar")
-            _spell(part)
+            _add_patterns(part)
             reference = part.get("$ref")
             if isinstance(reference, str):
                 # It may stand under a word that is none of JSON Schema's.
-                waiting.append((reference, kinds.at(reference)))
+                waiting.append((reference, kinds.resolve(reference)))
 
 
 def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Json]]]:
@@ -91,7 +91,7 @@ def _parts(schema: Json, path: str, depth: int = 0) -> Iterator[tuple[str, dict[
             yield from _parts(part, place, depth + 1)
 
 
-def _refusals(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
+def _refusals(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, str]]:
     for word, value in schema.items():
         if word in _NEVER or (word == "uniqueItems" and value is True):
             yield word, "is not supported"
@@ -126,7 +126,7 @@ def _alone(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:
         yield "allOf", "of several schemas is not supported"
 
 
-def _typed(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
+def _typed(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, str]]:
     """Of a type beside a word that decides alone, nothing is heard: it must say nothing new."""
     if "type" not in schema:
         return
@@ -141,7 +141,7 @@ def _typed(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
         yield "type", "does not hold of all that stands beside it"
 
 
-def _one_of(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
+def _one_of(schema: dict[str, Json], kinds: SchemaTypes) -> Iterator[tuple[str, str]]:
     """What is written is of any part: no two of them may hold at once.
 
     A tag that tells two parts apart is made one that each of them has.
@@ -150,9 +150,9 @@ def _one_of(schema: dict[str, Json], kinds: Kinds) -> Iterator[tuple[str, str]]:
     if not isinstance(parts, list):
         return
     for one, other in combinations(parts, 2):
-        if kinds.apart(one, other):
+        if kinds.disjoint(one, other):
             continue
-        name = kinds.tag(one, other)
+        name = kinds.discriminator(one, other)
         if name is None:
             yield "oneOf", "is supported where no two parts can hold at once; anyOf may fit"
             return
@@ -204,7 +204,7 @@ def _format(schema: dict[str, Json]) -> str | None:
     return format_ if isinstance(format_, str) and format_ in _FORMATS else None
 
 
-def _spell(schema: dict[str, Json]) -> None:
+def _add_patterns(schema: dict[str, Json]) -> None:
     """Say the length of strings, and some of their formats, by a pattern.
 
     By its own words the compiler lets control characters into them, which no JSON string has.
@@ -214,9 +214,9 @@ def _spell(schema: dict[str, Json]) -> None:
     if isinstance(first, list):
         schema["prefixItems"] = [{} if part is True else part for part in first]
     format_ = _format(schema)
-    if format_ in SPELLED and "type" in schema:
+    if format_ in FORMAT_PATTERNS and "type" in schema:
         del schema["format"]
-        schema["pattern"] = SPELLED[format_]
+        schema["pattern"] = FORMAT_PATTERNS[format_]
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if isinstance(least, int) and (isinstance(most, int) or most == "") and (least or most != ""):
         schema.pop("minLength", None)
@@ -224,9 +224,9 @@ def _spell(schema: dict[str, Json]) -> None:
         schema["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{least},{most}}}$'
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str):
-        schema["pattern"] = spelled(pattern)
+        schema["pattern"] = ascii_pattern(pattern)
     if isinstance(patterns, dict):
-        schema["patternProperties"] = {spelled(name): part for name, part in patterns.items()}
+        schema["patternProperties"] = {ascii_pattern(name): part for name, part in patterns.items()}
 
 
 def _objects(schema: dict[str, Json]) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.grammar.schema import PATTERN_MAX, hold, read_json
-from antiphon.model_worker.grammar.tags import RULES_MAX, read_tags
+from antiphon.model_worker.grammar.schema import PATTERN_MAX, prepare_schema, read_json
+from antiphon.model_worker.grammar.structural_tags import RULES_MAX, parse_structural_tag
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import GRAMMAR_TEXT_MAX, Grammar, GrammarKind
 
@@ -25,7 +25,7 @@ PROPERTIES_MAX = 1000
 _ANY_OBJECT = '{"type": "object"}'
 
 
-class Source(msgspec.Struct, frozen=True):
+class GrammarSource(msgspec.Struct, frozen=True):
     """What is compiled. Two requests with the same one share the result."""
 
     kind: GrammarKind
@@ -33,8 +33,8 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def source_of(
-    grammar: Grammar | Source, whitespace_max: int, properties_max: int = PROPERTIES_MAX
-) -> Source:
+    grammar: Grammar | GrammarSource, whitespace_max: int, properties_max: int = PROPERTIES_MAX
+) -> GrammarSource:
     """Check a grammar without compiling it.
 
     Raises:
@@ -42,7 +42,7 @@ def source_of(
     """
     kind, text = grammar.kind, grammar.text
     if kind is GrammarKind.JSON_OBJECT and not text:
-        return Source(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
+        return GrammarSource(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
     if len(text) > _CHARACTERS_MAX[kind]:
         message = f"grammar: {kind} takes at most {_CHARACTERS_MAX[kind]} characters"
         raise InvalidRequest(message, param="grammar")
@@ -53,13 +53,13 @@ def source_of(
     if kind is GrammarKind.JSON_SCHEMA:
         schema = read_json(text)
         _check_properties(schema, properties_max)
-        hold(schema)
-        return Source(kind, msgspec.json.encode(schema).decode())
+        prepare_schema(schema)
+        return GrammarSource(kind, msgspec.json.encode(schema).decode())
     if kind is GrammarKind.STRUCTURAL_TAG:
         _check_properties(read_json(text), properties_max)
-        tags = read_tags(text, whitespace_max)
-        return Source(kind, msgspec.json.encode(tags).decode())
-    return Source(kind, text)
+        tags = parse_structural_tag(text, whitespace_max)
+        return GrammarSource(kind, msgspec.json.encode(tags).decode())
+    return GrammarSource(kind, text)
 
 
 def _check_properties(schema: Json, properties_max: int) -> None:

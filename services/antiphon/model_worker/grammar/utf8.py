@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.processors import pack
+from antiphon.model_worker.batching.token_masks import pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from antiphon.model_worker.model.errors import ModelLoadError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from antiphon.model_worker.model.formats.stored import StoredTensor
+    from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
     from antiphon.model_worker.model.weights import Checkpoint
 
 _SCALE = re.compile(
@@ -71,7 +71,7 @@ class _Cache(msgspec.Struct):
     scaling_factor: dict[str, dict[str, float]]
 
 
-class _File(msgspec.Struct):
+class _KvScalesFile(msgspec.Struct):
     kv_cache: _Cache
 
 
@@ -82,7 +82,7 @@ def read_scales(path: str, layers: Iterable[int]) -> dict[int, KvScales]:
         ModelLoadError: It cannot be read, or a layer has none, or one is no positive number.
     """
     try:
-        said = msgspec.json.decode(Path(path).read_bytes(), type=_File)
+        said = msgspec.json.decode(Path(path).read_bytes(), type=_KvScalesFile)
     except (OSError, msgspec.DecodeError) as error:
         raise ModelLoadError(f"cache.scales = {path}: {error}") from error
     of_rank = said.kv_cache.scaling_factor.get("0", {})

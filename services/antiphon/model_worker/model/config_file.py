@@ -113,7 +113,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         """
         return activation_of(self.hidden_act, "hidden_act")
 
-    def own(self, type_: type[T]) -> T:
+    def family_fields(self, type_: type[T]) -> T:
         """Fields that one family has.
 
         Raises:

@@ -15,8 +15,8 @@ from antiphon.layers.embedding import VocabularyTable
 from antiphon.layers.methods import PlainLinear
 from antiphon.layers.norm import RmsNorm, norm_of
 from antiphon.layers.score import Score, ScoreSpec
-from antiphon.model_worker.model.entry import Entry
-from antiphon.model_worker.model.layer import DecoderLayer, NotPlain
+from antiphon.model_worker.model.embedding_transform import EmbeddingTransform
+from antiphon.model_worker.model.layer import DecoderLayer, NotStackable
 from antiphon.model_worker.model.spec import HeadSpec
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Decoder:
             kept = method if spec.tied else PlainLinear()
             self._embedding = _table(spec, spec.embedding.name, build, kept)
         if self._first:
-            self._entry = Entry(spec, build)
+            self._entry = EmbeddingTransform(spec, build)
         if self._last:
             if spec.norm_name is not None:
                 self._norm = norm_of(spec.norm, spec.norm_name, spec.hidden, build)
@@ -143,14 +143,14 @@ class Decoder:
             NotPlain: The layers are not of the shape that it knows.
         """
         if not (self._first and self._last):
-            raise NotPlain("this is a stage of a pipeline")
+            raise NotStackable("this is a stage of a pipeline")
         if not isinstance(self._norm, RmsNorm):
-            raise NotPlain("the last norm is another than Llama's")
+            raise NotStackable("the last norm is another than Llama's")
         layers = [(layer.stacked(), caches[index]) for index, layer in self.layers.items()]
         norms = {self._spec.norm, *(layer.norm for layer in self._spec.layers)}
         scale, _ = self._shared()
         if len(norms) > 1:
-            raise NotPlain("the norms differ from layer to layer")
+            raise NotStackable("the norms differ from layer to layer")
         return Stack(
             layers,
             final_norm=self._norm.weight,
@@ -185,7 +185,7 @@ class Decoder:
         mixers: list[object] = [layer.mixer for layer in self._spec.layers]
         ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
         if len(ways) != 1:
-            raise NotPlain("scale or rotation differ from layer to layer")
+            raise NotStackable("scale or rotation differ from layer to layer")
         return ways.pop()
 
     def logits(self, ctx: ForwardContext, hidden: Tensor) -> Tensor:

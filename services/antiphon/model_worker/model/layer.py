@@ -51,7 +51,7 @@ def feed_forward_of(site: Site, spec: FeedForwardSpec) -> Block:
     return FEED_FORWARDS[type(spec)](site, spec)
 
 
-class NotPlain(Exception):
+class NotStackable(Exception):
     """These layers cannot be run as one stack; the message says why."""
 
 
@@ -118,13 +118,13 @@ class DecoderLayer:
         before, between = self._before_mixer, self._before_feed_forward
         other = self._parallel or self._multiplier != 1.0 or len(self._norms()) != 2
         if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
-            raise NotPlain("the layers join the stream in another way than Llama's")
+            raise NotStackable("the layers join the stream in another way than Llama's")
         if not isinstance(mixer, Attention) or not mixer.plain:
-            raise NotPlain("the layers mix tokens in another way than Llama's")
+            raise NotStackable("the layers mix tokens in another way than Llama's")
         if not isinstance(feed_forward, GatedMlp) or not feed_forward.plain:
-            raise NotPlain("the feed-forward blocks are others than Llama's")
+            raise NotStackable("the feed-forward blocks are others than Llama's")
         if mixer.packed is None or feed_forward.packed is None:
-            raise NotPlain("the linears are not packed whole on one rank")
+            raise NotStackable("the linears are not packed whole on one rank")
         return StackLayer(
             qkv=mixer.packed[0],
             out=mixer.packed[1],

@@ -25,9 +25,12 @@ from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.lending import borrow, declared
 from antiphon.model_worker.model.quantization import StoredLinears
 from antiphon.model_worker.model.spec import HeadSpec
+from antiphon.model_worker.model.transformers_backend.support import (
+    declared_spec,
+    load_transformers,
+)
 from antiphon.model_worker.model.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles, Place
     from antiphon.kernels.kv import KvScales
     from antiphon.layers.tp import Tp
-    from antiphon.model_worker.model.borrowed import BorrowedDecoder
     from antiphon.model_worker.model.spec import ModelSpec
+    from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """A decoder with its weights, on one rank.
 
     Attributes:
@@ -57,12 +60,12 @@ class Model:
     """
 
     spec: ModelSpec
-    decoder: Decoder | BorrowedDecoder
+    decoder: Decoder | TransformersDecoder
     build: Build
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict[int, "KvScales"])
 
     @property
-    def own(self) -> Decoder:
+    def own_decoder(self) -> Decoder:
         """The decoder of a model whose family is ours."""
         assert isinstance(self.decoder, Decoder), "its layers are those of transformers"
         return self.decoder
@@ -81,7 +84,7 @@ def load(
     headless: bool = False,
     cache_dtype: str = "auto",
     cache_scales: str = "",
-) -> Model:
+) -> LoadedModel:
     """Build the decoder that config.json describes and fill it from the weights.
 
     Args:
@@ -106,7 +109,7 @@ def load(
     try:
         files = files_at(place)
         config = read_config(files)
-        spec = declared(files, config, implementation)
+        spec = declared_spec(files, config, implementation)
         number = _dtype(dtype, config.dtype or config.torch_dtype, files)
         stored = _quantization(files, quantization)
     except ConfigError as error:
@@ -118,10 +121,10 @@ def load(
     ranks, kept = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
     if spec is None:
         build = Build(ranks, number, device_, cache_dtype=kept)
-        decoder = borrow(files, config, build, linear, quantized=stored is not None)
+        decoder = load_transformers(files, config, build, linear, quantized=stored is not None)
         scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kept else {}
         scales = _scales(scales, decoder.spec, build, cache_scales)
-        return Model(decoder.spec, decoder, build, scales)
+        return LoadedModel(decoder.spec, decoder, build, scales)
     if headless:
         spec = _without_logits(spec)
     linears = _linears(stored, spec, quantized or linear)
@@ -130,13 +133,13 @@ def load(
         decoder = Decoder(spec, build, method=METHODS[linear])
         checkpoint = Checkpoint.open(files, list(decoder.sources()))
         scales = take_scales(checkpoint, len(spec.layers))
-        fill(decoder, checkpoint, spec, stored)
+        load_weights(decoder, checkpoint, spec, stored)
     except ValueError as error:
         raise ModelLoadError(f"{files.folder}: {error}") from error
-    return Model(spec, decoder, build, _scales(scales, spec, build, cache_scales))
+    return LoadedModel(spec, decoder, build, _scales(scales, spec, build, cache_scales))
 
 
-def fill(
+def load_weights(
     decoder: Decoder,
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -154,11 +157,11 @@ def fill(
         ignored += (f"{spec.head.name}.weight",)
     based = isinstance(spec.head, HeadSpec) and spec.embedding.name.startswith(_BASE)
     heads = (f"{spec.head.name}.",) if isinstance(spec.head, HeadSpec) else ()
-    checkpoint.complete(_BASE if based else spec.prefix, (*heads, *spec.passed_over))
-    checkpoint.respell(dict(spec.old_endings))
+    checkpoint.add_prefix(_BASE if based else spec.prefix, (*heads, *spec.passed_over))
+    checkpoint.rename_endings(dict(spec.old_endings))
     blank: tuple[str, ...] = ()
     if quantization is not None:
-        checkpoint.respell(quantization.spelled)
+        checkpoint.rename_endings(quantization.spelled)
         ignored += quantization.ignored
         blank = quantization.blank
     count = len(spec.layers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.model.spec import Family
+    from antiphon.model_worker.model.spec import ModelFamily
 
 FAMILIES: dict[str, str] = {
     "FalconH1ForCausalLM": "antiphon.model_worker.model.families.falcon_h1:FALCON_H1",
@@ -40,15 +40,15 @@ FAMILIES: dict[str, str] = {
     "MixtralForCausalLM": "antiphon.model_worker.model.families.mixtral:MIXTRAL",
     "Qwen2MoeForCausalLM": "antiphon.model_worker.model.families.qwen2_moe:QWEN2_MOE",
     "Qwen3MoeForCausalLM": "antiphon.model_worker.model.families.qwen3_moe:QWEN3_MOE",
-    "GemmaForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA",
-    "Gemma2ForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA2",
-    "Gemma3TextForSequenceClassification": "antiphon.model_worker.model.families.judges:GEMMA3",
-    "LlamaForSequenceClassification": "antiphon.model_worker.model.families.judges:LLAMA",
-    "MistralForSequenceClassification": "antiphon.model_worker.model.families.judges:MISTRAL",
-    "Qwen2ForSequenceClassification": "antiphon.model_worker.model.families.judges:QWEN2",
-    "Qwen3ForSequenceClassification": "antiphon.model_worker.model.families.judges:QWEN3",
-    "Qwen2ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN2_REWARD",
-    "Qwen3ForRewardModel": "antiphon.model_worker.model.families.judges:QWEN3_REWARD",
+    "GemmaForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA",
+    "Gemma2ForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA2",
+    "Gemma3TextForSequenceClassification": "antiphon.model_worker.model.families.classifiers:GEMMA3",
+    "LlamaForSequenceClassification": "antiphon.model_worker.model.families.classifiers:LLAMA",
+    "MistralForSequenceClassification": "antiphon.model_worker.model.families.classifiers:MISTRAL",
+    "Qwen2ForSequenceClassification": "antiphon.model_worker.model.families.classifiers:QWEN2",
+    "Qwen3ForSequenceClassification": "antiphon.model_worker.model.families.classifiers:QWEN3",
+    "Qwen2ForRewardModel": "antiphon.model_worker.model.families.classifiers:QWEN2_REWARD",
+    "Qwen3ForRewardModel": "antiphon.model_worker.model.families.classifiers:QWEN3_REWARD",
     "BertModel": "antiphon.model_worker.model.families.bert:BERT",
     "BertForSequenceClassification": "antiphon.model_worker.model.families.bert:BERT_CLASSIFIER",
     "RobertaModel": "antiphon.model_worker.model.families.bert:ROBERTA",
@@ -63,12 +63,12 @@ FAMILIES: dict[str, str] = {
     "ModernBertForSequenceClassification": (
         "antiphon.model_worker.model.families.modernbert:MODERNBERT_CLASSIFIER"
     ),
-    "Gemma2Model": "antiphon.model_worker.model.families.judges:GEMMA2_BASE",
-    "Gemma3TextModel": "antiphon.model_worker.model.families.judges:GEMMA3_BASE",
-    "LlamaModel": "antiphon.model_worker.model.families.judges:LLAMA_BASE",
-    "MistralModel": "antiphon.model_worker.model.families.judges:MISTRAL_BASE",
-    "Qwen2Model": "antiphon.model_worker.model.families.judges:QWEN2_BASE",
-    "Qwen3Model": "antiphon.model_worker.model.families.judges:QWEN3_BASE",
+    "Gemma2Model": "antiphon.model_worker.model.families.classifiers:GEMMA2_BASE",
+    "Gemma3TextModel": "antiphon.model_worker.model.families.classifiers:GEMMA3_BASE",
+    "LlamaModel": "antiphon.model_worker.model.families.classifiers:LLAMA_BASE",
+    "MistralModel": "antiphon.model_worker.model.families.classifiers:MISTRAL_BASE",
+    "Qwen2Model": "antiphon.model_worker.model.families.classifiers:QWEN2_BASE",
+    "Qwen3Model": "antiphon.model_worker.model.families.classifiers:QWEN3_BASE",
 }
 
 
@@ -81,7 +81,7 @@ BASES: dict[str, str] = {
 """Architectures of which the model below the head is served."""
 
 
-def find_family(architectures: tuple[str, ...]) -> Family:
+def find_family(architectures: tuple[str, ...]) -> ModelFamily:
     """The family of the first architecture that we serve.
 
     Raises:

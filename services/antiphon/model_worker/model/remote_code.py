@@ -13,16 +13,16 @@ from antiphon.model_worker.model.registry import find_family
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import ModelFiles
-    from antiphon.model_worker.model.spec import Family
+    from antiphon.model_worker.model.spec import ModelFamily
 
 log = logging.getLogger(__name__)
 
 
-class _Config(msgspec.Struct):
+class _AutoMapConfig(msgspec.Struct):
     auto_map: dict[str, str | list[str | None]] = {}
 
 
-def family_of(architectures: tuple[str, ...], files: ModelFiles) -> Family:
+def family_of(architectures: tuple[str, ...], files: ModelFiles) -> ModelFamily:
     """The family that serves a model, by our own code whatever the folder brings.
 
     Raises:
@@ -50,7 +50,7 @@ def remote_code(config: bytes) -> tuple[str, ...]:
         ConfigError: It does not say so as others do.
     """
     try:
-        mapped = msgspec.json.decode(config, type=_Config).auto_map.values()
+        mapped = msgspec.json.decode(config, type=_AutoMapConfig).auto_map.values()
     except msgspec.DecodeError as error:
         raise ConfigError(f"config.json: {error}") from error
     targets = [

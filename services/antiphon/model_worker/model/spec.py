@@ -186,7 +186,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     further_layers: int = 0
 
     @property
-    def writes(self) -> bool:
+    def generative(self) -> bool:
         """Whether it has logits, which a token can be drawn from."""
         return isinstance(self.head, HeadSpec)
 
@@ -215,7 +215,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """A family of models: the name, and the function that makes a model's spec of its config.
 
     Attributes:
@@ -228,7 +228,7 @@ class Family:
     name: str
     declare: Callable[[ConfigFile], ModelSpec]
     features: tuple[str, ...] = ()
-    layers_of: Family | None = None
+    layers_of: ModelFamily | None = None
 
 
 def _group_order(kept: CacheSpec) -> tuple[bool, bool, int]:

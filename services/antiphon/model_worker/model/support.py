@@ -21,8 +21,8 @@ from antiphon.layers.mla import LatentSpec
 from antiphon.layers.tp import SingleRank
 from antiphon.layers.weights import Build
 from antiphon.model_worker.model.config_file import ConfigFile
-from antiphon.model_worker.model.declare import read_spec
 from antiphon.model_worker.model.decoder import Decoder
+from antiphon.model_worker.model.llama_parts import read_spec
 from antiphon.model_worker.model.quantization import StoredLinears
 from antiphon.model_worker.model.registry import find_family
 from antiphon.model_worker.model.spec import HeadSpec

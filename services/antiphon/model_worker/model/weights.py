@@ -9,9 +9,9 @@ from antiphon.config.loading import LoadFormat
 from antiphon.config.model_files import ENDINGS, ModelFiles, Place, files_at
 from antiphon.config.text_part import text_name
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats import pages
-from antiphon.model_worker.model.formats.ahead import read_ahead
-from antiphon.model_worker.model.formats.progress import Progress
+from antiphon.model_worker.model.formats import page_hints as pages
+from antiphon.model_worker.model.formats.prefetch import prefetch_tensors
+from antiphon.model_worker.model.formats.progress import LoadProgress
 from antiphon.model_worker.model.formats.safetensors import read_safetensors
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from antiphon.layers.weights import WeightSource
-    from antiphon.model_worker.model.formats.stored import StoredTensor
+    from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
 
 NAMED_MAX = 5
 """Tensors that an error names; the rest are counted."""
@@ -52,7 +52,7 @@ class Checkpoint:
             raise ModelLoadError(f"{files.folder}: the {_endings(files)} files hold no tensors")
         return cls({text_name(name): tensor for name, tensor in tensors.items()})
 
-    def complete(self, prefix: str, beside: tuple[str, ...] = ()) -> None:
+    def add_prefix(self, prefix: str, beside: tuple[str, ...] = ()) -> None:
         """Give every name the prefix that none has; of the base of a model alone, none does.
 
         Args:
@@ -65,7 +65,7 @@ class Checkpoint:
                 for name, tensor in self.tensors.items()
             }
 
-    def respell(self, endings: Mapping[str, str]) -> None:
+    def rename_endings(self, endings: Mapping[str, str]) -> None:
         """Call tensors by the endings that are wanted, where a tool writes others."""
         for old, new in endings.items():
             for name in [name for name in self.tensors if name.endswith(old)]:
@@ -138,8 +138,8 @@ class Checkpoint:
         for source in sources:
             takers.setdefault(source.name, []).append(source)
         tensors = [self.tensors[name] for name in takers]
-        progress = Progress(sum(tensor.data.size_bytes for tensor in tensors))
-        contents = read_ahead([tensor.data for tensor in tensors])
+        progress = LoadProgress(sum(tensor.data.size_bytes for tensor in tensors))
+        contents = prefetch_tensors([tensor.data for tensor in tensors])
         for tensor, takes, content in zip(tensors, takers.values(), contents, strict=True):
             numbers = tensor.decode(content)
             for source in takes:
@@ -152,9 +152,9 @@ class Checkpoint:
 
 def _read(files: ModelFiles, sources: Sequence[WeightSource]) -> dict[str, StoredTensor]:
     if files.format is LoadFormat.DUMMY:
-        from antiphon.model_worker.model.formats.dummy import draw  # noqa: PLC0415
+        from antiphon.model_worker.model.formats.dummy import dummy_weights  # noqa: PLC0415
 
-        return draw(sources)
+        return dummy_weights(sources)
     if not files.weights:
         raise ModelLoadError(f"{files.folder}: there is no {_endings(files)} file")
     if files.format is LoadFormat.GGUF:

@@ -13,9 +13,9 @@ from antiphon.kernels.op import Choice
 from antiphon.kernels.rotary import AngleTables, Rotations
 from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
-from antiphon.model_worker.model.layer import NotPlain
+from antiphon.model_worker.model.layer import NotStackable
+from antiphon.model_worker.runner.bidirectional import BidirectionalAttend
 from antiphon.model_worker.runner.latent import PagedLatentAttend, latent_groups, latent_rows
-from antiphon.model_worker.runner.whole import WholeAttend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from antiphon.kernels.ops import Ops
     from antiphon.kernels.states import StateRows
     from antiphon.layers.context import Attend, Manner
-    from antiphon.model_worker.batching.plan import Ints, Plan
-    from antiphon.model_worker.model.load import Model
-    from antiphon.model_worker.runner.batch import Batch
+    from antiphon.model_worker.batching.plan import Ints, StepPlan
+    from antiphon.model_worker.model.load import LoadedModel
+    from antiphon.model_worker.runner.input_batch import InputBatch
     from antiphon.model_worker.runner.kv_pool import KvPool
     from antiphon.model_worker.runner.state_pool import StatePool
 
@@ -43,7 +43,7 @@ _STACKED = (
 )
 
 
-class Contexts:
+class ForwardContexts:
     """Makes the context of each pass of one model on one rank.
 
     `fused` false keeps the layers apart where they could be one stack; `deterministic` leaves out
@@ -52,7 +52,7 @@ class Contexts:
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         ops: Ops,
         pools: tuple[KvPool, ...],
         states: tuple[StatePool, ...] = (),
@@ -80,20 +80,22 @@ class Contexts:
         self._kept: int | None = None  # step of the pass that the stack may go on from
         self.choice = self._choose(model, fused=fused)
 
-    def _choose(self, model: Model, *, fused: bool) -> Choice[..., object]:
+    def _choose(self, model: LoadedModel, *, fused: bool) -> Choice[..., object]:
         """One call for all layers, if that is to be and can be."""
         decoder = model.decoder
         try:
             _refuse_apart(self._ops, fused=fused)
             self._stack = decoder.stack(self._caches)
             self._stack_angles = self._angles.of(decoder.rotary)
-        except NotPlain as error:
+        except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is as invariant as its operations are.
             return Choice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
         return Choice(STACK, self._stack, "cpu", (), invariant=True)
 
-    def score(self, plan: Plan, batch: Batch, tokens: Ints, *, bare: bool) -> Scored | None:
+    def score(
+        self, plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
+    ) -> Scored | None:
         """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had.
 
         A `bare` result may be without them, as in `Stack.score`.
@@ -119,7 +121,7 @@ class Contexts:
         """A pass has failed: the next one goes on from nothing."""
         self._kept = None
 
-    def of(self, plan: Plan, batch: Batch) -> ForwardContext:
+    def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         """The context of one pass."""
         rotations = Rotations(self._angles, plan.positions[0])
         adapted = self._adapted(plan)
@@ -140,15 +142,15 @@ class Contexts:
             fused=fused,
         )
 
-    def _adapted(self, plan: Plan) -> bool:
+    def _adapted(self, plan: StepPlan) -> bool:
         return self._adapters is not None and bool((plan.adapter >= 0).any())
 
-    def _attend(self, plan: Plan, batch: Batch, rotations: Rotations) -> Attend:
+    def _attend(self, plan: StepPlan, batch: InputBatch, rotations: Rotations) -> Attend:
         if not self._causal:
-            return WholeAttend.of(self._ops, plan, rotations)
+            return BidirectionalAttend.of(self._ops, plan, rotations)
         return PagedAttend(self._ops, self._caches, batch.groups, rotations)
 
-    def _attend_latent(self, batch: Batch, rotations: Rotations) -> PagedLatentAttend:
+    def _attend_latent(self, batch: InputBatch, rotations: Rotations) -> PagedLatentAttend:
         rows = latent_rows(self._latent, batch.groups, absorbed=self._deterministic)
         return PagedLatentAttend(self._ops, self._caches, rows, rotations)
 
@@ -211,7 +213,7 @@ def _states(pools: tuple[StatePool, ...]) -> dict[int, LayerStates]:
 def _refuse_apart(ops: Ops, *, fused: bool) -> None:
     """Refuse a stack whose operations were chosen otherwise."""
     if not fused:
-        raise NotPlain("layers are kept apart")
+        raise NotStackable("layers are kept apart")
     for choice in ops.choices:
         if choice.op in _STACKED and choice.backend != "cpu":
-            raise NotPlain(f"{choice.op} runs on {choice.backend}")
+            raise NotStackable(f"{choice.op} runs on {choice.backend}")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from antiphon.kernels.op import Choice
-    from antiphon.model_worker.model.load import Model
+    from antiphon.model_worker.model.load import LoadedModel
 
 
-def require_invariant(model: Model, choices: Iterable[Choice[..., object]]) -> None:
+def require_invariant(model: LoadedModel, choices: Iterable[Choice[..., object]]) -> None:
     """Check that a row's bits depend on that row alone in all that a pass computes.
 
     Raises:

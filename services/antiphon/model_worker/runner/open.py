@@ -10,10 +10,10 @@ from antiphon.config.model_files import files_at
 from antiphon.kernels.op import table
 from antiphon.model_worker.model.cache_scales import scales_digest
 from antiphon.model_worker.model.load import load
-from antiphon.model_worker.runner.eight_bits import require_widening
-from antiphon.model_worker.runner.forward import Runner
 from antiphon.model_worker.runner.memory import STATES, cache_groups
+from antiphon.model_worker.runner.model_runner import ModelRunner
 from antiphon.model_worker.runner.pooling import Pooler
+from antiphon.model_worker.runner.quantized_cache import require_native_reads
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
@@ -34,7 +34,7 @@ class OpenModel:
         kv_scales: Digest of the scales of keys and values in eight bits; empty without any.
     """
 
-    runner: Runner
+    runner: ModelRunner
     groups: tuple[CacheGroup, ...]
     spec: ModelSpec
     kv_scales: str = ""
@@ -61,7 +61,7 @@ def open_model(
 ) -> OpenModel:
     """Load a model and make room for `pages` pages a cache group, or `states`.
 
-    With `pooling` it makes vectors of prompts. See `load` and `Runner`.
+    With `pooling` it makes vectors of prompts. See `load` and `ModelRunner`.
 
     Raises:
         ModelLoadError: The folder cannot be served; nothing has run by then.
@@ -85,7 +85,9 @@ def open_model(
         model.spec, model.build, page_tokens=page_tokens, pages=pages, states=states
     )
     pooler = None if pooling is None else Pooler.open(pooling, files_at(place).folder, model)
-    runner = Runner(model, groups, adapters=adapters, pooler=pooler, deterministic=deterministic)
-    require_widening(model, runner.choices)
+    runner = ModelRunner(
+        model, groups, adapters=adapters, pooler=pooler, deterministic=deterministic
+    )
+    require_native_reads(model, runner.choices)
     log.info("kernels", extra={"table": "\n" + table(runner.choices)})
     return OpenModel(runner, groups, model.spec, scales_digest(model.kv_scales))

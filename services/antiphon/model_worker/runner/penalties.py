@@ -24,7 +24,7 @@ _TOKENS = 64
 _NONE = -1
 
 
-class DrawnTokens:
+class TokenCounts:
     """Counts what the slots with penalties draw; costs nothing until there is one."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class DrawnTokens:
             self._counts[slot, : len(ids)] = counts
             self._distinct[slot] = len(ids)
 
-    def lower(
+    def apply(
         self, ops: Ops, logits: Tensor, places: Longs, slots: Ints, penalties: Penalties
     ) -> None:
         """Penalise what was drawn, in place. `places` (P,) are rows of the logits."""

@@ -17,7 +17,7 @@ from antiphon.config.model_files import LoadFormat, find_files
 from antiphon.config.pooling import PoolMode, Squash
 from antiphon.config.tasks import Task
 from antiphon.layers.score import ScoreSpec
-from antiphon.model_worker.batching.plan import Vectors
+from antiphon.model_worker.batching.plan import PooledVectors
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.config.pooling import Dense, Pooling
-    from antiphon.model_worker.batching.plan import Floats, Plan
-    from antiphon.model_worker.model.load import Model
+    from antiphon.model_worker.batching.plan import Floats, StepPlan
+    from antiphon.model_worker.model.load import LoadedModel
 
     Score = Callable[[Tensor], Tensor]
 
 _BLOCK_TOKENS = 128
 """Tokens that are added up at once: their running sums take memory."""
 
-_SQUASHES: dict[Squash, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[Squash, Callable[[Tensor], Tensor]] = {
     Squash.IDENTITY: lambda x: x,
     Squash.TANH: torch.tanh,
     Squash.RELU: F.relu,
@@ -52,7 +52,7 @@ class Pooler:
     mean is added up token after token, so that it does not depend on how the prompt was cut.
     """
 
-    def __init__(self, pooling: Pooling, linears: tuple[Linear, ...] = ()) -> None:
+    def __init__(self, pooling: Pooling, linears: tuple[PoolingLinear, ...] = ()) -> None:
         self._pooling = pooling
         self._linears = linears
         # By slot: after how many tokens of the prompt what was kept. A plan may be run again, so
@@ -60,7 +60,7 @@ class Pooler:
         self._kept: dict[int, list[tuple[int, Tensor]]] = {}
 
     @classmethod
-    def open(cls, pooling: Pooling, folder: Path, model: Model) -> Pooler:
+    def open(cls, pooling: Pooling, folder: Path, model: LoadedModel) -> Pooler:
         """With the linears that a model's folder holds; a head of scores says what it pools.
 
         Raises:
@@ -72,7 +72,7 @@ class Pooler:
             pooling = replace(pooling, mode=PoolMode(model.spec.pooling))
         return cls(pooling, tuple(_read(dense, folder / dense.folder) for dense in pooling.dense))
 
-    def pool(self, plan: Plan, hidden: Tensor, score: Score) -> Vectors:
+    def pool(self, plan: StepPlan, hidden: Tensor, score: Score) -> PooledVectors:
         """Take in a plan's normalised hidden (T, D); give the vectors of prompts that end with it.
 
         Args:
@@ -98,7 +98,7 @@ class Pooler:
         for slot in plan.slot[wanted.ends].tolist():
             self._kept.pop(slot, None)
         joined = np.concatenate(values) if values else np.zeros(0, np.float32)
-        return Vectors(starts=np.cumsum(widths, dtype=np.int32), values=joined)
+        return PooledVectors(starts=np.cumsum(widths, dtype=np.int32), values=joined)
 
     def _take(self, slot: int, piece: Tensor, start: int) -> Tensor:
         """What stands for a prompt up to a piece of it (n, D), which begins at `start`."""
@@ -127,16 +127,16 @@ class Pooler:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class PoolingLinear:
     """A linear behind the pooling, with what follows it."""
 
     weight: Tensor
     bias: Tensor | None
-    squash: Squash
+    activation: Squash
 
     def __call__(self, vector: Tensor) -> Tensor:
         """(inputs,)  ->  (outputs,)."""
-        return _SQUASHES[self.squash](F.linear(vector, self.weight, self.bias))
+        return _ACTIVATIONS[self.activation](F.linear(vector, self.weight, self.bias))
 
 
 def _added(piece: Tensor, before: Tensor | None) -> Tensor:
@@ -147,7 +147,7 @@ def _added(piece: Tensor, before: Tensor | None) -> Tensor:
     return total
 
 
-def _read(dense: Dense, folder: Path) -> Linear:
+def _read(dense: Dense, folder: Path) -> PoolingLinear:
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.outputs, dense.inputs)}
     if dense.bias:
         shapes["linear.bias"] = (dense.outputs,)
@@ -156,4 +156,4 @@ def _read(dense: Dense, folder: Path) -> Linear:
         if name not in tensors or tuple(tensors[name].shape) != shape:
             raise ModelLoadError(f"{folder}: there is no {name} of the shape {shape}")
     read = {name: tensors[name].decode(tensors[name].data.read()).float() for name in shapes}
-    return Linear(read["linear.weight"], read.get("linear.bias"), dense.squash)
+    return PoolingLinear(read["linear.weight"], read.get("linear.bias"), dense.squash)

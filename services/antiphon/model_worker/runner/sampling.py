@@ -12,7 +12,7 @@ import torch
 
 from antiphon.kernels.philox import Purpose, uniform
 from antiphon.model_worker.runner.errors import PlanRefused
-from antiphon.model_worker.runner.penalties import DrawnTokens
+from antiphon.model_worker.runner.penalties import TokenCounts
 from antiphon.wire.sampling import TEMPERATURE_MIN
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.model_worker.batching.plan import Ints, Longs, Plan, SamplingColumns
+    from antiphon.model_worker.batching.plan import Ints, Longs, SamplingColumns, StepPlan
 
 
 class Sampler:
@@ -28,9 +28,11 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._drawn = DrawnTokens()
+        self._drawn = TokenCounts()
 
-    def steer(self, plan: Plan, logit_row: Longs, logits: Tensor) -> NDArray[np.bool_] | None:
+    def process_logits(
+        self, plan: StepPlan, logit_row: Longs, logits: Tensor
+    ) -> NDArray[np.bool_] | None:
         """Apply penalties, masks and biases to the logits, in place and in this order.
 
         logits (L, V) float32, finite; logit_row (L,) the plan's row of each, rising
@@ -43,7 +45,7 @@ class Sampler:
             self._drawn.begin(plan.penalties)
             places = _places(plan.step, logit_row, plan.penalties.rows)
             slots = plan.slot[plan.penalties.rows]
-            self._drawn.lower(self._ops, logits, places, slots, plan.penalties)
+            self._drawn.apply(self._ops, logits, places, slots, plan.penalties)
         if plan.token_masks is not None:
             assert plan.token_mask_rows is not None, "masks without rows"
             places = _places(plan.step, logit_row, plan.token_mask_rows)
@@ -60,13 +62,13 @@ class Sampler:
         barren[logit_row[nothing]] = True
         return barren
 
-    def draw(
+    def sample(
         self,
         columns: SamplingColumns,
         logits: Tensor,
         rows: Longs,
         positions: Longs,
-        likeliest: Ints | None = None,
+        argmax: Ints | None = None,
     ) -> Ints:
         """Draw a token a row of logits.
 
@@ -79,14 +81,14 @@ class Sampler:
         random = is_random(columns)[rows]
         if random.all():
             return self._draw(columns, logits, rows, positions)
-        tokens = self._greedy(logits) if likeliest is None else likeliest
+        tokens = self._greedy(logits) if argmax is None else argmax
         drawn = np.flatnonzero(random)
         if len(drawn):
             some = logits[torch.as_tensor(drawn)]
             tokens[drawn] = self._draw(columns, some, rows[drawn], positions[drawn])
         return tokens
 
-    def count(self, plan: Plan, starts: Ints, token_ids: Ints) -> None:
+    def count(self, plan: StepPlan, starts: Ints, token_ids: Ints) -> None:
         """Remember what the rows with penalties accepted, row r `[starts[r], starts[r + 1])`."""
         if plan.penalties is None:
             return
@@ -119,7 +121,7 @@ def is_random(columns: SamplingColumns) -> NDArray[np.bool_]:
     return (columns.temperature >= TEMPERATURE_MIN) & (columns.top_k != 1)
 
 
-def steered(plan: Plan) -> bool:
+def changes_logits(plan: StepPlan) -> bool:
     """Whether anything changes the logits of a plan."""
     return not (plan.penalties is None and plan.token_masks is None and plan.biases is None)
 

@@ -6,13 +6,13 @@ import hashlib
 
 import msgspec
 import pytest
+from tests.support.clock import ManualClock
 
 from antiphon.config.access import AccessConfig
 from antiphon.config.tenants import TenantConfig, Tenants
 from antiphon.gateway.access.access import Access
 from antiphon.gateway.access.keys import AccessLevel, Caller
 from antiphon.gateway.requests.generation_request import GenerationRequest, SamplingOptions
-from tests.support.clock import ManualClock
 from antiphon.wire.errors import (
     EngineError,
     Forbidden,

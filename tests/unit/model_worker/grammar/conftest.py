@@ -8,7 +8,7 @@ import pytest
 from antiphon import embedded
 from antiphon.config.card import read_card
 from antiphon.config.grammar import GrammarConfig
-from antiphon.model_worker.grammar.matcher import Compiler
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.service.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
-def compiler_of(vocabulary: Vocabulary) -> Callable[..., Compiler]:
+def compiler_of(vocabulary: Vocabulary) -> Callable[..., XgrammarCompiler]:
     """A compiler for the embedded model, with some settings changed."""
 
-    def make(**settings: object) -> Compiler:
+    def make(**settings: object) -> XgrammarCompiler:
         config = msgspec.convert(settings, GrammarConfig)
-        return Compiler(vocabulary, END_IDS, config)
+        return XgrammarCompiler(vocabulary, END_IDS, config)
 
     return make

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.guide import Deferred, Guide
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.batching.guide import GrammarState
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.request import Finish
-    from antiphon.model_worker.grammar.matcher import CompiledGrammar
+    from antiphon.model_worker.grammar.matcher import GrammarState
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
     from antiphon.service.vocabulary import Vocabulary
 
 
@@ -35,16 +35,16 @@ def allowed(mask: Ints | None, size: int) -> list[int]:
 
 
 def guide_of(
-    compiled: CompiledGrammar, vocabulary: Vocabulary, after: tuple[int, ...] = ()
-) -> Guide:
-    state: GrammarState = compiled.begin(())
+    compiled: XgrammarGrammar, vocabulary: Vocabulary, after: tuple[int, ...] = ()
+) -> GrammarMatcher:
+    state: GrammarState = compiled.start(())
     if after:
-        state = Deferred(state, after)
-    return Guide(state, len(vocabulary.tokens), compiled.ends(()))
+        state = DeferredGrammarState(state, after)
+    return GrammarMatcher(state, len(vocabulary.tokens), compiled.eos_ids(()))
 
 
 def speak(
-    guide: Guide,
+    guide: GrammarMatcher,
     vocabulary: Vocabulary,
     *,
     seed: int,
@@ -71,7 +71,7 @@ def speak(
         if short.intersection(ids) and not hurries and random.random() < 0.5:
             ids = sorted(short.intersection(ids))
         token = int(random.choice(sorted(hurried) if hurries else ids))
-        said.finish = guide.follow(token)
+        said.finish = guide.accept_token(token)
         if said.finish is not None:
             return said
         said.ids.append(token)

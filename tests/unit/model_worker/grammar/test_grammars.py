@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
+from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import VOCAB_SIZE, Compiler
 
 from antiphon.config.grammar import GrammarConfig
-from antiphon.model_worker.batching.guide import Guide
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
-from antiphon.model_worker.grammar.grammars import Grammars
+from antiphon.model_worker.grammar.backend import GrammarBackend
+from antiphon.model_worker.grammar.matcher import GrammarMatcher
 from antiphon.model_worker.grammar.metrics import GrammarMetrics
-from antiphon.model_worker.grammar.places import WAITING_MAX, Places
 from antiphon.model_worker.grammar.queue import GrammarQueue
-from antiphon.model_worker.output import Run
+from antiphon.model_worker.grammar.tenant_slots import WAITING_MAX, TenantSlots
+from antiphon.model_worker.protocol.worker_output import RunChoice
 from antiphon.telemetry.metrics import Metrics
-from tests.support.wait import until
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import EngineError, Internal, InvalidRequest, Overloaded
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -44,7 +44,7 @@ class Bench:
         config = msgspec.convert(settings, GrammarConfig)
         self.registry = Metrics()
         self.metrics = GrammarMetrics(self.registry)
-        self.grammars = Grammars(
+        self.grammars = GrammarBackend(
             config, VOCAB_SIZE, self.open, group, self.metrics, clock=lambda: self.now
         )
 
@@ -56,10 +56,10 @@ class Bench:
         self.opened += 1
         return self.compiler
 
-    async def guide(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> Guide:
-        return await self.grammars.guide(msgspec.structs.replace(state_of(text), tenant=tenant))
+    async def guide(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> GrammarMatcher:
+        return await self.grammars.matcher(msgspec.structs.replace(state_of(text), tenant=tenant))
 
-    def ask(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> asyncio.Task[Guide]:
+    def ask(self, text: str, tenant: TenantId = DEFAULT_TENANT) -> asyncio.Task[GrammarMatcher]:
         return self.group.create_task(self.guide(text, tenant))
 
     async def until_begun(self) -> None:
@@ -90,7 +90,7 @@ async def benched(**settings: object) -> AsyncGenerator[Bench]:
             bench.grammars.close()
 
 
-def first(guide: Guide) -> int:
+def first(guide: GrammarMatcher) -> int:
     assert guide.mask is not None
     (token,) = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))
     return int(token)
@@ -100,7 +100,7 @@ async def test_a_grammar_is_compiled_once_however_many_choices_ask_at_once() -> 
     async with benched() as bench:
         guides = await asyncio.gather(*(bench.guide("cab") for _ in range(20)))
         assert [first(guide) for guide in guides] == [5] * 20
-        assert guides[0].follow(5) is None
+        assert guides[0].accept_token(5) is None
         assert (first(guides[0]), first(guides[1])) == (3, 5), "two choices share a state"
         await bench.guide("cab")
         assert bench.compiler.compiled == {"cab": 1}
@@ -139,7 +139,7 @@ async def test_choices_that_get_no_guide_are_counted_as_aborted() -> None:
             refuse=refused.__setitem__,
         )
         for number, text in enumerate(("slow", "bad", "a")):
-            queue.put(Run(ChoiceKey(number), state_of(text), None))
+            queue.put(RunChoice(ChoiceKey(number), state_of(text), None))
         await bench.until_begun()
         assert queue.drop(ChoiceKey(0))
         assert not queue.drop(ChoiceKey(0))
@@ -281,11 +281,11 @@ async def test_small_grammar_of_a_tenant_waits_for_no_large_ones_of_another() ->
 
 
 async def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
-    places, order = Places(1), list[str]()
+    places, order = TenantSlots(1), list[str]()
     events = [asyncio.Event() for _ in range(2)]
 
     async def work(tenant: TenantId, name: str, until: asyncio.Event | None = None) -> None:
-        async with places.place(tenant, timeout_s=20):
+        async with places.slot(tenant, timeout_s=20):
             order.append(name)
             if until is not None:
                 await until.wait()
@@ -335,11 +335,11 @@ async def test_schema_with_too_many_properties_is_refused_before_it_is_compiled(
             state = msgspec.structs.replace(state_of("a"), sampling=sampling)
             if refused:
                 with pytest.raises(InvalidRequest, match="21 properties, more than 20"):
-                    await bench.grammars.guide(state)
+                    await bench.grammars.matcher(state)
                 assert sum(bench.compiler.compiled.values()) == 1
             else:
                 with contextlib.suppress(Exception):
-                    await bench.grammars.guide(state)
+                    await bench.grammars.matcher(state)
                 assert sum(bench.compiler.compiled.values()) == 1
 
 
@@ -349,7 +349,7 @@ async def test_a_grammar_that_finds_no_place_may_come_again() -> None:
         slow, *others = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(slow, Overloaded)
         # Which of them the place went to when the slow one gave it up is a matter of chance.
-        assert all(isinstance(other, Guide | Overloaded) for other in others)
+        assert all(isinstance(other, GrammarMatcher | Overloaded) for other in others)
         assert first(await bench.guide("a")) == 3
 
 
@@ -366,12 +366,12 @@ async def test_grammars_are_forgotten_by_number_and_by_size() -> None:
 
 async def test_a_choice_begins_where_its_answer_stands() -> None:
     async with benched() as bench:
-        assert first(await bench.grammars.guide(state_of("cab", 5, 3))) == 4
+        assert first(await bench.grammars.matcher(state_of("cab", 5, 3))) == 4
         with pytest.raises(Internal, match="not of its grammar"):
-            await bench.grammars.guide(state_of("cab", 5, 5))
-        deferred = await bench.grammars.guide(state_of("cab", 30, 31, after=(31, 32)))
+            await bench.grammars.matcher(state_of("cab", 5, 5))
+        deferred = await bench.grammars.matcher(state_of("cab", 30, 31, after=(31, 32)))
         assert deferred.mask is None
-        assert deferred.follow(32) is None
+        assert deferred.accept_token(32) is None
         assert first(deferred) == 5
 
 
@@ -387,7 +387,7 @@ async def test_choices_wait_in_a_queue_until_their_grammars_are_there() -> None:
             refuse=refused.__setitem__,
         )
         for number, text in enumerate(("slow", "a", "bad", "slow")):
-            queue.put(Run(ChoiceKey(number), state_of(text), None))
+            queue.put(RunChoice(ChoiceKey(number), state_of(text), None))
         await until(lambda: len(queue) == 2)
         assert handed == [1]
         assert list(refused) == [2]

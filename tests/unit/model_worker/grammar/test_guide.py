@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.model_worker.grammar.words import END, VOCAB_SIZE, Word
 
-from antiphon.model_worker.batching.guide import Deferred, Guide
+from antiphon.model_worker.grammar.matcher import DeferredGrammarState, GrammarMatcher
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 
@@ -32,12 +32,12 @@ class Raises(Word):
         raise InvalidRequest("grammar: out of memory")
 
 
-def guide(state: Word | Deferred) -> Guide:
-    return Guide(state, VOCAB_SIZE, frozenset({END}))
+def guide(state: Word | DeferredGrammarState) -> GrammarMatcher:
+    return GrammarMatcher(state, VOCAB_SIZE, frozenset({END}))
 
 
 def test_a_matcher_that_raises_ends_its_own_choice() -> None:
-    finish = guide(Raises("cab")).follow(CAB[0])
+    finish = guide(Raises("cab")).accept_token(CAB[0])
     assert finish is not None
     assert finish.error is not None
     assert finish.error.code == "invalid_request"
@@ -47,17 +47,17 @@ def test_a_sentence_is_followed_to_its_end() -> None:
     word = guide(Word("cab"))
     for token in CAB:
         assert not word.must_end
-        assert word.follow(token) is None
+        assert word.accept_token(token) is None
     assert word.must_end
-    finish = word.follow(END)
+    finish = word.accept_token(END)
     assert finish is not None
     assert (finish.reason, finish.matched_stop, finish.error) == (FinishReason.STOP, END, None)
 
 
 def test_a_choice_that_cannot_go_on_ends_with_the_reason() -> None:
     barren = guide(Barren("ab"))
-    assert barren.follow(3) is None
-    finish = barren.follow(4)
+    assert barren.accept_token(3) is None
+    finish = barren.accept_token(4)
     assert finish is not None
     assert finish.error is not None
     assert finish.error.message == "grammar: no token may come next"
@@ -66,29 +66,29 @@ def test_a_choice_that_cannot_go_on_ends_with_the_reason() -> None:
 
 
 def test_everything_is_allowed_until_the_grammar_begins() -> None:
-    thinker = guide(Deferred(Word("cab"), AFTER))
+    thinker = guide(DeferredGrammarState(Word("cab"), AFTER))
     for token in (20, 21, 20, 20, 20, END, 7, 20, 20, 21):
         assert thinker.mask is None
         assert not thinker.must_end
-        assert thinker.follow(token) is None
+        assert thinker.accept_token(token) is None
     assert thinker.mask is not None
     for token in CAB:
-        assert thinker.follow(token) is None
+        assert thinker.accept_token(token) is None
     assert thinker.must_end
-    assert thinker.follow(END) is not None
+    assert thinker.accept_token(END) is not None
 
 
 @given(st.lists(st.sampled_from([3, 4, 5, 20, 21, END, -1, -2, -4, -9]), max_size=60))
 def test_what_is_taken_back_leaves_no_trace(moves: list[int]) -> None:
     """Moves are tokens, or below 0 how many to take back."""
-    state, tokens = Deferred(Word("cab"), AFTER), list[int]()
+    state, tokens = DeferredGrammarState(Word("cab"), AFTER), list[int]()
     for move in moves:
         if move < 0:
             state.rollback(min(-move, len(tokens)))
             del tokens[len(tokens) - min(-move, len(tokens)) :]
         elif state.accept(move):
             tokens.append(move)
-        fresh = Deferred(Word("cab"), AFTER)
+        fresh = DeferredGrammarState(Word("cab"), AFTER)
         assert all(fresh.accept(token) for token in tokens)
         assert fresh.terminated == state.terminated
         if not fresh.terminated:

@@ -13,13 +13,13 @@ from tests.unit.model_worker.grammar.json_schemas import random_json_schema
 from tests.unit.model_worker.grammar.speaker import guide_of, speak
 from tests.unit.model_worker.grammar.validity import REFUSALS, check, form_of
 
-from antiphon.model_worker.grammar.matcher import CompiledGrammar
 from antiphon.model_worker.grammar.source import source_of
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
     from antiphon.service.vocabulary import Vocabulary
 
 VOICES = 3
@@ -28,16 +28,16 @@ SHORT = b'abc"0123456789-.:,{}[]\\ xT'
 """What the values and names of the schemas are made of, so that they are met by chance."""
 
 
-Compile = Callable[[object], CompiledGrammar]
+Compile = Callable[[object], XgrammarGrammar]
 
 
 @pytest.fixture(scope="module")
-def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
     compiler = compiler_of()
     return lambda schema: compiler.compile(source_of(form_of(schema), 20))
 
 
-def compiled_or_refused(compiled: Compile, schema: object) -> CompiledGrammar | str:
+def compiled_or_refused(compiled: Compile, schema: object) -> XgrammarGrammar | str:
     """The grammar of a schema, or the reason why there is none."""
     try:
         return compiled(schema)
@@ -100,7 +100,7 @@ def test_patterns_are_held_where_the_compiler_would_not(
     grammar = compiled({"type": "string", "pattern": pattern})
 
     def allowed(text: str) -> bool:
-        state = grammar.begin(())
+        state = grammar.start(())
         ids = [vocabulary.tokens.index(bytes([byte])) for byte in text.encode()]
         return all(map(state.accept, ids)) and state.accept(END)
 

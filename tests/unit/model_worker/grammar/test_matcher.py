@@ -13,24 +13,24 @@ import pytest
 from tests.unit.model_worker.grammar.schemas import random_pattern, random_schema
 from tests.unit.model_worker.grammar.speaker import allowed, guide_of, speak
 
-from antiphon.model_worker.batching.walking import Walk, WalkThreads
-from antiphon.model_worker.grammar.matcher import CompiledGrammar
-from antiphon.model_worker.grammar.source import Source, source_of
+from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor
+from antiphon.model_worker.grammar.source import GrammarSource, source_of
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
-    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
     from antiphon.service.vocabulary import Vocabulary
 
 END = 2
 
-Compile = Callable[[GrammarKind, str], CompiledGrammar]
+Compile = Callable[[GrammarKind, str], XgrammarGrammar]
 
 
 @pytest.fixture(scope="module")
-def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
     compiler = compiler_of()
     return lambda kind, text: compiler.compile(source_of(Grammar(kind=kind, text=text), 32))
 
@@ -111,7 +111,7 @@ def test_a_tag_holds_json_of_its_schema(
     guide = guide_of(grammar, vocabulary)
     begin = {token: id_ for id_, token in enumerate(vocabulary.tokens)}
     for byte in b"<call>":
-        assert guide.follow(begin[bytes([byte])]) is None
+        assert guide.accept_token(begin[bytes([byte])]) is None
     rest = speak(guide, vocabulary, seed=1).text
     content = rest[: rest.index(b"</call>")]
     assert set(json.loads(content)) == {"n"}
@@ -119,21 +119,21 @@ def test_a_tag_holds_json_of_its_schema(
 
 
 def test_white_space_has_a_bound(
-    compiler_of: Callable[..., Compiler], vocabulary: Vocabulary
+    compiler_of: Callable[..., XgrammarCompiler], vocabulary: Vocabulary
 ) -> None:
     compiler = compiler_of(whitespace_max=3)
-    grammar = compiler.compile(Source(GrammarKind.JSON_SCHEMA, json.dumps(TOOL)))
+    grammar = compiler.compile(GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(TOOL)))
     texts = [speak(guide_of(grammar, vocabulary), vocabulary, seed=n).text for n in range(30)]
     assert not any(re.search(rb"\s{4}", text) for text in texts)
     assert any(re.search(rb"\s{3}", text) for text in texts)
 
 
 def test_compact_json_has_one_space_after_commas_and_colons(
-    compiler_of: Callable[..., Compiler], vocabulary: Vocabulary
+    compiler_of: Callable[..., XgrammarCompiler], vocabulary: Vocabulary
 ) -> None:
     compiler = compiler_of(compact_json=True)
     schema = {"type": "array", "items": TOOL, "minItems": 2, "maxItems": 2}
-    grammar = compiler.compile(Source(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    grammar = compiler.compile(GrammarSource(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     for voice in range(10):
         text = speak(guide_of(grammar, vocabulary), vocabulary, seed=voice).text.decode()
         assert text == json.dumps(json.loads(text))
@@ -154,12 +154,12 @@ def test_after_the_end_of_the_grammar_only_an_end_may_come(
     guide = guide_of(compiled(GrammarKind.REGEX, "ab?"), vocabulary)
     ids = {token: id_ for id_, token in enumerate(vocabulary.tokens) if len(token) == 1}
     assert not guide.must_end
-    assert guide.follow(ids[b"a"]) is None
+    assert guide.accept_token(ids[b"a"]) is None
     assert not guide.must_end
     assert set(allowed(guide.mask, 1024)) == {ids[b"b"], END}
-    assert guide.follow(ids[b"b"]) is None
+    assert guide.accept_token(ids[b"b"]) is None
     assert guide.must_end
-    finish = guide.follow(END)
+    finish = guide.accept_token(END)
     assert finish is not None
     assert (finish.reason, finish.matched_stop) == (FinishReason.STOP, END)
 
@@ -169,8 +169,8 @@ def test_a_stop_token_without_text_ends_an_answer_too(
 ) -> None:
     grammar = compiled(GrammarKind.REGEX, "a")
     comma = vocabulary.tokens.index(b",")
-    assert grammar.ends((5, comma, 70_000)) == {END, 5}
-    state = grammar.begin((5, comma, 70_000))
+    assert grammar.eos_ids((5, comma, 70_000)) == {END, 5}
+    state = grammar.start((5, comma, 70_000))
     assert state.accept(vocabulary.tokens.index(b"a"))
     assert not state.accept(comma)
     assert state.accept(5)
@@ -181,7 +181,7 @@ def test_a_token_that_is_not_allowed_ends_the_choice_as_our_fault(
     compiled: Compile, vocabulary: Vocabulary
 ) -> None:
     for wrong in (vocabulary.tokens.index(b"b"), END, 0, 1023):
-        finish = guide_of(compiled(GrammarKind.REGEX, "a+"), vocabulary).follow(wrong)
+        finish = guide_of(compiled(GrammarKind.REGEX, "a+"), vocabulary).accept_token(wrong)
         assert finish is not None
         assert finish.error is not None
         assert finish.error.code == "internal"
@@ -195,7 +195,7 @@ def test_a_replayed_answer_stands_where_it_stood_at_every_cut(
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
     for cut in range(len(said.ids) + (said.finish is None)):
-        state = grammar.begin(())
+        state = grammar.start(())
         assert all(state.accept(token) for token in said.ids[:cut])
         words = np.zeros(32, np.int32)
         mask = words.tolist() if state.fill(words) else None
@@ -209,7 +209,7 @@ def test_what_is_taken_back_leaves_no_trace(
     dice = random.Random(seed)
     grammar = compiled(GrammarKind.JSON_SCHEMA, json.dumps(random_schema(dice)[0]))
     said = speak(guide_of(grammar, vocabulary), vocabulary, seed=seed, tokens_max=60)
-    state, length = grammar.begin(()), 0
+    state, length = grammar.start(()), 0
     for _ in range(200):
         target = dice.randint(0, len(said.masks) - 1)
         state.rollback(max(0, length - target))
@@ -258,14 +258,14 @@ def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
     slow = [guide_of(monster, vocabulary) for _ in range(16)]
     plain = guide_of(compiled(GrammarKind.REGEX, "a*"), vocabulary)
     letter = vocabulary.tokens.index(b"a")
-    threads = WalkThreads(patience_s=0.02)
-    on_the_way: list[Walk] = []
+    threads = ThreadedMatcherExecutor(patience_s=0.02)
+    on_the_way: list[MatcherTask] = []
     left_behind = 0
     for _ in range(25):
-        busy = {id(walk.guide) for walk in on_the_way if not walk.done}
-        walks = [Walk(guide, [letter]) for guide in slow if id(guide) not in busy]
-        mine = Walk(plain, [letter])
-        threads.walk([*walks, mine])
+        busy = {id(walk.matcher) for walk in on_the_way if not walk.done}
+        walks = [MatcherTask(guide, [letter]) for guide in slow if id(guide) not in busy]
+        mine = MatcherTask(plain, [letter])
+        threads.submit([*walks, mine])
         left_behind += sum(not walk.done for walk in walks)
         while not mine.done:
             threads.wait()
@@ -273,4 +273,4 @@ def test_an_answer_that_can_be_read_in_too_many_ways_keeps_nobody_else_waiting(
     assert any(guide.slow for guide in slow)
     assert left_behind, "a step stood still"
     for walk in on_the_way:
-        threads.forget(walk)
+        threads.cancel(walk)

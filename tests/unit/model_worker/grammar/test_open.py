@@ -12,7 +12,7 @@ from antiphon.config.grammar import GrammarConfig
 from antiphon.config.resolve import resolve
 from antiphon.config.settings import Settings
 from antiphon.model_worker.grammar.open import no_compiler, open_compiler
-from antiphon.model_worker.grammar.source import Source
+from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.wire.errors import Unsupported
 from antiphon.wire.grammar import GrammarKind
@@ -45,6 +45,6 @@ def test_a_folder_with_a_tokenizer_has_a_compiler() -> None:
     compiler = open_compiler(
         embedded.path(), CARD.vocabulary_size, frozenset(CARD.eos_ids), GrammarConfig()
     )
-    made = compiler.compile(Source(GrammarKind.REGEX, "a"))
+    made = compiler.compile(GrammarSource(GrammarKind.REGEX, "a"))
     assert made.size_bytes > 0
-    assert made.begin(()).accept(read_vocabulary(embedded.path(), 1024).tokens.index(b"a"))
+    assert made.start(()).accept(read_vocabulary(embedded.path(), 1024).tokens.index(b"a"))

@@ -15,19 +15,19 @@ from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.choice import ToolPlan, plan_tools, read_choice
 from antiphon.gateway.parsing.tools.registry import JSON_CALLS, TOOL_FORMATS
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.model_worker.grammar.matcher import CompiledGrammar
 from antiphon.model_worker.grammar.source import source_of
+from antiphon.model_worker.grammar.xgrammar_backend import XgrammarGrammar
 from antiphon.wire.base import FinishReason
 from antiphon.wire.grammar import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from antiphon.gateway.parsing.events import Parsed
     from antiphon.gateway.parsing.tools.format import ToolFormat
-    from antiphon.model_worker.grammar.matcher import Compiler
+    from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
     from antiphon.service.vocabulary import Vocabulary
     from antiphon.wire.schemas import Json
 
-Compile = Callable[[Grammar], CompiledGrammar]
+Compile = Callable[[Grammar], XgrammarGrammar]
 
 TOOLS = read_tools(
     [
@@ -54,7 +54,7 @@ NAMED: Json = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
-def compiled(compiler_of: Callable[..., Compiler]) -> Compile:
+def compiled(compiler_of: Callable[..., XgrammarCompiler]) -> Compile:
     compiler = compiler_of()
     return lambda grammar: compiler.compile(source_of(grammar, 4))
 
@@ -125,13 +125,13 @@ def test_a_strict_tools_calls_keep_to_its_schema_in_free_text(
     assert plan.grammar is not None
     form = format_.form
     ready = compiled(plan.grammar)
-    state = ready.begin(())
+    state = ready.start(())
     beginning = f"Well.\n{form.begin}get_weather{form.middle}"
     for character in beginning.encode():
         assert state.accept(vocabulary.tokens.index(bytes([character])))
     assert not state.accept(vocabulary.tokens.index(b"x"))
     for mark in form.excludes:  # the reader would see a call behind it, held to nothing
-        state = ready.begin(())
+        state = ready.start(())
         said = f"Well. {mark}".encode()
         assert not all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in said)
 
@@ -144,7 +144,7 @@ def test_a_list_of_calls_keeps_to_strict_schemas_or_is_no_json(
     ready = compiled(plan.grammar)
 
     def accepts(text: str) -> bool:
-        state = ready.begin(())
+        state = ready.start(())
         return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
 
     assert accepts('[{"name": "get_weather", "parameters": {"days": 3, "unit": "C"}}]')
@@ -185,7 +185,7 @@ def test_form_of_an_answer_goes_with_calls(
     ready = compiled(plan.grammar)
 
     def accepts(text: str) -> bool:
-        state = ready.begin(())
+        state = ready.start(())
         return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
 
     assert accepts('{"sum": 5}')
@@ -213,10 +213,10 @@ def test_thinking_comes_before_a_grammar(
     ready = compiled(grammar)
     answer = "so it is</think>\n\n{}" if inside else "<think>so it is</think>\n\n{}"
     for said in [answer] if inside else [answer, "{}"]:
-        state = ready.begin(())
+        state = ready.start(())
         for character in said.encode():
             assert state.accept(vocabulary.tokens.index(bytes([character]))), said
-    state = ready.begin(())
+    state = ready.start(())
     assert state.accept(vocabulary.tokens.index(b"x")) is inside
 
 
@@ -236,7 +236,7 @@ def test_answer_without_thinking_begins_with_no_white_space(
     ready = compiled(grammar)
 
     def accepts(text: str) -> bool:
-        state = ready.begin(())
+        state = ready.start(())
         return all(state.accept(vocabulary.tokens.index(bytes([byte]))) for byte in text.encode())
 
     assert accepts("yes")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 from tests.simulation.test_guided_choices import MaskedRunner
+from tests.support.services import QUICK, client_bus, running
+from tests.support.wait import until
 from tests.unit.model_worker.grammar.words import Compiler
 from tests.unit.model_worker.test_service import Stage, admit, open_hash_engine
 
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.model_worker.service import ModelWorker
-from tests.support.services import QUICK, client_bus, running
-from tests.support.wait import until
 from antiphon.wire.base import Attempt, FinishReason
 from antiphon.wire.command import Abort
 from antiphon.wire.grammar import Grammar, GrammarKind
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from antiphon.config.settings import Settings
-    from antiphon.model_worker.opening import Engine
+    from antiphon.model_worker.startup.engine import Engine
     from antiphon.wire.command import Admit
 
 
@@ -44,7 +44,7 @@ def compiler() -> Compiler:
 async def stage(compiler: Compiler) -> AsyncGenerator[Stage]:
     def open_guided(settings: Settings) -> Engine:
         engine = open_hash_engine(settings)
-        runner = MaskedRunner(engine.batching.pools.groups, engine.batching.limits.vocab_size)
+        runner = MaskedRunner(engine.core.pools.groups, engine.core.limits.vocab_size)
         return dataclasses.replace(engine, runner=runner, open_compiler=lambda: compiler)
 
     broker = MemoryBroker()

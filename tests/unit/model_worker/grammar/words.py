@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.model_worker.batching.processors import pack
+from antiphon.model_worker.batching.token_masks import pack
 from antiphon.wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from antiphon.model_worker.batching.plan import Ints
-    from antiphon.model_worker.grammar.source import Source
+    from antiphon.model_worker.grammar.source import GrammarSource
 
 VOCAB_SIZE = 40
 END = 2
@@ -29,10 +29,10 @@ class Word:
         self.size_bytes = 1000 * len(text)
         self.place = 0
 
-    def ends(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
+    def eos_ids(self, stop_token_ids: Sequence[int]) -> frozenset[int]:
         return frozenset({END, *stop_token_ids})
 
-    def begin(self, stop_token_ids: Sequence[int]) -> Word:
+    def start(self, stop_token_ids: Sequence[int]) -> Word:
         return Word("".join(chr(ord("a") + letter - 3) for letter in self.letters[:-1]))
 
     @property
@@ -60,7 +60,7 @@ class Compiler:
         self.begun = threading.Event()
         self.released = threading.Event()
 
-    def compile(self, source: Source) -> Word:
+    def compile(self, source: GrammarSource) -> Word:
         self.compiled[source.text] += 1
         if source.text.startswith("slow"):
             self.begun.set()

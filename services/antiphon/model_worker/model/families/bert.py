@@ -12,9 +12,9 @@ from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.score import DenseSpec, ScoreSpec
-from antiphon.model_worker.model.declare import attention, model
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -34,7 +34,7 @@ FEATURES = (
 HEAD = ("dense layer", "activation of the dense layer", "first token", "biased head")
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _BertFields(msgspec.Struct, frozen=True):
     type_vocab_size: int = 2
     pad_token_id: int = 1
     position_embedding_type: str = "absolute"
@@ -52,14 +52,16 @@ def declare_roberta(config: ConfigFile) -> ModelSpec:
     """Its head has the layer of its own; its positions begin after that of padding."""
     dense = DenseSpec(name="classifier.dense", activation="tanh")
     head = ScoreSpec(labels=config.labels, name="classifier.out_proj", bias=True, dense=dense)
-    return _encoder("roberta", config, head, positions_first=config.own(_Fields).pad_token_id + 1)
+    return _encoder(
+        "roberta", config, head, positions_first=config.family_fields(_BertFields).pad_token_id + 1
+    )
 
 
 def _encoder(
     family: str, config: ConfigFile, head: ScoreSpec, *, positions_first: int
 ) -> ModelSpec:
     """Equal layers, whose names begin with the family's."""
-    fields = config.own(_Fields)
+    fields = config.family_fields(_BertFields)
     if fields.position_embedding_type != "absolute" or fields.is_decoder:
         raise ModelLoadError(
             "config.json: position_embedding_type must be absolute, and is_decoder false"
@@ -108,9 +110,9 @@ def _encoder(
     )
 
 
-BERT = Family(name="bert", declare=declare_bert, features=FEATURES)
+BERT = ModelFamily(name="bert", declare=declare_bert, features=FEATURES)
 BERT_CLASSIFIER = replace(BERT, features=(*FEATURES, *HEAD))
-ROBERTA = Family(
+ROBERTA = ModelFamily(
     name="roberta", declare=declare_roberta, features=(*FEATURES, "positions after padding")
 )
 ROBERTA_CLASSIFIER = replace(ROBERTA, features=(*ROBERTA.features, *HEAD))

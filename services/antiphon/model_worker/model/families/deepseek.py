@@ -12,18 +12,18 @@ from antiphon.kernels.routing import Routing
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import gated, layers, model, rms_norm
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.mixture import (
+from antiphon.model_worker.model.llama_parts import gated, layers, model, rms_norm
+from antiphon.model_worker.model.moe import (
     Count,
-    GroupedFields,
-    check_choice,
-    corrected,
+    DeepseekMoeFields,
+    check_routing,
     experts,
     feed_forwards,
     shared,
+    sigmoid_moe,
 )
-from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -33,7 +33,7 @@ LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
 
 
-class Fields(GroupedFields, frozen=True, kw_only=True):
+class DeepseekFields(DeepseekMoeFields, frozen=True, kw_only=True):
     """The fields of latent attention."""
 
     kv_lora_rank: Count
@@ -45,7 +45,7 @@ class Fields(GroupedFields, frozen=True, kw_only=True):
     topk_method: str | None = None
 
 
-def latent(config: ConfigFile, fields: Fields) -> LatentSpec:
+def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
     """Latent attention, whose scores grow with the stretch of the rotation."""
     sizes = LatentSizes(
         heads=config.num_attention_heads,
@@ -57,7 +57,7 @@ def latent(config: ConfigFile, fields: Fields) -> LatentSpec:
     rotated = msgspec.structs.replace(config, head_dim=fields.qk_rope_head_dim)
     return LatentSpec(
         sizes=sizes,
-        scale=(sizes.content + sizes.position) ** -0.5 * _growth(config) ** 2,
+        scale=(sizes.content + sizes.position) ** -0.5 * _mscale(config) ** 2,
         rotary=rotated.rotary(),
         neighbours=fields.rope_interleave,
         query_latent=fields.q_lora_rank,
@@ -66,7 +66,7 @@ def latent(config: ConfigFile, fields: Fields) -> LatentSpec:
     )
 
 
-def _growth(config: ConfigFile) -> float:
+def _mscale(config: ConfigFile) -> float:
     """Of queries and of keys. Source: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4."""
     field = config.rope_parameters or config.rope_scaling
     if field is None or (field.rope_type or field.type or "default") == "default":
@@ -76,7 +76,7 @@ def _growth(config: ConfigFile) -> float:
     return 0.1 * field.mscale_all_dim * math.log(field.factor) + 1.0
 
 
-def limited(config: ConfigFile, fields: Fields) -> MoeSpec:
+def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
     """Softmax scores; the experts of the best groups only, where there are groups.
 
     Raises:
@@ -92,7 +92,7 @@ def limited(config: ConfigFile, fields: Fields) -> MoeSpec:
         raise ModelLoadError("config.json: norm_topk_prob is not supported in this family")
     grouped = fields.topk_method == "group_limited_greedy"
     groups, kept = (fields.n_group or 1, fields.topk_group or 1) if grouped else (1, 1)
-    check_choice(fields.num_experts, fields.num_experts_per_tok, groups, kept)
+    check_routing(fields.num_experts, fields.num_experts_per_tok, groups, kept)
     return MoeSpec(
         routing=Routing(
             chosen=fields.num_experts_per_tok,
@@ -105,7 +105,7 @@ def limited(config: ConfigFile, fields: Fields) -> MoeSpec:
     )
 
 
-def _model(name: str, config: ConfigFile, fields: Fields, sparse: MoeSpec) -> ModelSpec:
+def _model(name: str, config: ConfigFile, fields: DeepseekFields, sparse: MoeSpec) -> ModelSpec:
     norm, mixer = rms_norm(config), latent(config, fields)
 
     def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
@@ -118,14 +118,14 @@ def _model(name: str, config: ConfigFile, fields: Fields, sparse: MoeSpec) -> Mo
 
 def declare_v2(config: ConfigFile) -> ModelSpec:
     """Layers that differ in whether they have experts."""
-    fields = msgspec.structs.replace(config.own(Fields), rope_interleave=True)
-    return _model("deepseek-v2", config, fields, limited(config, fields))
+    fields = msgspec.structs.replace(config.family_fields(DeepseekFields), rope_interleave=True)
+    return _model("deepseek-v2", config, fields, softmax_moe(config, fields))
 
 
 def declare_v3(config: ConfigFile) -> ModelSpec:
     """Layers that differ in whether they have experts."""
-    fields = config.own(Fields)
-    return _model("deepseek-v3", config, fields, corrected(config, fields))
+    fields = config.family_fields(DeepseekFields)
+    return _model("deepseek-v3", config, fields, sigmoid_moe(config, fields))
 
 
 _LATENT = (
@@ -136,8 +136,10 @@ _LATENT = (
     "scaling",
     "groups",
 )
-DEEPSEEK_V2 = Family(name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "plain shares"))
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V2 = ModelFamily(
+    name="deepseek-v2", declare=declare_v2, features=(*_LATENT, "plain shares")
+)
+DEEPSEEK_V3 = ModelFamily(
     name="deepseek-v3",
     declare=declare_v3,
     features=(

@@ -9,15 +9,15 @@ import msgspec
 
 from antiphon.layers.mamba2 import Mamba2Spec, Scales
 from antiphon.layers.side_by_side import Branch, SideBySideSpec
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, HeadSpec, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class Spelled(msgspec.Struct, frozen=True):
+class SpecialFloat(msgspec.Struct, frozen=True):
     """A number that JSON has not, as transformers writes it."""
 
     value: str = msgspec.field(name="__float__")
@@ -27,7 +27,7 @@ class Spelled(msgspec.Struct, frozen=True):
         return float(self.value)
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class FalconH1Fields(msgspec.Struct, frozen=True, kw_only=True):
     """What its config.json has beside the common fields."""
 
     mamba_n_heads: int
@@ -40,7 +40,10 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
     projectors_bias: bool = False
-    time_step_limit: tuple[float | Spelled, float | Spelled] = (0.0, Spelled("Infinity"))
+    time_step_limit: tuple[float | SpecialFloat, float | SpecialFloat] = (
+        0.0,
+        SpecialFloat("Infinity"),
+    )
     ssm_multipliers: Scales = (1.0, 1.0, 1.0, 1.0, 1.0)
     ssm_in_multiplier: float = 1.0
     ssm_out_multiplier: float = 1.0
@@ -54,7 +57,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
-    fields, norm = config.own(Fields), rms_norm(config)
+    fields, norm = config.family_fields(FalconH1Fields), rms_norm(config)
     scale_gate, scale_out = fields.mlp_multipliers
     layer = LayerSpec(
         mixer=SideBySideSpec((_mamba(config, fields), _attention(config, fields))),
@@ -78,7 +81,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-def _attention(config: ConfigFile, fields: Fields) -> Branch:
+def _attention(config: ConfigFile, fields: FalconH1Fields) -> Branch:
     bias = config.attention_bias
     plain = attention(config)
     return Branch(
@@ -91,7 +94,7 @@ def _attention(config: ConfigFile, fields: Fields) -> Branch:
     )
 
 
-def _mamba(config: ConfigFile, fields: Fields) -> Branch:
+def _mamba(config: ConfigFile, fields: FalconH1Fields) -> Branch:
     shortest, longest = fields.time_step_limit
     return Branch(
         mixer=Mamba2Spec(
@@ -113,7 +116,7 @@ def _mamba(config: ConfigFile, fields: Fields) -> Branch:
     )
 
 
-FALCON_H1 = Family(
+FALCON_H1 = ModelFamily(
     name="falcon-h1",
     declare=declare,
     features=(

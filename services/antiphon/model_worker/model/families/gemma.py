@@ -9,8 +9,8 @@ import msgspec
 
 from antiphon.layers.mlp import GatedSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, model
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -44,7 +44,7 @@ def scaled(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, embedding=EmbeddingSpec(scale=spec.hidden**0.5))
 
 
-GEMMA = Family(
+GEMMA = ModelFamily(
     name="gemma",
     declare=declare,
     features=("norms of one and a weight", "tanh GELU", "scaled embedding"),

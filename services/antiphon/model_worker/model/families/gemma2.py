@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.model.declare import attention, layers, model
 from antiphon.model_worker.model.families.gemma import one_plus, scaled, tanh_gated
-from antiphon.model_worker.model.spec import SANDWICH, Family, HeadSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, layers, model
+from antiphon.model_worker.model.spec import SANDWICH, HeadSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
@@ -45,7 +45,7 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 def capped(config: ConfigFile, mixer: AttentionSpec) -> AttentionSpec:
     """Attention with this family's scale and cap."""
-    caps, bias = config.own(Caps), config.attention_bias
+    caps, bias = config.family_fields(Caps), config.attention_bias
     return replace(
         mixer,
         scale=caps.query_pre_attn_scalar**-0.5,
@@ -58,12 +58,12 @@ def capped(config: ConfigFile, mixer: AttentionSpec) -> AttentionSpec:
 def finished(family: str, config: ConfigFile, stack: tuple[LayerSpec, ...]) -> ModelSpec:
     """The model around the layers, with a capped head."""
     spec = scaled(model(family, config, stack, one_plus(config)))
-    cap = config.own(Caps).final_logit_softcapping
+    cap = config.family_fields(Caps).final_logit_softcapping
     head = HeadSpec(tied=config.tie_word_embeddings, softcap=cap)
     return msgspec.structs.replace(spec, head=head)
 
 
-GEMMA2 = Family(
+GEMMA2 = ModelFamily(
     name="gemma2",
     declare=declare,
     features=(

@@ -12,11 +12,11 @@ import msgspec
 
 from antiphon.config.tasks import Task, task_of
 from antiphon.kernels.rotary import Rotary
-from antiphon.model_worker.model.declare import attention, layers
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.families.gemma import one_plus, tanh_gated
 from antiphon.model_worker.model.families.gemma2 import capped, finished
-from antiphon.model_worker.model.spec import SANDWICH, Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, layers
+from antiphon.model_worker.model.spec import SANDWICH, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _Gemma3Fields(msgspec.Struct, frozen=True):
     sliding_window_pattern: int = 6
     rope_local_base_freq: float = 10_000.0
     use_bidirectional_attention: bool = False
@@ -66,7 +66,7 @@ def declare(config: ConfigFile) -> ModelSpec:
 
 def _sight(config: ConfigFile) -> tuple[int, bool]:
     """Each which layer is global, and whether tokens see what comes after them."""
-    fields = config.own(_Fields)
+    fields = config.family_fields(_Gemma3Fields)
     both_ways = fields.use_bidirectional_attention
     if both_ways and task_of(config.architectures[0]) is Task.GENERATE:
         raise ModelLoadError(
@@ -79,11 +79,11 @@ def _rotated(config: ConfigFile, window: int | None) -> AttentionSpec:
     mixer = attention(config, window=window)
     if window is None or (config.rope_parameters and config.rope_parameters.sliding_attention):
         return mixer
-    local = config.own(_Fields).rope_local_base_freq
+    local = config.family_fields(_Gemma3Fields).rope_local_base_freq
     return replace(mixer, rotary=Rotary(config.head_size, local))
 
 
-GEMMA3 = Family(
+GEMMA3 = ModelFamily(
     name="gemma3",
     declare=declare,
     features=(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -33,7 +33,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("glm4", config, (layer,) * config.num_hidden_layers, norm)
 
 
-GLM4 = Family(
+GLM4 = ModelFamily(
     name="glm4",
     declare=declare,
     features=("biases", "neighbouring pairs", "partial rotation", "sandwich norms"),

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
-from antiphon.model_worker.model.mixture import GroupedFields, corrected, feed_forwards
-from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.moe import DeepseekMoeFields, feed_forwards, sigmoid_moe
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class Fields(GroupedFields, frozen=True, kw_only=True):
+class Glm4MoeFields(DeepseekMoeFields, frozen=True, kw_only=True):
     """What GLM alone has."""
 
     use_qk_norm: bool = False
@@ -24,7 +24,7 @@ class Fields(GroupedFields, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in whether they have experts."""
-    norm, fields = rms_norm(config), config.own(Fields)
+    norm, fields = rms_norm(config), config.family_fields(Glm4MoeFields)
     mixer = replace(
         attention(config),
         qkv_bias=config.attention_bias,
@@ -34,12 +34,12 @@ def declare(config: ConfigFile) -> ModelSpec:
     def layer(feed_forward: FeedForwardSpec) -> LayerSpec:
         return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
 
-    blocks = feed_forwards(config, fields, gated(config), corrected(config, fields))
+    blocks = feed_forwards(config, fields, gated(config), sigmoid_moe(config, fields))
     spec = model("glm4-moe", config, layers(blocks, layer), norm)
     return msgspec.structs.replace(spec, further_layers=fields.num_nextn_predict_layers)
 
 
-GLM4_MOE = Family(
+GLM4_MOE = ModelFamily(
     name="glm4-moe",
     declare=declare,
     features=(

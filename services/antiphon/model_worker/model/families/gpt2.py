@@ -10,9 +10,9 @@ import msgspec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, model
 from antiphon.model_worker.model.errors import UnsupportedVariant
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -22,14 +22,14 @@ QKV = "attn.c_attn"
 NAMES = AttentionNames(query=QKV, key=QKV, value=QKV, out="attn.c_proj", transposed=True)
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _Gpt2Fields(msgspec.Struct, frozen=True):
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
 
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
-    fields = config.own(_Fields)
+    fields = config.family_fields(_Gpt2Fields)
     if not fields.scale_attn_weights or fields.scale_attn_by_inverse_layer_idx:
         raise UnsupportedVariant("config.json: scores of GPT-2 in another scale are not supported")
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
@@ -56,7 +56,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-GPT2 = Family(
+GPT2 = ModelFamily(
     name="gpt2",
     declare=declare,
     features=("biases", "layer norms", "tanh GELU", "learned positions"),

@@ -10,8 +10,8 @@ import msgspec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, model
-from antiphon.model_worker.model.spec import PRE, EmbeddingSpec, Family, HeadSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import PRE, EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -21,7 +21,7 @@ QKV = "attention.query_key_value"
 NAMES = AttentionNames(query=QKV, key=QKV, value=QKV, out="attention.dense", by_head=True)
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _GptNeoxFields(msgspec.Struct, frozen=True):
     use_parallel_residual: bool = True
 
 
@@ -40,7 +40,7 @@ def declare(config: ConfigFile) -> ModelSpec:
         ),
         norm=norm,
         norms=PRE,
-        parallel=config.own(_Fields).use_parallel_residual,
+        parallel=config.family_fields(_GptNeoxFields).use_parallel_residual,
     )
     return msgspec.structs.replace(
         model("gpt_neox", config, (layer,) * config.num_hidden_layers, norm),
@@ -52,7 +52,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-GPT_NEOX = Family(
+GPT_NEOX = ModelFamily(
     name="gpt_neox",
     declare=declare,
     features=("biases", "layer norms", "exact GELU", "parallel parts", "partial rotation"),

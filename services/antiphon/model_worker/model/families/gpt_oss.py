@@ -10,16 +10,16 @@ import msgspec
 from antiphon.kernels.routing import Routing
 from antiphon.layers.experts import Clamp, ExpertsSpec, StackedExperts
 from antiphon.layers.moe import MoeSpec
-from antiphon.model_worker.model.declare import attention, layers, model, rms_norm
-from antiphon.model_worker.model.mixture import Count, check_choice
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, layers, model, rms_norm
+from antiphon.model_worker.model.moe import Count, check_routing
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class GptOssFields(msgspec.Struct, frozen=True, kw_only=True):
     """What gpt-oss alone has."""
 
     num_experts: Count
@@ -31,8 +31,8 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in their window alone."""
-    norm, fields = rms_norm(config), config.own(Fields)
-    check_choice(fields.num_experts, fields.num_experts_per_tok)
+    norm, fields = rms_norm(config), config.family_fields(GptOssFields)
+    check_routing(fields.num_experts, fields.num_experts_per_tok)
     experts = MoeSpec(
         routing=Routing(chosen=fields.num_experts_per_tok, renormalised=True),
         experts=ExpertsSpec(
@@ -58,7 +58,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("gpt-oss", config, layers(config.windows(), layer), norm)
 
 
-GPT_OSS = Family(
+GPT_OSS = ModelFamily(
     name="gpt-oss",
     declare=declare,
     features=(

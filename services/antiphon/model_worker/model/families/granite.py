@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, HeadSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _GraniteFields(msgspec.Struct, frozen=True):
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
     residual_multiplier: float = 1.0
@@ -24,7 +24,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
-    by, bias, norm = config.own(_Fields), config.attention_bias, rms_norm(config)
+    by, bias, norm = config.family_fields(_GraniteFields), config.attention_bias, rms_norm(config)
     mixer = replace(attention(config), scale=by.attention_multiplier)
     layer = LayerSpec(
         mixer=replace(mixer, qkv_bias=bias, out_bias=bias),
@@ -39,7 +39,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-GRANITE = Family(
+GRANITE = ModelFamily(
     name="granite",
     declare=declare,
     features=(

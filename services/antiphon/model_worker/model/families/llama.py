@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -24,4 +24,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("llama", config, (layer,) * config.num_hidden_layers, norm)
 
 
-LLAMA = Family(name="llama", declare=declare, features=("biases", "rope scaling"))
+LLAMA = ModelFamily(name="llama", declare=declare, features=("biases", "rope scaling"))

@@ -13,10 +13,10 @@ from antiphon.layers.experts import ExpertsSpec, StackedExperts
 from antiphon.layers.mlp import GatedSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, layers, model, rms_norm
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.mixture import Count, check_choice
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, layers, model, rms_norm
+from antiphon.model_worker.model.moe import Count, check_routing
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class Llama4Fields(msgspec.Struct, frozen=True, kw_only=True):
     """What Llama 4 alone has.
 
     Attributes:
@@ -54,8 +54,8 @@ def declare(config: ConfigFile) -> ModelSpec:
     Raises:
         ModelLoadError: A layer looks in another way, or the layers do not count up.
     """
-    fields, norm = config.own(Fields), rms_norm(config)
-    check_choice(fields.num_experts, fields.num_experts_per_tok)
+    fields, norm = config.family_fields(Llama4Fields), rms_norm(config)
+    check_routing(fields.num_experts, fields.num_experts_per_tok)
     dense, experts = _dense(config, fields.intermediate_size_mlp), _experts(config, fields)
 
     def layer(kind: tuple[bool, str, bool]) -> LayerSpec:
@@ -69,7 +69,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("llama4", config, layers(_kinds(config, fields), layer), norm)
 
 
-def _kinds(config: ConfigFile, fields: Fields) -> list[tuple[bool, str, bool]]:
+def _kinds(config: ConfigFile, fields: Llama4Fields) -> list[tuple[bool, str, bool]]:
     """Of each layer: whether it is rotated, how it looks, whether it has experts."""
     count, step = config.num_hidden_layers, fields.interleave_moe_layer_step
     rotated = [bool(flag) for flag in fields.no_rope_layers or ()] or [
@@ -89,7 +89,7 @@ def _kinds(config: ConfigFile, fields: Fields) -> list[tuple[bool, str, bool]]:
     ]
 
 
-def _mixer(config: ConfigFile, fields: Fields, sight: str, *, rotated: bool) -> AttentionSpec:
+def _mixer(config: ConfigFile, fields: Llama4Fields, sight: str, *, rotated: bool) -> AttentionSpec:
     bias, norm = config.attention_bias, None
     if rotated and fields.use_qk_norm:
         # After the rotation, where they were trained to be, norms without weights are the same.
@@ -121,7 +121,7 @@ def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> Gate
     )
 
 
-def _experts(config: ConfigFile, fields: Fields) -> MoeSpec:
+def _experts(config: ConfigFile, fields: Llama4Fields) -> MoeSpec:
     return MoeSpec(
         routing=Routing(chosen=fields.num_experts_per_tok, scoring="sigmoid"),
         experts=ExpertsSpec(
@@ -138,7 +138,7 @@ def _experts(config: ConfigFile, fields: Fields) -> MoeSpec:
     )
 
 
-LLAMA4 = Family(
+LLAMA4 = ModelFamily(
     name="llama4",
     declare=declare,
     features=(

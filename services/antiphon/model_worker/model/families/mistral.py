@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -20,4 +20,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("mistral", config, (layer,) * config.num_hidden_layers, norm)
 
 
-MISTRAL = Family(name="mistral", declare=declare, features=("window",))
+MISTRAL = ModelFamily(name="mistral", declare=declare, features=("window",))

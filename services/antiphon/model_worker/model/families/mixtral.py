@@ -9,16 +9,16 @@ import msgspec
 from antiphon.kernels.routing import Routing
 from antiphon.layers.experts import ExpertsSpec, SeparateExperts
 from antiphon.layers.moe import MoeSpec
-from antiphon.model_worker.model.declare import attention, model, rms_norm
-from antiphon.model_worker.model.mixture import Count, check_choice
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, model, rms_norm
+from antiphon.model_worker.model.moe import Count, check_routing
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class MixtralFields(msgspec.Struct, frozen=True, kw_only=True):
     """What Mixtral alone has."""
 
     num_experts: Count
@@ -27,8 +27,8 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
-    norm, fields = rms_norm(config), config.own(Fields)
-    check_choice(fields.num_experts, fields.num_experts_per_tok)
+    norm, fields = rms_norm(config), config.family_fields(MixtralFields)
+    check_routing(fields.num_experts, fields.num_experts_per_tok)
     layer = LayerSpec(
         mixer=attention(config, window=config.sliding_window),
         feed_forward=MoeSpec(
@@ -50,4 +50,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("mixtral", config, (layer,) * config.num_hidden_layers, norm)
 
 
-MIXTRAL = Family(name="mixtral", declare=declare, features=("renormalised routing", "window"))
+MIXTRAL = ModelFamily(name="mixtral", declare=declare, features=("renormalised routing", "window"))

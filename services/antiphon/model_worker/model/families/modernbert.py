@@ -14,8 +14,8 @@ from antiphon.layers.mlp import GatedSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.layers.score import DenseSpec, ScoreSpec
 from antiphon.model_worker.model.config_file import activation_of
-from antiphon.model_worker.model.declare import attention, layers, model
-from antiphon.model_worker.model.spec import EmbeddingSpec, Family, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, layers, model
+from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.layers.attention import AttentionSpec
@@ -29,7 +29,7 @@ FIRST = Norms(before_feed_forward="mlp_norm")
 LATER = Norms(before_mixer="attn_norm", before_feed_forward="mlp_norm")
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _ModernBertFields(msgspec.Struct, frozen=True):
     global_attn_every_n_layers: int = 3
     local_attention: int = 128
     global_rope_theta: float = 160_000.0
@@ -42,7 +42,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in how far they look, and in the rotation that goes with it."""
-    fields = config.own(_Fields)
+    fields = config.family_fields(_ModernBertFields)
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=fields.norm_bias)
 
     def layer(kind: tuple[int | None, bool]) -> LayerSpec:
@@ -76,7 +76,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-def _mixer(config: ConfigFile, fields: _Fields, window: int | None) -> AttentionSpec:
+def _mixer(config: ConfigFile, fields: _ModernBertFields, window: int | None) -> AttentionSpec:
     bias = config.attention_bias
     mixer = replace(
         attention(config, window=window),
@@ -92,7 +92,7 @@ def _mixer(config: ConfigFile, fields: _Fields, window: int | None) -> Attention
     return replace(mixer, rotary=Rotary(config.head_size, theta, scaling))
 
 
-def _windows(config: ConfigFile, fields: _Fields) -> tuple[int | None, ...]:
+def _windows(config: ConfigFile, fields: _ModernBertFields) -> tuple[int | None, ...]:
     """Half of the config's span to each side, and the token itself."""
     kinds = config.layer_types or tuple(
         "sliding_attention" if index % fields.global_attn_every_n_layers else "full_attention"
@@ -102,7 +102,7 @@ def _windows(config: ConfigFile, fields: _Fields) -> tuple[int | None, ...]:
     return msgspec.structs.replace(config, layer_types=kinds, sliding_window=window).windows()
 
 
-def _head(config: ConfigFile, fields: _Fields, norm: NormSpec) -> ScoreSpec:
+def _head(config: ConfigFile, fields: _ModernBertFields, norm: NormSpec) -> ScoreSpec:
     dense = DenseSpec(
         name="head.dense",
         activation=activation_of(fields.classifier_activation, "classifier_activation"),
@@ -117,7 +117,7 @@ FEATURES = (
     *("attention both ways", "window", "local rotation", "exact GELU", "biases", "layer norms"),
     "norm of the embedding",
 )
-MODERNBERT = Family(name="modernbert", declare=declare, features=FEATURES)
+MODERNBERT = ModelFamily(name="modernbert", declare=declare, features=FEATURES)
 MODERNBERT_CLASSIFIER = replace(
     MODERNBERT,
     features=(

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, gated, model
-from antiphon.model_worker.model.spec import POST, Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, model
+from antiphon.model_worker.model.spec import POST, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -32,6 +32,6 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("olmo2", config, (layer,) * config.num_hidden_layers, norm)
 
 
-OLMO2 = Family(
+OLMO2 = ModelFamily(
     name="olmo2", declare=declare, features=("biases", "qk-norm", "norms after parts only")
 )

@@ -10,15 +10,15 @@ import msgspec
 from antiphon.layers.attention import AttentionNames
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, model
-from antiphon.model_worker.model.spec import Family, HeadSpec, LayerSpec, Norms
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelFamily, Norms
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _PhiFields(msgspec.Struct, frozen=True):
     qk_layernorm: bool = False
 
 
@@ -37,7 +37,7 @@ def declare(config: ConfigFile) -> ModelSpec:
             attention(config),
             qkv_bias=True,
             out_bias=True,
-            qk_norm=norm if config.own(_Fields).qk_layernorm else None,
+            qk_norm=norm if config.family_fields(_PhiFields).qk_layernorm else None,
             names=NAMES,
         ),
         feed_forward=PlainSpec(
@@ -56,7 +56,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     return msgspec.structs.replace(spec, norm_name="model.final_layernorm", head=head)
 
 
-PHI = Family(
+PHI = ModelFamily(
     name="phi",
     declare=declare,
     features=(

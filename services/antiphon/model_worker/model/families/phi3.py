@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from antiphon.layers.attention import AttentionNames
-from antiphon.model_worker.model.declare import attention, gated, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -31,4 +31,6 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("phi3", config, (layer,) * config.num_hidden_layers, norm)
 
 
-PHI3 = Family(name="phi3", declare=declare, features=("partial rotation", "rope scaling", "window"))
+PHI3 = ModelFamily(
+    name="phi3", declare=declare, features=("partial rotation", "rope scaling", "window")
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -39,4 +39,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("qwen2", config, layers(windows(config), layer), norm)
 
 
-QWEN2 = Family(name="qwen2", declare=declare, features=("biases", "window"))
+QWEN2 = ModelFamily(name="qwen2", declare=declare, features=("biases", "window"))

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 
 from antiphon.layers.mlp import GatedSpec
 from antiphon.layers.moe import MoeSpec
-from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.mixture import AlternatingFields, Count, alternating
-from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.moe import Count, QwenMoeFields, sparse_by_step
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class SharedFields(AlternatingFields, frozen=True, kw_only=True):
+class SharedFields(QwenMoeFields, frozen=True, kw_only=True):
     """What Qwen's models with a gated block for all tokens have."""
 
     shared_expert_intermediate_size: Count
 
 
-class Fields(SharedFields, frozen=True, kw_only=True):
+class Qwen2MoeFields(SharedFields, frozen=True, kw_only=True):
     """What Qwen2-MoE alone has."""
 
     qkv_bias: bool = True
@@ -31,14 +31,14 @@ class Fields(SharedFields, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in their window, and in whether they have experts."""
-    norm, fields = rms_norm(config), config.own(Fields)
+    norm, fields = rms_norm(config), config.family_fields(Qwen2MoeFields)
 
     def layer(kind: tuple[int | None, FeedForwardSpec]) -> LayerSpec:
         window, feed_forward = kind
         mixer = replace(attention(config, window=window), qkv_bias=fields.qkv_bias)
         return LayerSpec(mixer=mixer, feed_forward=feed_forward, norm=norm)
 
-    blocks = alternating(config, fields, gated(config), mixture(config, fields))
+    blocks = sparse_by_step(config, fields, gated(config), mixture(config, fields))
     kinds = list(zip(windows(config), blocks, strict=True))
     return model("qwen2-moe", config, layers(kinds, layer), norm)
 
@@ -74,7 +74,7 @@ def windows(config: ConfigFile) -> tuple[int | None, ...]:
     return config.windows()
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = ModelFamily(
     name="qwen2-moe",
     declare=declare,
     features=(

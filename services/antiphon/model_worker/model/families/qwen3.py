@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
 from antiphon.model_worker.model.families.qwen2 import windows
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
@@ -30,4 +30,4 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("qwen3", config, layers(windows(config), layer), norm)
 
 
-QWEN3 = Family(name="qwen3", declare=declare, features=("qk-norm", "biases", "window"))
+QWEN3 = ModelFamily(name="qwen3", declare=declare, features=("qk-norm", "biases", "window"))

@@ -9,18 +9,18 @@ import msgspec
 
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, gated, layers, model
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.families.qwen2_moe import SharedFields, mixture
-from antiphon.model_worker.model.mixture import alternating
-from antiphon.model_worker.model.spec import Family, FeedForwardSpec, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model
+from antiphon.model_worker.model.moe import sparse_by_step
+from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import MixerSpec, ModelSpec
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
+class Qwen3NextFields(msgspec.Struct, frozen=True, kw_only=True):
     """What its config.json has beside the common fields."""
 
     linear_num_key_heads: int
@@ -34,7 +34,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that differ in their mixer, and in whether they have experts."""
-    fields = config.own(Fields)
+    fields = config.family_fields(Qwen3NextFields)
     norm = NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
 
     def layer(kind: tuple[str, FeedForwardSpec]) -> LayerSpec:
@@ -45,15 +45,15 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("qwen3-next", config, layers(kinds, layer), norm)
 
 
-def _feed_forwards(config: ConfigFile, fields: Fields) -> tuple[FeedForwardSpec, ...]:
+def _feed_forwards(config: ConfigFile, fields: Qwen3NextFields) -> tuple[FeedForwardSpec, ...]:
     dense = gated(config)
     if fields.num_experts == 0:
         return (dense,) * config.num_hidden_layers
-    sparse = config.own(SharedFields)
-    return alternating(config, sparse, dense, mixture(config, sparse))
+    sparse = config.family_fields(SharedFields)
+    return sparse_by_step(config, sparse, dense, mixture(config, sparse))
 
 
-def _kinds(config: ConfigFile, fields: Fields) -> tuple[str, ...]:
+def _kinds(config: ConfigFile, fields: Qwen3NextFields) -> tuple[str, ...]:
     if config.layer_types is not None:
         return config.layer_types
     every = fields.full_attention_interval
@@ -63,7 +63,7 @@ def _kinds(config: ConfigFile, fields: Fields) -> tuple[str, ...]:
     )
 
 
-def _mixer(kind: str, config: ConfigFile, fields: Fields) -> MixerSpec:
+def _mixer(kind: str, config: ConfigFile, fields: Qwen3NextFields) -> MixerSpec:
     match kind:
         case "linear_attention":
             return GatedDeltaSpec(
@@ -86,7 +86,7 @@ def _mixer(kind: str, config: ConfigFile, fields: Fields) -> MixerSpec:
             raise ModelLoadError(f"config.json: layer_types: {kind!r} is not supported")
 
 
-QWEN3_NEXT = Family(
+QWEN3_NEXT = ModelFamily(
     name="qwen3-next",
     declare=declare,
     features=(

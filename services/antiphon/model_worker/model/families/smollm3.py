@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.model_worker.model.declare import attention, gated, layers, model, rms_norm
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _SmolLm3Fields(msgspec.Struct, frozen=True):
     no_rope_layers: tuple[int, ...] | None = None
     """In spite of its name: 1 for a layer that is rotated."""
     no_rope_layer_interval: int = 4
@@ -23,7 +23,11 @@ class _Fields(msgspec.Struct, frozen=True):
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Layers that are rotated or not."""
-    fields, bias, norm = config.own(_Fields), config.attention_bias, rms_norm(config)
+    fields, bias, norm = (
+        config.family_fields(_SmolLm3Fields),
+        config.attention_bias,
+        rms_norm(config),
+    )
     rotated = fields.no_rope_layers or tuple(
         int((index + 1) % fields.no_rope_layer_interval != 0)
         for index in range(config.num_hidden_layers)
@@ -42,4 +46,6 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("smollm3", config, layers(kinds, layer), norm)
 
 
-SMOLLM3 = Family(name="smollm3", declare=declare, features=("unrotated layers", "biases", "window"))
+SMOLLM3 = ModelFamily(
+    name="smollm3", declare=declare, features=("unrotated layers", "biases", "window")
+)

@@ -9,21 +9,21 @@ import msgspec
 
 from antiphon.layers.mlp import PlainSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.model_worker.model.declare import attention, model
-from antiphon.model_worker.model.spec import Family, LayerSpec
+from antiphon.model_worker.model.llama_parts import attention, model
+from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
 
 
-class _Fields(msgspec.Struct, frozen=True):
+class _Starcoder2Fields(msgspec.Struct, frozen=True):
     use_bias: bool = True
 
 
 def declare(config: ConfigFile) -> ModelSpec:
     """Equal layers."""
-    bias = config.own(_Fields).use_bias
+    bias = config.family_fields(_Starcoder2Fields).use_bias
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     mixer = attention(config, window=config.sliding_window)
     layer = LayerSpec(
@@ -40,6 +40,6 @@ def declare(config: ConfigFile) -> ModelSpec:
     return model("starcoder2", config, (layer,) * config.num_hidden_layers, norm)
 
 
-STARCODER2 = Family(
+STARCODER2 = ModelFamily(
     name="starcoder2", declare=declare, features=("biases", "layer norms", "tanh GELU", "window")
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.model_worker.model.formats.stored import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +24,7 @@ DEVIATION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DummyTensor:
     """A tensor drawn from its own name: the same whoever draws it, in whichever order."""
 
     name: str
@@ -35,7 +35,7 @@ class Drawn:
         """Of the tensor."""
         return math.prod(self.shape) * torch.float32.itemsize
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Nothing: no disk has it."""
 
     def read(self) -> Tensor:
@@ -50,14 +50,14 @@ class Drawn:
         """Nothing: what was drawn goes when nobody holds it."""
 
 
-def draw(sources: Iterable[WeightSource]) -> dict[str, StoredTensor]:
+def dummy_weights(sources: Iterable[WeightSource]) -> dict[str, StoredTensor]:
     """Every tensor that a model takes."""
     return {
         source.name: StoredTensor(
             Path("dummy"),
             source.shape,
             torch.float32,
-            Drawn(source.name, source.shape),
+            DummyTensor(source.name, source.shape),
             lambda taken: taken,
         )
         for source in sources

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.model_worker.model.errors import ModelLoadError
-from antiphon.model_worker.model.formats import pages
+from antiphon.model_worker.model.formats import page_hints as pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.model_worker.model.formats.stored import Data
+    from antiphon.model_worker.model.formats.stored_tensor import TensorData
 
-    Part = Callable[[int, int], Data]
+    Part = Callable[[int, int], TensorData]
     """What a file holds from a byte on, for so many bytes."""
 
 
@@ -36,9 +36,9 @@ class Mapped:
         """Of the part."""
         return self.view.nbytes
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Have the disk begin."""
-        pages.ask(self.view)
+        pages.prefetch(self.view)
 
     def read(self) -> Tensor:
         """Have the pages read."""
@@ -58,7 +58,7 @@ class Copied:
     start: int
     size_bytes: int
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Have the disk begin, where the system can be asked."""
         if not hasattr(os, "posix_fadvise"):
             return

@@ -26,7 +26,7 @@ from gguf import (
 from antiphon.config.gguf_file import GgufHeader, GgufTensor, read_gguf
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import numbers, open_file
-from antiphon.model_worker.model.formats.stored import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ ONE_ROW = "shared_expert_gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GgufLayout:
     """How llama.cpp's converter rearranges an architecture.
 
     Attributes:
@@ -81,14 +81,14 @@ class Layout:
 
 
 LAYOUTS = {
-    "llama": Layout("LlamaForCausalLM", with_experts="MixtralForCausalLM", interleaved=True),
-    "qwen2": Layout("Qwen2ForCausalLM"),
-    "qwen2moe": Layout("Qwen2MoeForCausalLM"),
-    "qwen3": Layout("Qwen3ForCausalLM"),
-    "qwen3moe": Layout("Qwen3MoeForCausalLM"),
-    "gemma": Layout("GemmaForCausalLM", one_more=True),
-    "gemma2": Layout("Gemma2ForCausalLM", one_more=True),
-    "gemma3": Layout("Gemma3ForCausalLM", one_more=True),
+    "llama": GgufLayout("LlamaForCausalLM", with_experts="MixtralForCausalLM", interleaved=True),
+    "qwen2": GgufLayout("Qwen2ForCausalLM"),
+    "qwen2moe": GgufLayout("Qwen2MoeForCausalLM"),
+    "qwen3": GgufLayout("Qwen3ForCausalLM"),
+    "qwen3moe": GgufLayout("Qwen3MoeForCausalLM"),
+    "gemma": GgufLayout("GemmaForCausalLM", one_more=True),
+    "gemma2": GgufLayout("Gemma2ForCausalLM", one_more=True),
+    "gemma3": GgufLayout("Gemma3ForCausalLM", one_more=True),
 }
 """By `general.architecture`. Another one may be rearranged in ways that nobody looked at here."""
 

@@ -22,7 +22,7 @@ WIDTH = 30
 ERASED = "\r\033[K"
 
 
-class Progress:
+class LoadProgress:
     """Counts bytes: a bar in a terminal, elsewhere a line a second in the log; a line at the end.
 
     Args:
@@ -40,7 +40,7 @@ class Progress:
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._clock = clock
-        self._began_s = self._told_s = clock()
+        self._began_s = self._reported_s = clock()
         chosen: TextIO | None = stream or sys.stderr  # which a process may have none of
         self._terminal = chosen if chosen is not None and chosen.isatty() else None
 
@@ -48,9 +48,9 @@ class Progress:
         """Count what is in place."""
         self._done_bytes += size_bytes
         now_s = self._clock()
-        if now_s - self._told_s < (FRAME_S if self._terminal else PAUSE_S):
+        if now_s - self._reported_s < (FRAME_S if self._terminal else PAUSE_S):
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         left = (self._total_bytes - self._done_bytes) / self._done_bytes
         seconds_left = left * (now_s - self._began_s)
         if self._terminal is not None:

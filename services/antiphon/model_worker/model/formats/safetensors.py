@@ -10,7 +10,7 @@ import torch
 from antiphon.config.safetensors_file import Entry, read_header
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import numbers, open_file
-from antiphon.model_worker.model.formats.stored import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import torch
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.formats.files import Mapped
 from antiphon.model_worker.model.formats.safetensors import DTYPES as SAFETENSORS_DTYPES
-from antiphon.model_worker.model.formats.stored import StoredTensor
+from antiphon.model_worker.model.formats.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.model_worker.model.formats.stored import Data
+    from antiphon.model_worker.model.formats.stored_tensor import TensorData
 
 DTYPES = tuple(SAFETENSORS_DTYPES.values())
 
 
-class Held:
+class LoadedTensor:
     """A tensor that is in memory already: files older than torch 1.6 cannot be mapped."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -36,7 +36,7 @@ class Held:
         """Of the tensor."""
         return self._tensor.nbytes
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Nothing: it is there."""
 
     def read(self) -> Tensor:
@@ -88,5 +88,5 @@ def _stored(file: Path, name: str, tensor: Tensor, *, mapped: bool) -> StoredTen
             f"{file}: {name} is {str(tensor.dtype).removeprefix('torch.')}: only "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} weights are read"
         )
-    data: Data = Mapped(tensor) if mapped and tensor.is_contiguous() else Held(tensor)
+    data: TensorData = Mapped(tensor) if mapped and tensor.is_contiguous() else LoadedTensor(tensor)
     return StoredTensor(file, tuple(tensor.shape), tensor.dtype, data, lambda taken: taken)

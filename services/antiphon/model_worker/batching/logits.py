@@ -1,0 +1,212 @@
+"""What changes the logits of running requests beyond temperature and filters, by slot.
+
+A step in which nobody has any of it pays for nothing but the question.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.model_worker.batching.plan import Biases, Penalties
+from antiphon.model_worker.batching.token_masks import TokenFilter, words_count
+from antiphon.wire.errors import InvalidRequest
+from antiphon.wire.processors import named_ids
+from antiphon.wire.sampling import BIAS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.builder import BatchRow
+    from antiphon.model_worker.batching.plan import Floats, Ints
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.grammar.matcher import GrammarMatcher
+    from antiphon.wire.sampling import LogitBias, SamplingParams
+
+_IDS = np.dtype("<i4")
+_VALUES = np.dtype("<f4")
+
+
+class LogitsProcessors:
+    """Penalties, grammars, token filters and biases of the requests that have slots."""
+
+    def __init__(self, slots_max: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._penalised = np.zeros(slots_max, np.bool_)
+        self._frequency = np.zeros(slots_max, np.float32)
+        self._presence = np.zeros(slots_max, np.float32)
+        self._repetition = np.ones(slots_max, np.float32)
+        self._penalised_count = 0
+        self._filters: dict[int, TokenFilter] = {}
+        self._matchers: dict[int, GrammarMatcher] = {}
+        self._biases: dict[int, tuple[Ints, Floats]] = {}
+
+    def fill(self, request: Request) -> None:
+        """Write down what the request that has just got its slot asks for."""
+        slot, sampling = request.slot, request.state.sampling
+        if sampling.penalised:
+            self._penalised[slot] = True
+            self._frequency[slot] = sampling.frequency_penalty
+            self._presence[slot] = sampling.presence_penalty
+            self._repetition[slot] = sampling.repetition_penalty
+            self._penalised_count += 1
+        if sampling.processors:
+            if request.filter is None:
+                prompt_ids = request.ids[: request.prompt_tokens]
+                request.filter = TokenFilter(sampling.processors, prompt_ids, self._vocab_size)
+            self._filters[slot] = request.filter
+        if request.guide is not None:
+            self._matchers[slot] = request.guide
+        if sampling.logit_bias is not None or sampling.min_new_tokens:
+            self._biases[slot] = unpack_bias(sampling.logit_bias)
+
+    def clear(self, slot: int) -> None:
+        """The request in a slot is gone."""
+        if self._penalised[slot]:
+            self._penalised[slot] = False
+            self._penalised_count -= 1
+        self._filters.pop(slot, None)
+        self._matchers.pop(slot, None)
+        self._biases.pop(slot, None)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether anybody follows a grammar."""
+        return bool(self._matchers)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has any of it."""
+        return not (self._penalised_count or self._filters or self._matchers or self._biases)
+
+    def penalties(
+        self, rows: Sequence[BatchRow], slots: Ints, draws: NDArray[np.bool_]
+    ) -> Penalties | None:
+        """The penalties of the rows that draw, and the counts that begin with this plan.
+
+        A count begins with the first row since its request got its slot, so that a plan made again
+        from the same rows says so again.
+        """
+        if not self._penalised_count:
+            return None
+        penalised = self._penalised[slots]
+        drawing = np.flatnonzero(penalised & draws)
+        begun = [
+            row.request
+            for row, counts in zip(rows, penalised.tolist(), strict=True)
+            if counts and row.start == row.request.began
+        ]
+        if not len(drawing) and not begun:
+            return None
+        outputs = [request.ids[request.prompt_tokens : request.length] for request in begun]
+        picked = slots[drawing]
+        return Penalties(
+            rows=drawing.astype(np.int32),
+            frequency=self._frequency[picked],
+            presence=self._presence[picked],
+            repetition=self._repetition[picked],
+            begun=np.array([request.slot for request in begun], np.int32),
+            begun_starts=np.cumsum([0, *map(len, outputs)], dtype=np.int32),
+            begun_ids=np.concatenate(outputs) if outputs else np.zeros(0, np.int32),
+        )
+
+    def masks(self, rows: Sequence[BatchRow]) -> tuple[Ints | None, Ints | None]:
+        """The words of the rows whose tokens are restricted, and which rows these are."""
+        if not self._filters and not self._matchers:
+            return None, None
+        masked = [
+            index
+            for index, row in enumerate(rows)
+            if row.draws and self._restricts(row.request.slot)
+        ]
+        if not masked:
+            return None, None
+        words = np.full((len(masked), words_count(self._vocab_size)), -1, np.int32)
+        for mask, index in zip(words, masked, strict=True):
+            request = rows[index].request
+            if request.guide is not None and request.guide.mask is not None:
+                np.bitwise_and(mask, request.guide.mask, out=mask)
+            if request.slot in self._filters:
+                self._filters[request.slot].restrict(mask, request.ids[: request.length])
+        return words, np.array(masked, np.int32)
+
+    def biases(self, rows: Sequence[BatchRow]) -> Biases | None:
+        """What is added to single logits, with the ends of answers that may not end yet."""
+        if not self._biases:
+            return None
+        parts = [
+            (index, *self._bias(row))
+            for index, row in enumerate(rows)
+            if row.draws and row.request.slot in self._biases
+        ]
+        parts = [part for part in parts if len(part[1])]
+        if not parts:
+            return None
+        return Biases(
+            rows=np.concatenate([np.full(len(ids), row, np.int32) for row, ids, _ in parts]),
+            token_ids=np.concatenate([ids for _, ids, _ in parts]),
+            values=np.concatenate([values for _, _, values in parts]),
+        )
+
+    def _restricts(self, slot: int) -> bool:
+        guide = self._matchers.get(slot)
+        return slot in self._filters or (guide is not None and guide.mask is not None)
+
+    def _bias(self, row: BatchRow) -> tuple[Ints, Floats]:
+        request = row.request
+        ids, values = self._biases[request.slot]
+        if row.end - request.prompt_tokens >= request.state.sampling.min_new_tokens:
+            return ids, values
+        guide, ends = request.guide, request.end_ids
+        if guide is not None:
+            if guide.must_end:
+                return ids, values  # else no token were left
+            ends |= guide.end_ids
+        ends = np.array(sorted(ends), np.int32)
+        others = ~np.isin(ids, ends)
+        return (
+            np.concatenate([ids[others], ends]),
+            np.concatenate([values[others], np.full(len(ends), -np.inf, np.float32)]),
+        )
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that no row of logits could be changed by.
+
+    Raises:
+        InvalidRequest: A logit bias is malformed, or a token is not in the vocabulary.
+    """
+    bias = sampling.logit_bias
+    if bias is not None:
+        if len(bias.token_ids) != len(bias.values) or len(bias.token_ids) % _IDS.itemsize:
+            raise InvalidRequest("a logit bias has a value for each id", param="logit_bias")
+        ids, values = unpack_bias(bias)
+        if len(np.unique(ids)) != len(ids) or not (np.abs(values) <= BIAS_MAX).all():
+            text = f"a logit bias names each id once, with a value up to {BIAS_MAX:g} either way"
+            raise InvalidRequest(text, param="logit_bias")
+        check_ids(ids, vocab_size, "logit_bias")
+    for processor in sampling.processors:
+        check_ids(named_ids(processor), vocab_size, "processors")
+    check_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+
+
+def check_ids(ids: Sequence[int] | Ints, vocab_size: int, param: str) -> None:
+    """Refuse ids that are not in the vocabulary.
+
+    Raises:
+        InvalidRequest: Names the parameter.
+    """
+    array = np.asarray(ids, np.int64)
+    if len(array) and not 0 <= array.min() <= array.max() < vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
+
+
+def unpack_bias(bias: LogitBias | None) -> tuple[Ints, Floats]:
+    """Its ids and values, both (B,)."""
+    if bias is None:
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+    ids = np.frombuffer(bias.token_ids, _IDS).astype(np.int32, copy=False)
+    return ids, np.frombuffer(bias.values, _VALUES).astype(np.float32, copy=False)

@@ -1,0 +1,138 @@
+"""Who has a slot and pages, and what others can find of what is computed there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.model_worker.batching.page_budget import PageBudget
+from antiphon.model_worker.batching.prefix_sharing import PrefixSharing
+from antiphon.model_worker.batching.slots import Slots
+from antiphon.model_worker.batching.state_checkpoints import StateCheckpoints
+from antiphon.model_worker.cache.hashing import request_namespace
+from antiphon.model_worker.cache.index import CacheKey, NoIndex
+from antiphon.model_worker.cache.table import PageTable
+
+if TYPE_CHECKING:
+    from antiphon.model_worker.batching.admission import EngineLimits
+    from antiphon.model_worker.batching.request import Request
+    from antiphon.model_worker.cache.hashing import Namespace
+    from antiphon.model_worker.cache.index import Prefix, PrefixIndex
+    from antiphon.model_worker.cache.table import CachePools
+
+
+class RunningBatch:
+    """The running requests, and all that running takes.
+
+    Attributes:
+        running: By slot, in the order in which they were started.
+        room: How many pages there are for whom.
+        sharing: Which prompts are being computed.
+        checkpoints: Where states are kept for others; None: there are none, or nobody finds them.
+    """
+
+    def __init__(
+        self, limits: EngineLimits, pools: CachePools, index: PrefixIndex, namespace: Namespace
+    ) -> None:
+        indexed = not isinstance(index, NoIndex)
+        self.pools = pools
+        self.index = index
+        self._namespace = namespace
+        self.running: dict[int, Request] = {}
+        self.slots = Slots(limits.running_max, len(pools.groups), limits.vocab_size)
+        self.page_budget = PageBudget(limits, pools, index, self.slots, indexed=indexed)
+        self._namespace_digest = self._namespace.digest()
+        self.checkpoints = _checkpoints(limits, pools) if indexed else None
+        self.prefix_sharing = PrefixSharing(
+            pools.page_tokens,
+            self._namespace_digest,
+            indexed=indexed,
+            forks=not pools.states,
+            checkpoints=self.checkpoints,
+        )
+
+    def set_weight_version(self, weight_version: str) -> int:
+        """All is computed by other weights from here on; return the pages that nobody could use."""
+        self._namespace = msgspec.structs.replace(self._namespace, weight_version=weight_version)
+        self._namespace_digest = self.prefix_sharing.namespace = self._namespace.digest()
+        return self.index.clear()
+
+    def cached_tokens(self, request: Request) -> int:
+        """How much of a waiting request the index has."""
+        return self.prefix(request).length
+
+    def prefix(self, request: Request) -> Prefix:
+        """What the index has of a waiting request; looked up again only if it has changed."""
+        generation = self.index.generation
+        if request.prefix is None or request.prefix[0] != generation:
+            request.prefix = (generation, self.index.peek(self._key(request)))
+        return request.prefix[1]
+
+    def touch(self, request: Request) -> None:
+        """A waiting request is about to need what the index has of it."""
+        self.index.touch(self._key(request))
+
+    def shared_tokens(self, request: Request) -> int:
+        """How far `table` could take a waiting request."""
+        return max(self.cached_tokens(request), self.prefix_sharing.shared_tokens(request))
+
+    def cached_table(self, request: Request) -> PageTable:
+        """A table with all that is there already of a waiting request."""
+        match = self.index.match(self._key(request))
+        fork = self.prefix_sharing.fork(request, match.length)
+        if fork is not None and match.table is not None:
+            match.table.release()
+        return fork or match.table or PageTable(self.pools)
+
+    def start(self, request: Request, table: PageTable, now: float) -> None:
+        """Give a request a slot; there is one free. It runs with this table from here on."""
+        if table.committed:
+            self.index.use(self._key(request), table.committed)
+        request.start(self.slots.take(), table, now)
+        request.namespace = self._namespace_digest
+        self.running[request.slot] = request
+        self.slots.fill(request)
+        self.prefix_sharing.register(request)
+
+    def checkpoint_due(self, request: Request) -> bool:
+        """Whether the state where a request stands in its answer is to be kept for others."""
+        return self.checkpoints is not None and self.checkpoints.due(request.computed)
+
+    def cache_prefix(self, request: Request, tokens_max: int | None = None) -> None:
+        """Let others find what is computed of a running request, unless by other weights.
+
+        Of its tokens the first `tokens_max` count, should others not be part of its answer.
+        """
+        assert request.table is not None, "a running request has no pages"
+        if request.namespace is self._namespace_digest:
+            computed = min(request.computed, request.length)
+            tokens = request.token_bytes(min(computed, tokens_max or computed))
+            self.index.insert(self._named(request, tokens), request.table)
+        self.slots.update(request)
+
+    def release(self, request: Request) -> None:
+        """Take slot and pages from a running request."""
+        assert request.table is not None, "a running request has no pages"
+        self.prefix_sharing.unregister(request)
+        request.table.release()
+        del self.running[request.slot]
+        self.slots.give_back(request.slot)
+
+    def _key(self, request: Request) -> CacheKey:
+        """The key of a waiting request, made once while it waits for what the weights compute."""
+        if request.cache_key is None or request.cache_key[0] is not self._namespace_digest:
+            key = self._named(request, request.token_bytes(max(1, request.shared_max)))
+            request.cache_key = self._namespace_digest, key
+        return request.cache_key[1]
+
+    def _named(self, request: Request, token_ids: bytes) -> CacheKey:
+        namespace = request_namespace(self._namespace_digest, request.state.cache_salt)
+        return CacheKey(namespace=namespace, token_ids=token_ids)
+
+
+def _checkpoints(limits: EngineLimits, pools: CachePools) -> StateCheckpoints | None:
+    if not pools.states:
+        return None
+    assert limits.checkpoint_tokens % pools.page_tokens == 0, "a checkpoint within a page"
+    return StateCheckpoints(every=limits.checkpoint_tokens, page_tokens=pools.page_tokens)

@@ -1,0 +1,92 @@
+"""Threads in which grammars are compiled, beside the step and below it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections import Counter
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, TypeVar
+
+from antiphon.model_worker.grammar.tenant_slots import TenantSlots
+from antiphon.wire.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.wire.ids import TenantId
+
+T = TypeVar("T")
+
+LOST_MAX = 4
+"""Compiles past their time that may still run: each holds memory, and a little of a core."""
+TENANT_LOST_MAX = 2
+"""The same of one tenant, so that it does not refuse the grammars of the others."""
+_NICE = 10
+_RETRY_AFTER_S = 5.0
+
+
+class CompileThreads:
+    """Runs at most `workers` jobs at once, each in a thread of its own; tenants take turns.
+
+    No executor: a compile cannot be interrupted, and an executor's threads are waited for when the
+    process ends. One that takes too long gives up its place and runs on, a few of them at most.
+    """
+
+    def __init__(self, workers: int, nice: int = _NICE) -> None:
+        self._nice = nice
+        self._places = TenantSlots(workers)
+        self._lost: Counter[TenantId] = Counter()
+
+    async def run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
+        """Run a job and return what it does.
+
+        Raises:
+            TimeoutError: It ran longer than `timeout_s`.
+            Overloaded: It had no place for as long; or too many before it run on.
+        """
+        if self._lost.total() >= LOST_MAX or self._lost[tenant] >= TENANT_LOST_MAX:
+            raise Overloaded("too many grammars take too long", retry_after_s=_RETRY_AFTER_S)
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._places.slot(tenant, timeout_s=timeout_s))
+            except TimeoutError:
+                message = "too many grammars are being compiled"
+                raise Overloaded(message, retry_after_s=_RETRY_AFTER_S) from None
+            return await self._run(job, timeout_s, tenant)
+
+    async def _run(self, job: Callable[[], T], timeout_s: float, tenant: TenantId) -> T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        body = functools.partial(_body, job, done, loop, self._nice)
+        threading.Thread(target=body, name="grammar", daemon=True).start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(done)
+        finally:
+            if not done.done():
+                self._lost[tenant] += 1
+                done.add_done_callback(functools.partial(self._found, tenant))
+
+    def _found(self, tenant: TenantId, done: asyncio.Future[T]) -> None:
+        self._lost[tenant] -= 1
+        if not self._lost[tenant]:
+            del self._lost[tenant]
+        done.exception()  # nobody waits for it any more
+
+
+def _body(
+    job: Callable[[], T], done: asyncio.Future[T], loop: asyncio.AbstractEventLoop, nice: int
+) -> None:
+    if nice and sys.platform == "linux":  # where each thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    try:
+        tell = functools.partial(done.set_result, job())
+    except Exception as error:  # noqa: BLE001 (raised again where it is waited for)
+        tell = functools.partial(done.set_exception, error)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(tell)

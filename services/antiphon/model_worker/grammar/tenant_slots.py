@@ -1,0 +1,88 @@
+"""Places for work that tenants take in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from antiphon.wire.errors import Overloaded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from antiphon.wire.ids import TenantId
+
+WAITING_MAX = 64
+"""How many jobs of one tenant may wait for a place."""
+
+
+class TenantSlots:
+    """So many jobs at once, and one more of a tenant that has none running.
+
+    Tenants that wait get a place in turns, each its jobs in order: however many one of them sends,
+    another one waits for a job of each, and not for all.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._running: Counter[TenantId] = Counter()
+        self._waiting: OrderedDict[TenantId, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def slot(self, tenant: TenantId, *, timeout_s: float) -> AsyncGenerator[None]:
+        """Have a place inside of this block.
+
+        Raises:
+            TimeoutError: There was none for so long.
+            Overloaded: Too many jobs of the tenant wait for one.
+        """
+        await self._acquire(tenant, timeout_s)
+        try:
+            yield
+        finally:
+            self._release(tenant)
+
+    async def _acquire(self, tenant: TenantId, timeout_s: float) -> None:
+        waiting = self._waiting.get(tenant)
+        if not waiting and self._free(tenant):
+            self._running[tenant] += 1
+            return
+        if waiting is not None and len(waiting) >= WAITING_MAX:
+            raise Overloaded(f"{WAITING_MAX} grammars wait to be compiled", retry_after_s=1.0)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._release(tenant)  # its turn came just then
+            else:
+                self._forget(tenant, turn)
+            raise
+
+    def _free(self, tenant: TenantId) -> bool:
+        running = self._running.total()
+        return running < self._count or (running == self._count and not self._running[tenant])
+
+    def _release(self, tenant: TenantId) -> None:
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        while (following := next(filter(self._free, self._waiting), None)) is not None:
+            turn = self._waiting[following][0]
+            self._forget(following, turn)
+            if following in self._waiting:
+                self._waiting.move_to_end(following)
+            if not turn.done():
+                self._running[following] += 1
+                turn.set_result(None)
+
+    def _forget(self, tenant: TenantId, turn: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(tenant)
+        if waiting is not None and turn in waiting:
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[tenant]

@@ -1,0 +1,64 @@
+"""What tokens' embeddings go through before the first layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from antiphon.layers.embedding import LearnedPositions, TokenTypes
+from antiphon.layers.norm import norm_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from antiphon.layers.context import ForwardContext
+    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+class EmbeddingTransform:
+    """A scale, vectors of types and of positions, and a norm: those that a model has."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        said = spec.embedding
+        # A scale is rounded as what it multiplies is.
+        self._scale = float(torch.tensor(said.scale, dtype=build.dtype))
+        self._types = self._positions = self._norm = None
+        if said.types is not None:
+            self._types = TokenTypes(said.types, said.types_count, spec.hidden, build)
+        if said.positions is not None:
+            self._positions = LearnedPositions(
+                said.positions, spec.context_tokens, said.positions_first, spec.hidden, build
+            )
+        if said.norm is not None:
+            self._norm = norm_of(said.norm, said.norm_name, spec.hidden, build)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has none of these."""
+        parts = (self._types, self._positions, self._norm)
+        return self._scale == 1.0 and all(part is None for part in parts)
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the kernels that it calls."""
+        return frozenset[str]() if self._norm is None else self._norm.operations
+
+    def __call__(self, ctx: ForwardContext, embedded: Tensor) -> Tensor:
+        """Make the residual stream of embeddings (T, hidden)  ->  (T, hidden)."""
+        if self._scale != 1.0:
+            embedded = embedded * self._scale
+        if self._types is not None:
+            embedded = self._types.add(ctx, embedded)
+        if self._positions is not None:
+            embedded = self._positions.add(ctx, embedded)
+        return embedded if self._norm is None else self._norm(ctx, embedded)
+
+    def sources(self) -> Iterator[WeightSource]:
+        """Tensors of all that it has."""
+        for part in (self._types, self._positions, self._norm):
+            if part is not None:
+                yield from part.sources()

@@ -1,0 +1,79 @@
+"""Decoders that judge a whole text, or stand for it by its last token: no logits, another head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.model_worker.model.families import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
+from antiphon.model_worker.model.spec import ModelFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import ModelSpec
+
+
+def classifier(family: ModelFamily) -> ModelFamily:
+    """The family's models under a linear that scores labels by the last token."""
+
+    def declare(config: ConfigFile) -> ModelSpec:
+        return _headed(family, config, ScoreSpec(labels=config.labels))
+
+    return _made(family, declare, "last token")
+
+
+def reward_model(family: ModelFamily) -> ModelFamily:
+    """The family's models under two linears that give the last token one reward."""
+
+    def declare(config: ConfigFile) -> ModelSpec:
+        dense = DenseSpec(name="score.0", activation="relu")
+        return _headed(family, config, ScoreSpec(labels=1, name="score.2", bias=True, dense=dense))
+
+    return _made(
+        family,
+        declare,
+        *("last token", "dense layer", "activation of the dense layer", "biased head"),
+    )
+
+
+def embedding_model(family: ModelFamily, *features: str) -> ModelFamily:
+    """The family's models without a head; some of them have features that no other has."""
+
+    def declare(config: ConfigFile) -> ModelSpec:
+        return _headed(family, config, None)
+
+    return _made(family, declare, *features)
+
+
+def _made(
+    family: ModelFamily, declare: Callable[[ConfigFile], ModelSpec], *features: str
+) -> ModelFamily:
+    return ModelFamily(name=family.name, declare=declare, features=features, layers_of=family)
+
+
+def _headed(family: ModelFamily, config: ConfigFile, head: ScoreSpec | None) -> ModelSpec:
+    spec = family.declare(config)
+    # A model that was saved without a head names its tensors from its layers on.
+    pooling = "last" if spec.causal else "mean"
+    return msgspec.structs.replace(spec, head=head, pooling=pooling, prefix="model.")
+
+
+GEMMA = classifier(gemma.GEMMA)
+GEMMA2 = classifier(gemma2.GEMMA2)
+GEMMA3 = classifier(gemma3.GEMMA3)
+LLAMA = classifier(llama.LLAMA)
+MISTRAL = classifier(mistral.MISTRAL)
+QWEN2 = classifier(qwen2.QWEN2)
+QWEN3 = classifier(qwen3.QWEN3)
+QWEN2_REWARD = reward_model(qwen2.QWEN2)
+QWEN3_REWARD = reward_model(qwen3.QWEN3)
+GEMMA2_BASE = embedding_model(gemma2.GEMMA2)
+GEMMA3_BASE = embedding_model(gemma3.GEMMA3, "attention both ways")
+LLAMA_BASE = embedding_model(llama.LLAMA)
+MISTRAL_BASE = embedding_model(mistral.MISTRAL)
+QWEN2_BASE = embedding_model(qwen2.QWEN2)
+QWEN3_BASE = embedding_model(qwen3.QWEN3)

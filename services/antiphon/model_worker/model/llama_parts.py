@@ -1,0 +1,77 @@
+"""What most families say in the same way: the parts of Llama's shape, read from a config.
+
+A family takes these and replaces what differs in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from antiphon.config.tasks import unread
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from antiphon.model_worker.model.config_file import ConfigFile
+    from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
+
+Kind = TypeVar("Kind", bound="Hashable")
+
+
+def attention(config: ConfigFile, *, window: int | None = None) -> AttentionSpec:
+    """Grouped-query attention with rotary positions, without biases."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    return AttentionSpec(
+        query_heads=config.num_attention_heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        scale=config.head_size**-0.5,
+        rotary=config.rotary(kind),
+        window=window,
+    )
+
+
+def gated(config: ConfigFile) -> GatedSpec:
+    """A gated feed-forward block without biases."""
+    return GatedSpec(width=config.width, activation=config.activation)
+
+
+def rms_norm(config: ConfigFile) -> NormSpec:
+    """Root-mean-square norms."""
+    return NormSpec(eps=config.rms_norm_eps)
+
+
+def layers(kinds: Sequence[Kind], layer: Callable[[Kind], LayerSpec]) -> tuple[LayerSpec, ...]:
+    """A layer of each kind, in their order; those of a kind are one spec."""
+    made = {kind: layer(kind) for kind in dict.fromkeys(kinds)}
+    return tuple(made[kind] for kind in kinds)
+
+
+def model(
+    family: str, config: ConfigFile, layers: tuple[LayerSpec, ...], norm: NormSpec
+) -> ModelSpec:
+    """Layers between an embedding and a head that may be one, with a norm after the last."""
+    return ModelSpec(
+        family=family,
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=layers,
+        context_tokens=config.context_tokens,
+        norm=norm,
+        head=HeadSpec(tied=config.tie_word_embeddings),
+        passed_over=unread(config.architectures[0]),
+    )
+
+
+def read_spec(family: ModelFamily, config: ConfigFile) -> ModelSpec:
+    """The shape of the model that `config` describes.
+
+    Raises:
+        ModelLoadError: The config asks for something that this family does not have.
+    """
+    config.check()
+    return family.declare(config)

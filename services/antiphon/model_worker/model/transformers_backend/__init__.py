@@ -1,0 +1,1 @@
+"""Models that no family declares: modules of transformers over the paged cache."""

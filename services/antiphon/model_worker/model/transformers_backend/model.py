@@ -1,0 +1,477 @@
+"""Models that no family here declares: transformers' own modules over our paged cache.
+
+transformers calls what is registered under the name of an attention implementation in place of its
+own attention. Ours keeps keys and values in the cache of the pass and attends over the pages of
+each row, so that such a model is batched, chunked and cached as all others are. What its layers
+keep and how far they look is not declared anywhere: one token is run through the model before it
+serves, and whatever its attention asks for that we cannot give is refused then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from antiphon.layers.attention import AttentionSpec
+from antiphon.layers.context import Manner
+from antiphon.layers.norm import NormSpec
+from antiphon.model_worker.model.decoder import Hidden
+from antiphon.model_worker.model.errors import ModelLoadError
+from antiphon.model_worker.model.layer import NotStackable
+from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelSpec, Norms
+from antiphon.model_worker.model.transformers_backend.rotary import patch_dynamic_rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from transformers import PreTrainedModel
+
+    from antiphon.kernels.cpu.stack import Stack
+    from antiphon.kernels.kv import LayerCache
+    from antiphon.kernels.rotary import Rotary
+    from antiphon.layers.context import ForwardContext
+
+IMPLEMENTATION = "antiphon"
+"""What a config calls our attention."""
+HARMLESS = frozenset(
+    {
+        *("dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "return_dict", "layer_idx", "training"),
+        *("past_key_values", "past_key_value", "position_embeddings", "attention_mask"),
+        *("logits_to_keep", "num_items_in_batch", "head_mask"),
+    }
+)
+"""What attention is told that changes nothing here: the cache, the mask and the pass know it."""
+
+
+class TransformersConfig(Protocol):
+    """What every config of transformers says of a text model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention. Axes: T tokens, Q query heads, H kv heads, D head size.
+
+    Attributes:
+        query, key, value: (1, Q or H, T, D), rotated as the model does it.
+        mask: What our mask function gave; None in a pass.
+        said: All else, by name.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    kwargs: Mapping[str, object]
+
+
+_ATTEND: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("attend")
+_PROBED: ContextVar[int] = ContextVar("probed", default=0)
+"""The context of the model that is being looked at; 0 in a pass."""
+
+
+@dataclass
+class LayersOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """What layers leave, with every field that some head reads of it; most hand it on."""
+
+    router_logits: tuple[Tensor, ...] | None = None
+    shared_kv_states: None = None
+
+
+class TransformersDecoder:
+    """The modules of transformers in the place of a `Decoder`."""
+
+    invariant = False
+    """torch multiplies."""
+    rotary: Rotary | None = None
+
+    def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
+        patch_dynamic_rotary(model)
+        self._base = cast("Callable[..., Left]", model.base_model)
+        self._given = _FixedLayers()
+        self._head = _headed(model, self._given)
+        config = cast("Config", model.config)
+        self.spec, self._manners = _probe_layers(model, config, self._base, self.logits)
+        _refuse_hidden_state(self._base, config)
+        _refuse_token_mixing(self._base, config)
+        self.spec = msgspec.structs.replace(self.spec, context_tokens=context_tokens)
+        shaped = {each.softcap is not None or each.sinks is not None for each in self._manners}
+        kernels = {"attention.shaped" if each else "attention.paged" for each in shaped}
+        self.operations = frozenset({"attention.heads", *kernels})
+        """Names of the kernels that its layers call."""
+
+    def forward(
+        self,
+        ctx: ForwardContext,
+        *,
+        tokens: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        aux_layers: frozenset[int] = frozenset(),
+    ) -> Hidden:
+        """Run all layers on `tokens` (T,), or on `inputs_embeds` (T, hidden)."""
+        assert not aux_layers, "transformers' modules hand out no stream between layers"
+        assert ctx.positions is not None
+
+        def attend(call: AttentionCall) -> Tensor:
+            mixed = ctx.attend(call.layer, _pad_heads(call), self._manners[call.layer])
+            return mixed[..., : call.value.shape[-1]]
+
+        if inputs_embeds is not None:
+            entered = {"inputs_embeds": inputs_embeds[None]}
+        else:
+            assert tokens is not None, "either tokens or their embeddings"
+            entered = {"input_ids": tokens[None]}
+        with _attention_function(attend):
+            left = self._base(
+                **entered,
+                position_ids=ctx.positions[None].long(),
+                use_cache=False,
+            )
+        assert left.last_hidden_state is not None
+        return Hidden(left.last_hidden_state[0], {})
+
+    def logits(self, _: ForwardContext | None, hidden: Tensor) -> Tensor:
+        """Score hidden (L, hidden)  ->  (L, V) float32."""
+        self._given.hidden = hidden
+        return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
+
+    def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
+        """There is none.
+
+        Raises:
+            NotPlain: Always.
+        """
+        raise NotStackable("the layers are those of transformers")
+
+
+def _pad_heads(call: AttentionCall) -> Tensor:
+    """Heads of one size, (T, Q + 2 H, D): the cache has one for keys and values.
+
+    Latent attention gives keys and values of different sizes. Zeros behind a key and its query add
+    nothing to a score, and those behind a value are cut off from the result.
+    """
+    size = max(call.key.shape[-1], call.value.shape[-1])
+    parts = (call.query, call.key, call.value)
+    padded = [torch.nn.functional.pad(part, (0, size - part.shape[-1])) for part in parts]
+    return torch.cat(padded, dim=1)[0].transpose(0, 1)
+
+
+class _FixedLayers(torch.nn.Module):
+    """In the place of a model's layers, so that its head alone runs."""
+
+    hidden: Tensor
+
+    @property
+    def decoder(self) -> _FixedLayers:
+        """Some heads ask the layers of their layers."""
+        return self
+
+    def forward(self, *_: object, **__: object) -> LayersOutput:
+        """What the layers have left."""
+        left = cast("torch.FloatTensor", self.hidden[None])
+        return LayersOutput(last_hidden_state=left)
+
+
+class _Scores(Protocol):
+    logits: Tensor
+
+
+def _headed(model: PreTrainedModel, given: _FixedLayers) -> Callable[..., _Scores]:
+    """The model with `given` for its layers: whatever it does to logits it still does."""
+    head = copy.copy(model)
+    parts = {**dict(model.named_children()), model.base_model_prefix: given}
+    head.__dict__["_modules"] = parts
+    return cast("Callable[..., _Scores]", head)
+
+
+@contextmanager
+def _attention_function(
+    attend: Callable[[AttentionCall], Tensor], probed: int = 0
+) -> Generator[None]:
+    """Let attention of this thread be `attend`."""
+    attending, probing = _ATTEND.set(attend), _PROBED.set(probed)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(attending)
+        _PROBED.reset(probing)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **said: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls for each layer: (1, Q, T, D)  ->  (1, T, Q, D)."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelLoadError(f"{type(module).__name__} does not say which layer it is of")
+    said = {**said, "is_causal": said.get("is_causal", getattr(module, "is_causal", True))}
+    return _ATTEND.get()(AttentionCall(layer, query, key, value, attention_mask, said))[None], None
+
+
+def _mask(
+    *, mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], **_: object
+) -> Tensor | None:
+    """None in a pass, whose cache knows the mask; the window, as (1, 1, 1, 1), when looked at."""
+    context_tokens = _PROBED.get()
+    if not context_tokens:
+        return None
+    zero, keys = torch.tensor(0), torch.arange(context_tokens)
+
+    def seen(query: int) -> Tensor:
+        return mask_function(zero, zero, torch.tensor(query), keys).expand(context_tokens)
+
+    window = int(seen(context_tokens - 1).sum())
+    for query in {0, window // 2, window - 1, window, window + 1, context_tokens - 1}:
+        if not 0 <= query < context_tokens:
+            continue
+        expected = (keys <= query) & (keys > query - window)
+        if not torch.equal(seen(query), expected):
+            raise ModelLoadError("its mask is neither causal nor a window")
+    return torch.full((1, 1, 1, 1), 0 if window == context_tokens else window)
+
+
+_Register = Callable[[str, Callable[..., object]], None]
+cast("_Register", AttentionInterface.register)(IMPLEMENTATION, _attention)  # pyright: ignore[reportUnknownMemberType]
+cast("_Register", AttentionMaskInterface.register)(IMPLEMENTATION, _mask)  # pyright: ignore[reportUnknownMemberType]
+
+
+@torch.inference_mode()
+def _probe_layers(
+    model: PreTrainedModel,
+    config: TransformersConfig,
+    base: Callable[..., LayersOutput],
+    logits: Callable[[None, Tensor], Tensor],
+) -> tuple[ModelSpec, tuple[Manner, ...]]:
+    """Run one token, and write down what each layer asks for.
+
+    Raises:
+        ModelLoadError: Something that we cannot give.
+    """
+    found: dict[int, tuple[AttentionSpec, Manner]] = {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        if call.layer in found:
+            raise ModelLoadError(f"layer {call.layer} attends twice")
+        found[call.layer] = _parse_call(call)
+        return _nothing(call)
+
+    token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
+    at = {"position_ids": torch.zeros(1, 1, dtype=torch.int64)}
+    with _attention_function(attend, probed=config.max_position_embeddings):
+        hidden = base(**token, **at).last_hidden_state
+    layers = config.num_hidden_layers
+    if sorted(found) != list(range(layers)):
+        raise ModelLoadError(f"{len(found)} of its {layers} layers attend as others do")
+    with _attention_function(_nothing):
+        whole = cast("Callable[..., _Scores]", model)(**token, **at).logits[0].float()
+    assert hidden is not None
+    if not torch.equal(whole, logits(None, hidden[0])):
+        raise ModelLoadError("its head cannot be told from its layers")
+    mixers = [found[layer] for layer in range(layers)]
+    return _spec(config, [spec for spec, _ in mixers]), tuple(manner for _, manner in mixers)
+
+
+def _nothing(call: AttentionCall) -> Tensor:
+    """What attention gives, as zeros: (T, Q, D) of the values' size."""
+    _, heads, tokens, _ = call.query.shape
+    return call.query.new_zeros(tokens, heads, call.value.shape[-1])
+
+
+@torch.inference_mode()
+def _refuse_token_mixing(base: Callable[..., LayersOutput], config: TransformersConfig) -> None:
+    """Run a prompt forwards and backwards: without attention no token may depend on another.
+
+    What a layer keeps beside keys and values (a convolution's last inputs, a recurrent state) is
+    lost between two passes, and the text would be wrong without an error. Both passes have one
+    size and each token its own position, so that rounding hides nothing in any dtype. A fourth of
+    the tokens differ, for sums over all of them.
+
+    Raises:
+        ModelLoadError: Most tokens differ by more than rounding explains.
+    """
+    places = torch.arange(_PROBE_TOKENS)
+    tokens, kept = places % config.vocab_size, places % 4 > 0
+    others = torch.where(kept, tokens, (tokens + config.vocab_size // 2) % config.vocab_size)
+    forwards = _alone(base, tokens, places)
+    backwards = _alone(base, others.flip(0), places.flip(0))
+    for one, other in zip(forwards, backwards, strict=True):
+        # Few tokens may differ: a mixture of experts is free to choose anew on a near tie.
+        apart = float(_distances(other.flip(0), one)[kept].quantile(0.75))
+        if not apart <= max(1e-4, 4 * torch.finfo(one.dtype).eps):
+            raise ModelLoadError(
+                "it keeps state beside keys and values, which would be lost between the chunks of "
+                f"a prompt: other neighbours change {apart:.2g} of a token where no token attends "
+                "to another"
+            )
+
+
+def _alone(base: Callable[..., LayersOutput], tokens: Tensor, places: Tensor) -> list[Tensor]:
+    """Run tokens (T,), each of which attends to itself; return all that is computed, (T, ...)."""
+    seen: list[Tensor] = []
+
+    def attend(call: AttentionCall) -> Tensor:
+        by_token = [part[0].transpose(0, 1) for part in (call.query, call.key, call.value)]
+        seen.extend(part.flatten(1) for part in by_token)
+        query, _, value = by_token
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    with _attention_function(attend):
+        left = base(input_ids=tokens[None], position_ids=places[None], use_cache=False)
+    assert left.last_hidden_state is not None
+    return [*seen, left.last_hidden_state[0]]
+
+
+_PROBE_TOKENS, _PROBE_FIRST = 160, 144
+"""Of the prompt that is run in one pass and in two, and those of the first of the two: some models
+compress what lies 128 tokens back."""
+_NOISE_MAX = 8.0
+"""How many times what rounding changes the second pass may differ."""
+
+
+@torch.inference_mode()
+def _refuse_hidden_state(base: Callable[..., LayersOutput], config: TransformersConfig) -> None:
+    """Run a short prompt in one pass and in two: keys and values must be all that they share.
+
+    What a layer keeps beside them (a convolution's last inputs, a recurrent state) is lost between
+    two passes, and the text would be wrong without an error.
+
+    Raises:
+        ModelLoadError: The second pass differs by more than rounding explains.
+    """
+    tokens = torch.arange(1, _PROBE_TOKENS + 1) % config.vocab_size
+    whole = _run(base, tokens, [_PROBE_TOKENS])
+    # The same tokens in a shorter pass: causal layers differ by rounding alone.
+    rounding = _distance(_run(base, tokens[:_PROBE_FIRST], [_PROBE_FIRST]), whole[:_PROBE_FIRST])
+    eps = torch.finfo(whole.dtype).eps
+    if not rounding <= min(1000 * eps, 0.1):
+        raise ModelLoadError(
+            "what follows in a pass changes the tokens before it: the hidden state of the same "
+            f"tokens differs by {rounding:.2g} in a longer pass"
+        )
+    second = slice(_PROBE_FIRST, _PROBE_TOKENS)
+    parts = _run(base, tokens, [_PROBE_FIRST, _PROBE_TOKENS - _PROBE_FIRST])
+    distance = _distance(parts[second], whole[second])
+    if not distance <= max(_NOISE_MAX * rounding, 10 * eps):
+        raise ModelLoadError(
+            "it keeps state beside keys and values, which would be lost between the chunks of a "
+            f"prompt: two passes differ from one by {distance:.2g} of the hidden state"
+        )
+
+
+def _run(base: Callable[..., LayersOutput], tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Run tokens (T,) in passes of these lengths, with dense attention over all that came before.
+
+    Returns:
+        (T, hidden). Windows, caps and sinks are left out: both sides of a comparison lack them.
+    """
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        key, value = call.key[0], call.value[0]  # (H, T, D)
+        if key.shape[1] != call.query.shape[2]:
+            raise ModelLoadError(
+                f"layer {call.layer} has {key.shape[1]} keys for {call.query.shape[2]} tokens"
+            )
+        if call.layer in kept:
+            key = torch.cat((kept[call.layer][0], key), dim=1)
+            value = torch.cat((kept[call.layer][1], value), dim=1)
+        kept[call.layer] = key, value
+        queries, keys = call.query.shape[2], key.shape[1]
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        heads = torch.nn.functional.scaled_dot_product_attention(
+            call.query, key[None], value[None], attn_mask=seen, enable_gqa=True
+        )
+        return heads[0].transpose(0, 1)  # (T, Q, D)
+
+    hidden: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        part = tokens[start : start + length]
+        at = torch.arange(start, start + length)
+        with _attention_function(attend):
+            left = base(input_ids=part[None], position_ids=at[None], use_cache=False)
+        assert left.last_hidden_state is not None
+        hidden.append(left.last_hidden_state[0])
+        start += length
+    return torch.cat(hidden)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The mean over tokens of how far two hidden states (T, hidden) are apart, relative."""
+    return float(_distances(one, other).mean())
+
+
+def _distances(one: Tensor, other: Tensor) -> Tensor:
+    """How far each token (T, hidden) is from the other, relative: (T,)."""
+    apart = (one.float() - other.float()).square().sum(-1).sqrt()
+    return apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)
+
+
+def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, Manner]:
+    said = dict(call.kwargs)
+    scale, softcap = said.pop("scaling", None), said.pop("softcap", None)
+    sinks = said.pop("s_aux", None)
+    if said.pop("is_causal") is False:
+        raise ModelLoadError("its attention looks ahead")
+    if unknown := [name for name in said if name not in HARMLESS and said[name] is not None]:
+        raise ModelLoadError(f"its attention wants {', '.join(unknown)}")
+    if call.mask is None or call.mask.numel() != 1:
+        raise ModelLoadError("its attention has a mask of its own")
+    if call.value.shape[:-1] != call.key.shape[:-1]:
+        raise ModelLoadError("it has values for other heads than keys")
+    if call.key.shape[-1] != call.query.shape[-1]:
+        raise ModelLoadError("its queries and keys are of different sizes")
+    assert scale is None or isinstance(scale, float | int)
+    assert softcap is None or isinstance(softcap, float | int)
+    assert sinks is None or isinstance(sinks, Tensor)
+    size = call.query.shape[-1]
+    spec = AttentionSpec(
+        query_heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        head_size=max(size, call.value.shape[-1]),
+        scale=size**-0.5 if scale is None else scale,
+        rotary=None,
+        window=int(call.mask) or None,
+        softcap=softcap,
+        sinks=sinks is not None,
+    )
+    return spec, Manner(scale=spec.scale, rotary=None, softcap=softcap, sinks=sinks)
+
+
+def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:
+    """What a runner must know of it; the layers themselves are transformers'."""
+    norm = NormSpec(eps=0.0)
+    layers = (
+        LayerSpec(mixer=mixer, feed_forward=None, norm=norm, norms=Norms()) for mixer in mixers
+    )
+    return ModelSpec(
+        family="transformers",
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=tuple(layers),
+        context_tokens=config.max_position_embeddings,
+        norm=norm,
+        head=HeadSpec(tied=False),
+    )

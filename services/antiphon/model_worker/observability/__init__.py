@@ -1,0 +1,1 @@
+"""Metrics, load statistics, logs, the watchdog, and recordings of plans."""

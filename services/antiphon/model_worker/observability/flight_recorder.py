@@ -1,0 +1,93 @@
+"""The last plans and what became of them, kept in memory until somebody wants to know."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from antiphon.model_worker.batching.plan import StepOutcome, StepPlan
+
+PLANS_MAX = 1_000
+BYTES_MAX = 64 * 1024**2
+"""Page tables make up nearly all of it: 64 rows of 2,000 tokens fill half of this."""
+
+_PLAN_BYTES = 1_024  # objects and their headers, about
+_ROW_BYTES = 64  # a row's entries in every column, about
+_TOKEN_BYTES = 12  # id, position, and perhaps a logit row
+
+
+class StepRecord(msgspec.Struct, gc=False):
+    """A plan, and what became of it once that is known.
+
+    Attributes:
+        outcome: Without details and vectors: tokens and statuses are what a replay is compared by.
+        failure: What the runner raised instead.
+    """
+
+    plan: StepPlan
+    outcome: StepOutcome | None = None
+    failure: str = ""
+
+    def end(self, outcome: StepOutcome) -> None:
+        """The plan has been computed."""
+        if outcome.details is not None or outcome.vectors is not None:
+            outcome = msgspec.structs.replace(outcome, details=None, vectors=None)
+        self.outcome = outcome
+
+    def invalidate(self) -> None:
+        """It was launched on tokens that were never drawn: what came of it says nothing."""
+        self.outcome, self.failure = None, ""
+
+
+class FlightRecorder:
+    """Keeps plans by reference, since a plan never changes: recording one costs microseconds.
+
+    Written in the loop's thread; `records` may be called from any other.
+    """
+
+    def __init__(self, plans_max: int = PLANS_MAX, bytes_max: int = BYTES_MAX) -> None:
+        self._plans_max = plans_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._records: deque[tuple[StepRecord, int]] = deque()
+
+    def begin(self, plan: StepPlan) -> StepRecord:
+        """Keep a plan that is about to run, so that one which never ends is kept too."""
+        record, size = StepRecord(plan), _size_bytes(plan)
+        self._records.append((record, size))
+        self._bytes += size
+        while len(self._records) > self._plans_max or self._bytes > self._bytes_max:
+            self._bytes -= self._records.popleft()[1]
+        return record
+
+    def records(self) -> tuple[StepRecord, ...]:
+        """What is kept, oldest first."""
+        # One call into C: no other thread gets between.
+        return tuple(record for record, _ in self._records.copy())
+
+
+def summary(plan: StepPlan) -> dict[str, int]:
+    """A plan in a few numbers, for a log line."""
+    return {
+        "step": plan.step,
+        "rows": len(plan.slot),
+        "tokens": len(plan.tokens),
+        "draws": len(plan.logit_tokens),
+        "kv_tokens": int(plan.kv_len.sum()),
+        "kv_tokens_max": int(np.max(plan.kv_len, initial=0)),
+    }
+
+
+def _size_bytes(plan: StepPlan) -> int:
+    size = _PLAN_BYTES + _ROW_BYTES * len(plan.slot) + _TOKEN_BYTES * len(plan.tokens)
+    for table in plan.page_tables:
+        size += table.nbytes
+    if plan.token_masks is not None:
+        size += plan.token_masks.nbytes
+    for part in (plan.penalties, plan.biases, plan.details):
+        if part is not None:
+            # What a client sizes counts whole.
+            size += sum(getattr(part, name).nbytes for name in part.__slots__)
+    return size

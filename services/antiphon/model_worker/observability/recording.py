@@ -1,0 +1,132 @@
+"""Recorded plans as a file, to be run again where there is time to look."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from antiphon.config.resolve import Plan as Resolved
+from antiphon.model_worker.cache.groups import CacheGroup
+from antiphon.model_worker.observability.flight_recorder import StepRecord
+from antiphon.wire.routes import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+SUFFIX = ".plans"
+FILES_MAX = 16
+"""Files of one instance that are kept: a process that dies again and again fills no disk."""
+
+_MAGIC = b"antiphon plans 1\n"
+_LENGTH_BYTES = 4
+
+
+class RecordingBroken(Exception):
+    """A file is no recording, or a damaged one."""
+
+
+class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to run the plans again, and why they were written.
+
+    Attributes:
+        resolved: How the worker was set up; none where it ran no model.
+        weights_digest: Of the model, if its cluster agreed on one.
+    """
+
+    reason: str
+    unix_ms: int
+    instance: str
+    weights_digest: str
+    weight_version: str
+    groups: tuple[CacheGroup, ...]
+    resolved: Resolved | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A file's content, oldest plan first."""
+
+    header: RecordingHeader
+    records: tuple[StepRecord, ...]
+
+
+def write(folder: Path, header: RecordingHeader, records: Iterable[StepRecord]) -> Path:
+    """Write a recording that only its owner may read, for it holds what people have said.
+
+    The oldest of the instance's files make room. Blocks for as long as the disk takes.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = escape(header.instance)
+    file = folder / f"{name}-{header.unix_ms}{SUFFIX}"
+    partial = file.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(_MAGIC)
+        _put(stream, header)
+        for record in records:
+            _put(stream, record)
+    partial.replace(file)
+    for old in sorted(folder.glob(f"{name}-*{SUFFIX}"))[:-FILES_MAX]:
+        old.unlink(missing_ok=True)
+    return file
+
+
+def read(file: Path) -> Recording:
+    """Read what `write` wrote.
+
+    Raises:
+        RecordingBroken: It is something else, or was cut off.
+        OSError: It cannot be read.
+    """
+    with file.open("rb") as stream:
+        if stream.read(len(_MAGIC)) != _MAGIC:
+            raise RecordingBroken(f"{file} is no recording of plans, or one of another version")
+        try:
+            header = msgspec.msgpack.decode(_block(stream), type=RecordingHeader)
+            records: list[StepRecord] = []
+            while block := _block(stream):
+                records.append(_RECORDS.decode(block))
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            raise RecordingBroken(f"{file} is damaged: {error}") from error
+    return Recording(header, tuple(records))
+
+
+def _put(stream: BinaryIO, part: RecordingHeader | StepRecord) -> None:
+    encoded = _ENCODER.encode(part)
+    stream.write(len(encoded).to_bytes(_LENGTH_BYTES, "little"))
+    stream.write(encoded)
+
+
+def _block(stream: BinaryIO) -> bytes:
+    """The next part; empty at the end of the file."""
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    block = stream.read(length)
+    if len(block) != length:
+        raise ValueError("it ends too early")
+    return block
+
+
+def _from_array(value: object) -> object:
+    assert isinstance(value, np.ndarray), f"{type(value)} is no part of a plan"
+    array = cast("NDArray[np.generic]", value)
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _to_array(_: type, value: object) -> object:
+    dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
+    # A copy, since torch has no read-only tensors.
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape).copy()
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
+_RECORDS = msgspec.msgpack.Decoder(StepRecord, dec_hook=_to_array)

@@ -1,0 +1,119 @@
+"""What is told of the prefix cache: each event as it happens, and again to whoever missed it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.cache.events import ClearedEvent, EventLog, RemovedEvent, StoredEvent
+from antiphon.wire.kv_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    KvEvents,
+    KvReplayed,
+    ReplayKv,
+)
+from antiphon.wire.parts import parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from antiphon.model_worker.cache.events import CacheEvent
+    from antiphon.wire.base import Process
+
+MESSAGE_BYTES_MAX = 128 * 1024
+"""About the largest message of events: far below what the broker takes."""
+
+_EVENT_BYTES = 64  # an event without its digests, about
+
+
+class KvEventPublisher:
+    """The events of this life of the worker, from the first one on. Pure: knows no bus.
+
+    Nothing is buffered for a bus that is away: what is not sent is a gap in the numbers, and the
+    listener asks for what it missed.
+    """
+
+    def __init__(self, worker: Process, events_max: int) -> None:
+        self._worker = worker
+        self._log = EventLog(events_max)
+        self._unsent: list[CacheEvent] = []
+        self._snapshot: tuple[int, list[list[KvEvent]]] = (0, [])
+
+    @property
+    def seq(self) -> int:
+        """Number of the newest event."""
+        return self._log.seq
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._unsent)
+
+    def add(self, events: Sequence[CacheEvent]) -> None:
+        """The batching loop reports what happened in a step."""
+        self._log.add(events)
+        self._unsent += events
+
+    def take(self) -> list[KvEvents]:
+        """All that was not taken yet, as messages, to be published in this order or not at all."""
+        if not self._unsent:
+            return []
+        events, self._unsent = [_on_wire(event) for event in self._unsent], []
+        seq = self._log.seq - len(events)
+        messages: list[KvEvents] = []
+        for part in parts(events, _event_bytes, MESSAGE_BYTES_MAX):
+            seq += len(part)
+            messages.append(KvEvents(worker=self._worker, seq=seq, events=tuple(part)))
+        return messages
+
+    def replay(self, message: ReplayKv) -> KvReplayed:
+        """Answer somebody who missed something; as much of it as goes into a message."""
+        seq, pieces = self._snapshot
+        if message.part and message.snapshot == seq and message.part < len(pieces):
+            return self._part(message.part)
+        if message.part or not self._log.reaches(message.after):
+            # A listener at its bound asks for all of it: what came and went since the last
+            # snapshot would push out again what is there now.
+            return self._everything(exact=message.after < 0 and not message.part)
+        events = map(_on_wire, self._log.replay(message.after).events)
+        nothing: list[KvEvent] = []
+        first = next(parts(events, _event_bytes, MESSAGE_BYTES_MAX), nothing)
+        seq = message.after + len(first)
+        return KvReplayed(worker=self._worker, seq=seq, events=tuple(first))
+
+    def _everything(self, *, exact: bool) -> KvReplayed:
+        """The first part of a snapshot: of the last one, while what came since is still known.
+
+        An exact one is the last only if nothing came since.
+        """
+        seq, pieces = self._snapshot
+        if not pieces or not self._log.reaches(seq) or (exact and seq < self._log.seq):
+            replay = self._log.replay(-1)
+            events = map(_on_wire, replay.events)
+            pieces = list(parts(events, _event_bytes, MESSAGE_BYTES_MAX))
+            self._snapshot = (replay.seq, pieces)
+        return self._part(0)
+
+    def _part(self, index: int) -> KvReplayed:
+        seq, pieces = self._snapshot
+        following = index + 1 if index + 1 < len(pieces) else 0
+        events = tuple(pieces[index])
+        return KvReplayed(
+            worker=self._worker, seq=seq, events=events, snapshot=True, part=following
+        )
+
+
+def _on_wire(event: CacheEvent) -> KvEvent:
+    match event:
+        case StoredEvent(parent, blocks):
+            return BlocksStored(parent=parent, digests=b"".join(blocks))
+        case RemovedEvent(blocks):
+            return BlocksRemoved(digests=b"".join(blocks))
+        case ClearedEvent():
+            return BlocksCleared()
+
+
+def _event_bytes(event: KvEvent) -> int:
+    return _EVENT_BYTES + (0 if isinstance(event, BlocksCleared) else len(event.digests))

@@ -1,0 +1,550 @@
+"""Who is held and what is sent of them: the bus side of the worker, as a pure state machine.
+
+Events go in with the time at which they happen; what comes out are `RunChoice` and `DropChoice` for the
+batching loop, and from `take` the messages for the detokenizers. What steady steps draw passes
+through lanes. There is no replay buffer: all else is sent from each request's own output list, as
+often as anybody asks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.model_worker.batching.request import (
+    ChoiceKey,
+    Finish,
+    Progress,
+    RequestState,
+)
+from antiphon.model_worker.batching.steady import Drawn
+from antiphon.model_worker.lanes import Lanes
+from antiphon.model_worker.protocol.held_request import HeldChoice, HeldRequest
+from antiphon.model_worker.protocol.outbox import TokenOutbox
+from antiphon.model_worker.protocol.tombstones import AttemptTombstones
+from antiphon.wire.command import Abort, Admit, CommandBatch, ResendTokens, StopChoice
+from antiphon.wire.errors import EngineError, Internal, InvalidRequest, decode_error
+from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from antiphon.service.sequence import SeqSender
+    from antiphon.wire.base import Process, Term
+    from antiphon.wire.ids import InstanceId, RequestId
+    from antiphon.wire.submit import OpenList
+    from antiphon.wire.tokens import TokenNews
+
+log = logging.getLogger(__name__)
+
+FREED_AFTER_MS = 2_000
+"""Past its deadline a request has had its end from its owner; then it is freed here."""
+FORGOTTEN_AFTER_MS = 10_000
+"""Past its deadline nobody can ask for a request's ids any more."""
+TOMBSTONE_MS = 10_000
+"""Far longer than an admit can be under way: a command says until when it counts."""
+REFUSED_MS = 5_000
+"""How long a leader is informed that its commands were refused. Then it may try again."""
+OPEN_GRACE_MS = 1_000
+"""Two periods of the open list: a younger request may be missing because the list is older."""
+
+
+def _same_clock(unix_ms: int, _: Process) -> int:
+    """Of processes on one host."""
+    return unix_ms
+
+
+def _unknown() -> Term | None:
+    """No scheduler's heartbeat says which term leads."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunChoice:
+    """Hand a choice to the batching loop."""
+
+    key: ChoiceKey
+    state: RequestState
+    traceparent: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DropChoice:
+    """Take a choice back from the batching loop.
+
+    Attributes:
+        kept: Output ids that are part of the answer, where it ended with less than was made: what
+            was computed of them may be found again. None: nobody knows of an answer.
+    """
+
+    key: ChoiceKey
+    kept: int | None = None
+
+
+Action = RunChoice | DropChoice
+
+
+class WorkerOutput:
+    """Everything that this worker has accepted and not forgotten.
+
+    Attributes:
+        live_max: Most choices in the batching loop; one more is refused as overloaded.
+        term: The highest term that a command came from; lower ones are not obeyed.
+        commands_seq: The last batch of that term.
+        draining: Nothing new is accepted. What comes all the same is given back at once.
+        overrun_tokens: Ids that were made beyond a stop string, and thrown away.
+        returned_count: Requests given back, since start.
+        refused: The last batch of commands that was refused, until one is obeyed or for some time.
+        refused_count: Batches of commands refused, since start.
+        unelected_count: Those whose term is too high to be an elected one, since start.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        seqs: SeqSender,
+        *,
+        live_max: int,
+        our_time_ms: Callable[[int, Process], int] = _same_clock,
+        leading: Callable[[], Term | None] = _unknown,
+    ) -> None:
+        """Nothing is held yet.
+
+        Args:
+            process: This worker.
+            seqs: Numbers of what is sent to detokenizers.
+            live_max: See above.
+            our_time_ms: What our clock shows when that of a process shows a time.
+            leading: The term that leads, by what living schedulers claim.
+        """
+        self.process = process
+        self.live_max = live_max
+        self.term: Term | None = None
+        self.commands_seq = 0
+        self.draining = False
+        self.overrun_tokens = 0
+        self.requeued_count = 0
+        self.refused: RefusedCommands | None = None
+        self.refused_count = 0
+        self.unelected_count = 0
+        self._refused_ms = 0
+        self._our_time_ms = our_time_ms
+        self._leading = leading
+        self._outbox = TokenOutbox(process, seqs)
+        self._held: dict[RequestId, HeldRequest] = {}
+        self._choices: dict[ChoiceKey, tuple[HeldRequest, HeldChoice]] = {}  # live ones
+        self._lanes: Lanes | None = None
+        self._tombstones = AttemptTombstones(TOMBSTONE_MS)
+        self._lists: dict[Process, tuple[int, int]] = {}  # version, heard at
+        self._keys = 0
+        self._spoiled: list[Action] = []
+
+    @property
+    def live_count(self) -> int:
+        """Choices that the batching loop has."""
+        return len(self._choices)
+
+    @property
+    def held_count(self) -> int:
+        """Requests that are not forgotten."""
+        return len(self._held)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `take` would return anything."""
+        return self._outbox.filled
+
+    def held(self) -> tuple[RunningRequest, ...]:
+        """What the heartbeat says of every request that is held."""
+        self._settle()
+        return tuple(
+            RunningRequest(
+                request_id=held.request_id,
+                attempt=held.attempt,
+                tokens=held.tokens,
+                ended=not held.live,
+                waiting=not held.started,
+                returned=held.requeued,
+            )
+            for held in self._held.values()
+        )
+
+    def command(self, batch: CommandBatch, now_ms: int, offset_ms: int | None = 0) -> list[Action]:
+        """Obey a leader, unless a higher one has spoken or the batch is late or a repeat.
+
+        Args:
+            batch: Its commands.
+            now_ms: Our time.
+            offset_ms: What makes the leader's times ours; None if that is not known.
+        """
+        if batch.worker != self.process:
+            return []  # meant for another life
+        leading = self._leading()
+        self._forget_unelected(leading)
+        if self.term is not None and batch.leader < self.term:
+            return []
+        known = max((term.number for term in (self.term, leading) if term), default=None)
+        if not batch.leader.may_follow(known):
+            self.unelected_count += 1
+            return []
+        if batch.leader == self.term and batch.seq <= self.commands_seq:
+            return []
+        if offset_ms is None or batch.not_after_unix_ms + offset_ms < now_ms:
+            reason = Refusal.CLOCK if offset_ms is None else Refusal.LATE
+            self.refused = RefusedCommands(leader=batch.leader, seq=batch.seq, reason=reason)
+            self.refused_count += 1
+            self._refused_ms = now_ms
+            return []
+        self.refused = None
+        self.term, self.commands_seq = batch.leader, batch.seq
+        actions: list[Action] = []
+        for command in batch.commands:
+            try:
+                if isinstance(command, Admit):
+                    self._admit(command, now_ms, actions)
+                else:
+                    self._abort(command, actions)
+            except Exception:
+                log.exception("command failed", extra={"request_id": command.request_id})
+                actions += self._fail_request(command.request_id)
+        return actions
+
+    def stop(self, message: StopChoice) -> list[Action]:
+        """A detokenizer has ended a choice, or all of a request; only its own one may."""
+        held = self._held.get(message.request_id)
+        if (
+            held is None
+            or held.attempt != message.attempt
+            or held.detokenizer != message.detokenizer.instance
+        ):
+            return []
+        if message.choice is None:
+            return self._stop(held, held.choices)
+        chosen = [choice for choice in held.choices if choice.index == message.choice]
+        return self._stop(held, chosen, message.offset)
+
+    def resend(self, message: ResendTokens) -> None:
+        """Send a detokenizer all of its requests again, from the offsets that it waits for."""
+        if message.worker != self.process:
+            return
+        offsets: dict[RequestId, dict[int, int]] = {}
+        self._leave_lanes()
+        for place in message.places:
+            offsets.setdefault(place.request_id, {})[place.choice] = place.offset
+        for held in self._held.values():
+            if held.detokenizer == message.detokenizer.instance:
+                held.rewind(offsets.get(held.request_id, {}))
+                self._outbox.put(held)
+
+    def open_list(self, message: OpenList, now_ms: int) -> list[Action]:
+        """Let go of what its owner has ended, and of what it does not know."""
+        if self._our_time_ms(message.not_after_unix_ms, message.owner) < now_ms:
+            return []
+        version, _ = self._lists.get(message.owner, (0, 0))
+        gone = set(message.closed)
+        if message.version > version:
+            self._lists[message.owner] = (message.version, now_ms)
+            if message.whole:
+                listed = {line.request_id for line in message.opened}
+                gone |= self._unlisted(message.owner, listed, now_ms)
+                self._repeat_ends(message.owner, listed)
+        return [
+            action
+            for request_id in gone
+            if (held := self._held.get(request_id)) is not None and held.owner == message.owner
+            for action in self._forget(held)
+        ]
+
+    def owner_died(self, owner: Process) -> list[Action]:
+        """Nobody is left to read what its requests say."""
+        self._lists.pop(owner, None)
+        orphans = [held for held in self._held.values() if held.owner == owner]
+        return [action for held in orphans for action in self._forget(held)]
+
+    def step(self, step: int, progress: Iterable[Progress], *, relays: bool = False) -> bool:
+        """Take in what the batching loop has done. What was dropped meanwhile is passed over.
+
+        Args:
+            step: Number of the last plan.
+            progress: What it did to each choice.
+            relays: `take` follows at once: what a steady step drew can be sent as it is.
+
+        Returns:
+            Whether a choice has ended.
+        """
+        outbox, ended = self._outbox, False
+        outbox.step = max(outbox.step, step)
+        if relays and isinstance(progress, Drawn) and self._relay(progress):
+            return False
+        self._leave_lanes()
+        for news in progress:
+            known = self._choices.get(news.key)
+            if known is None:
+                continue
+            held, choice = known
+            held.cached_tokens = max(held.cached_tokens, news.cached_tokens)
+            try:
+                choice.append(news)
+            except Exception:
+                log.exception("progress failed", extra={"request_id": held.request_id})
+                self._spoiled += self.fail((news.key,))
+                ended = True
+                continue
+            outbox.put(held)
+            if not choice.live:
+                del self._choices[news.key]
+                ended = True
+        return ended
+
+    def fail(self, keys: Iterable[ChoiceKey]) -> list[Action]:
+        """End choices of which a step could not be taken in; the loop is to drop them."""
+        try:
+            self._leave_lanes()
+        except Exception:
+            # What passed through them is sent; of these choices nothing more will be.
+            log.exception("lanes failed")
+            self._outbox.leave_lanes()
+            self._lanes = None
+        drops: list[Action] = []
+        for key in keys:
+            known = self._choices.pop(key, None)
+            if known is not None:
+                held, choice = known
+                choice.fail(Finish.failed(Internal("internal error")))
+                self._outbox.put(held)
+                drops.append(DropChoice(key))
+        return drops
+
+    def take_failed(self) -> list[Action]:
+        """What the loop is to drop because a step of it could not be taken in, or not be sent."""
+        broken, self._outbox.broken = self._outbox.broken, []
+        for held in broken:
+            self._spoiled += self._fail_request(held.request_id)
+        spoiled, self._spoiled = self._spoiled, []
+        return spoiled
+
+    def _fail_request(self, request_id: RequestId) -> list[Action]:
+        held = self._held.get(request_id)
+        if held is None:
+            return []
+        return self.fail([choice.key for choice in held.choices])
+
+    def _relay(self, drawn: Drawn) -> bool:
+        """Send a steady step through its lanes. False: it has none, and nothing was done."""
+        lanes = self._lanes
+        if lanes is None or lanes.keys is not drawn.keys:
+            self._leave_lanes()
+            lanes = self._lanes = Lanes.of(drawn.keys, self._choices)
+            if lanes is None:
+                return False
+        for lane in lanes.each:
+            self._outbox.relay(lane, drawn)
+        return True
+
+    def _settle(self) -> None:
+        """Somebody looks at choices: they are to know what has passed through their lanes."""
+        if self._lanes is not None:
+            self._lanes.settle()
+
+    def _leave_lanes(self) -> None:
+        """Something else happens to choices: no lane goes on."""
+        self._settle()
+        self._outbox.leave_lanes()
+        self._lanes = None
+
+    def started(self, keys: Iterable[ChoiceKey]) -> None:
+        """The batching loop runs these now: nobody else ever will, under this attempt."""
+        for key in keys:
+            if key in self._choices:
+                self._choices[key][0].started = True
+
+    def unstarted(
+        self, admitted_ms: int, tokens_max: int | None = None
+    ) -> list[tuple[ChoiceKey, ...]]:
+        """The choices of each request that has not begun, and was admitted by then; oldest first.
+
+        The loop, which alone knows what it has started meanwhile, says whether they are given back.
+        With `tokens_max` only requests that are never longer than that.
+        """
+        return [
+            tuple(choice.key for choice in held.choices)
+            for held in self._held.values()
+            if held.live and not held.started and held.admitted_ms <= admitted_ms
+            if tokens_max is None or held.tokens_max <= tokens_max
+        ]
+
+    def requeued(self, keys: Iterable[ChoiceKey]) -> list[Action]:
+        """The loop has given up these, all choices of their requests: others shall run them."""
+        drops: list[Action] = []
+        for key in keys:
+            if key in self._choices:
+                held, _ = self._choices[key]
+                try:
+                    drops += self._requeue(held)
+                except Exception:
+                    # The loop has given it up: with neither an end nor a word it would hang.
+                    log.exception("return failed", extra={"request_id": held.request_id})
+                    held.requeued = False
+                    drops += self._fail_request(held.request_id)
+        return drops
+
+    def refuse(self, key: ChoiceKey, error: EngineError) -> None:
+        """End a choice that the batching loop could not be given."""
+        self.step(self._outbox.step, [Progress(key=key, finish=Finish.failed(error))])
+
+    def tick(self, now_ms: int) -> list[Action]:
+        """Free what is past its deadline, and forget what nobody can ask for; several a second."""
+        self._forget_unelected(self._leading())
+        actions: list[Action] = []
+        for held in list(self._held.values()):
+            if now_ms >= held.due_ms + FORGOTTEN_AFTER_MS:
+                actions += self._forget(held)
+            elif now_ms >= held.due_ms + FREED_AFTER_MS:
+                actions += self._stop(held, [choice for choice in held.choices if choice.live])
+        self._tombstones.expire(now_ms)
+        if now_ms >= self._refused_ms + REFUSED_MS:
+            self.refused = None
+        self._lists = {
+            owner: (version, heard_ms)
+            for owner, (version, heard_ms) in self._lists.items()
+            if heard_ms + FORGOTTEN_AFTER_MS > now_ms
+        }
+        return actions
+
+    def take(self) -> list[tuple[InstanceId, TokenNews]]:
+        """All that was not sent yet, as numbered messages, ready to be published in this order."""
+        return self._outbox.take()
+
+    def _forget_unelected(self, leading: Term | None) -> None:
+        """Forget a term that was obeyed while none led, and that the leader will not surpass."""
+        if self.term is None or leading is None or self.term.may_follow(leading.number):
+            return
+        log.warning("term forgotten", extra={"term": self.term.number, "leads": leading.number})
+        self.term, self.commands_seq = None, 0
+
+    def _admit(self, admit: Admit, now_ms: int, actions: list[Action]) -> None:
+        """Hold a request. What it leads to is in `actions` at once, whatever fails after it."""
+        due_ms = self._our_time_ms(admit.deadline_unix_ms, admit.owner)
+        if now_ms >= due_ms + FREED_AFTER_MS:
+            return
+        if self._tombstones.covers(admit.request_id, admit.attempt):
+            return
+        known = self._held.get(admit.request_id)
+        if known is not None and admit.attempt <= known.attempt:
+            return
+        held = HeldRequest(admit, [self._new_key() for _ in admit.choices], now_ms, due_ms)
+        runs = _runs(admit, held)
+        if known is not None:
+            actions += self._stop(known, known.choices)
+        self._held[held.request_id] = held
+        for choice in held.choices:
+            self._choices[choice.key] = (held, choice)
+        if len(held.choices) > self.live_max:
+            error = InvalidRequest(f"a worker runs at most {self.live_max} answers", param="n")
+            for choice in held.choices:
+                self.refuse(choice.key, error)
+        elif self.draining or self.live_count > self.live_max:
+            self._requeue(held)
+        else:
+            actions += runs
+
+    def _requeue(self, held: HeldRequest) -> list[Action]:
+        """Let another attempt run a request. Until the leader aborts this one, it hears of it."""
+        assert not held.started, "what has begun cannot begin again elsewhere"
+        held.requeued = True
+        self.requeued_count += 1
+        return self._stop(held, held.choices)
+
+    def _abort(self, abort: Abort, actions: list[Action]) -> None:
+        held = self._held.get(abort.request_id)
+        if held is None:
+            self._tombstones.add(abort.request_id, abort.attempt)  # the admit may come yet
+            return
+        if abort.attempt < held.attempt:
+            return
+        if abort.error is None:
+            self._tombstones.add(abort.request_id, abort.attempt)
+            actions += self._forget(held)
+            return
+        error = decode_error(abort.error)
+        for choice in held.choices:
+            if choice.live:
+                actions.append(DropChoice(choice.key))
+                self.refuse(choice.key, error)
+
+    def _unlisted(self, owner: Process, listed: set[RequestId], now_ms: int) -> set[RequestId]:
+        return {
+            held.request_id
+            for held in self._held.values()
+            if held.owner == owner
+            and held.request_id not in listed
+            and now_ms - held.admitted_ms >= OPEN_GRACE_MS
+        }
+
+    def _repeat_ends(self, owner: Process, listed: set[RequestId]) -> None:
+        """Say again how a request ended, if its owner still waits two lists later.
+
+        A running request repairs itself, for its next row shows that one before it is lost. After
+        the last row nothing follows: should that one be lost, or the detokenizer's call for it,
+        only this tells that something is missing.
+        """
+        for held in self._held.values():
+            if held.request_id not in listed or held.live or held.owner != owner:
+                continue
+            if held.listed_after_end:
+                held.repeat_end()
+                self._outbox.put(held)
+            held.listed_after_end = True
+
+    def _stop(
+        self, held: HeldRequest, choices: Iterable[HeldChoice], offset: int | None = None
+    ) -> list[Action]:
+        """End choices of which nobody wants to hear any more."""
+        self._leave_lanes()
+        drops: list[Action] = []
+        for choice in choices:
+            if self._choices.pop(choice.key, None) is not None:
+                drops.append(DropChoice(choice.key, None if offset is None else max(0, offset)))
+            try:
+                self.overrun_tokens += choice.stop(offset)
+            except Exception:
+                # The loop is to drop it, and the choices beside it, all the same.
+                log.exception("stop failed", extra={"request_id": held.request_id})
+                choice.silence()
+        return drops
+
+    def _forget(self, held: HeldRequest) -> list[Action]:
+        """The request is over for everybody; its id stays behind as a tombstone."""
+        drops = self._stop(held, held.choices)
+        del self._held[held.request_id]
+        self._outbox.remove(held)
+        self._tombstones.add(held.request_id, held.attempt)
+        return drops
+
+    def _new_key(self) -> ChoiceKey:
+        self._keys += 1
+        return ChoiceKey(self._keys)
+
+
+def _runs(admit: Admit, held: HeldRequest) -> list[Action]:
+    return [
+        RunChoice(
+            choice.key,
+            RequestState(
+                request_id=admit.request_id,
+                choice=output.choice,
+                prompt_ids=admit.prompt_ids,
+                output_ids=output.output_ids,
+                emitted=len(output.output_ids) // 4,
+                sampling=admit.sampling,
+                priority=admit.priority,
+                cache_salt=admit.cache_salt,
+                tenant=admit.tenant,
+                waited_ms=admit.waited_ms,
+                deadline_unix_ms=held.due_ms,
+            ),
+            admit.traceparent,
+        )
+        for choice, output in zip(held.choices, admit.choices, strict=True)
+    ]

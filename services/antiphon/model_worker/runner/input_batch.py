@@ -1,0 +1,162 @@
+"""A plan becomes what a pass needs: rows of each cache group, and where tokens are drawn."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.kernels.states import StateRows
+from antiphon.model_worker.runner.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from antiphon.model_worker.batching.plan import Ints, Longs, StepPlan
+
+
+class InputBatch:
+    """The derived facts of one plan, each derived when it is asked for: most passes ask for few.
+
+    Groups beyond those of `shapes` are so many groups of states; what comes after them keeps
+    nothing.
+
+    Attributes:
+        decodes: Whether every row has one token and draws one: most steps, and the shortest.
+    """
+
+    def __init__(self, plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> None:
+        self.decodes = plan.follows or (
+            len(plan.tokens) == len(plan.slot) == len(plan.logit_tokens)
+        )
+        self._plan = plan
+        self._shapes = shapes
+        self._states_count = states
+        self._groups: tuple[AttentionRows, ...] | None = None
+
+    @property
+    def groups(self) -> tuple[AttentionRows, ...]:
+        """The rows as each cache group sees them, those of states aside."""
+        if self._groups is None:  # a cached property costs a lock and cold code
+            plan = self._plan
+            self._groups = tuple(
+                AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
+                for shape, table in zip(self._shapes, plan.page_tables, strict=False)
+            )
+        return self._groups
+
+    @cached_property
+    def states(self) -> tuple[StateRows, ...]:
+        """The rows as each group of states sees them."""
+        plan, first = self._plan, len(self._shapes)
+        return tuple(
+            StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
+            for table in plan.page_tables[first : first + self._states_count]
+        )
+
+    @cached_property
+    def token_row(self) -> Longs:
+        """The row of each token, (T,)."""
+        plan = self._plan
+        if self.decodes:
+            return np.arange(len(plan.slot))
+        ends = np.cumsum(plan.query_len)
+        assert (plan.query_start == ends - plan.query_len).all(), "rows follow each other"
+        return np.repeat(np.arange(len(plan.slot)), plan.query_len)
+
+    @cached_property
+    def logit_row(self) -> Longs:
+        """The row of each wanted row of logits, (L,), rising."""
+        if self.decodes:
+            return self.token_row
+        wanted = self._plan.logit_tokens
+        assert (np.diff(wanted) > 0).all(), "logits are asked for in order"
+        return self.token_row[wanted]
+
+    @cached_property
+    def logit_position(self) -> Longs:
+        """Index in its sequence of the token that each row of logits is for, (L,)."""
+        plan = self._plan
+        if self.decodes:
+            return plan.kv_len.astype(np.int64)
+        ends = plan.query_start + plan.query_len
+        return plan.logit_tokens + (plan.kv_len - ends)[self.logit_row].astype(np.int64) + 1
+
+
+def build_input_batch(plan: StepPlan, shapes: tuple[KvShape, ...], states: int) -> InputBatch:
+    """What the pass needs of a plan, as `InputBatch` says.
+
+    Raises:
+        PlanRefused: The plan uses a part of the contract that this runner does not have.
+    """
+    if plan.tree_mask is not None or plan.splices or plan.loads or plan.saves:
+        raise PlanRefused(f"step {plan.step}: this runner has no {_unsupported(plan)}")
+    if len(plan.positions) != 1:
+        axes = f"{len(plan.positions)} position axes"
+        raise PlanRefused(f"step {plan.step}: this runner has no {axes}")
+    return InputBatch(plan, shapes, states)
+
+
+class FutureTokens:
+    """What each slot sampled last, so that a plan may be made before its tokens are known.
+
+    Plain numbers and not an array: between two passes the code of each array operation is fetched
+    from memory anew, and for the few rows of a plan that takes longer than a loop over them.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._slots: Ints | None = None
+        self._token_ids: Ints | None = None
+
+    def resolve(self, tokens: Ints) -> Ints:
+        """Replace each `future(slot)` by the slot's last token."""
+        if min(tokens.tolist()) >= 0:
+            return tokens
+        self._note_each()
+        unknown = tokens < 0
+        slots = (-1 - tokens[unknown]).tolist()
+        assert self._last.keys() >= set(slots), "a future of a slot that sampled nothing"
+        resolved = tokens.copy()
+        resolved[unknown] = [self._last[slot] for slot in slots]
+        return resolved
+
+    def record_each(self, slots: Ints, token_ids: Ints) -> None:
+        """Remember the tokens of rows that have accepted one each; neither array changes any more.
+
+        Those of the step before are forgotten unread where the slots, as one array, are the same.
+        """
+        if slots is not self._slots:
+            self._note_each()
+        self._slots, self._token_ids = slots, token_ids
+
+    def record(
+        self, slots: Ints, starts: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None
+    ) -> None:
+        """Remember each row's last accepted token.
+
+        A failed row, if there is any, gets token 0: a plan made before its failure was known still
+        runs, for the sake of its other rows, and its own outcome is dropped.
+        """
+        self._note_each()
+        ids = token_ids.tolist()
+        for slot, (start, end) in zip(slots.tolist(), pairwise(starts.tolist()), strict=True):
+            if start < end:
+                self._last[slot] = ids[end - 1]
+        if failed is not None:
+            self._last.update(dict.fromkeys(slots[failed].tolist(), 0))
+
+    def _note_each(self) -> None:
+        if self._slots is not None and self._token_ids is not None:
+            self._last.update(zip(self._slots.tolist(), self._token_ids.tolist(), strict=True))
+        self._slots = self._token_ids = None
+
+
+def _unsupported(plan: StepPlan) -> str:
+    """What of a plan this runner does not have."""
+    if plan.tree_mask is not None:
+        return "tree verification"
+    return "embedding splices" if plan.splices else "page moves"

@@ -1,0 +1,190 @@
+"""What is told of tokens beside their ids: log-probabilities and hidden states.
+
+Axes: T tokens of the plan, R rows, L rows of logits, V vocabulary, D rows that tell, K tokens that
+are told of, N the widest top, M the most named ids of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from antiphon.config.memory import SCORED_BYTES_MAX, scored_rows
+from antiphon.model_worker.batching.plan import LogprobsBatch
+from antiphon.model_worker.runner.sampling import is_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from antiphon.kernels.ops import Ops
+    from antiphon.model_worker.batching.plan import Floats, Ints, LogprobsRequest, Longs, StepPlan
+
+
+class LogprobsComputer:
+    """Tells of the tokens of a plan what its rows want to know."""
+
+    def __init__(self, ops: Ops, logit_bytes_max: int = SCORED_BYTES_MAX) -> None:
+        self._ops = ops
+        self._logit_bytes_max = logit_bytes_max
+
+    def compute(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        logits: Tensor,
+        head: Callable[[Tensor], Tensor],
+        accepted: tuple[Ints, Ints],
+    ) -> LogprobsBatch | None:
+        """Describe the tokens of a plan; None if nobody wants to know.
+
+        Args:
+            plan: What was run.
+            hidden: (T, hidden), normalised.
+            logits: (L, V) float32, after everything that changes them.
+            head: (rows, hidden) -> (rows, V) logits.
+            accepted: (R + 1,) where each row's accepted tokens begin, and these tokens.
+        """
+        wanted = plan.details
+        if wanted is None:
+            return None
+        entries = _entries(plan, wanted, *accepted)
+        named = _named(wanted)
+        columns = _Columns.empty(len(entries.row), int(wanted.top.max(initial=0)), named.shape[1])
+        asked = wanted.logprobs | (wanted.top > 0) | (np.diff(wanted.named_starts) > 0)
+        scored = asked[entries.request_row]
+
+        def fill(part: Longs, logits: Tensor, temperature: Floats) -> None:
+            part_named = named[entries.request_row[part]]
+            token_ids = entries.token_ids[part]
+            columns.fill(self._ops, part, logits, temperature, token_ids, part_named)
+
+        drawn = np.flatnonzero(scored & (entries.logit >= 0))
+        if len(drawn):
+            rows = torch.as_tensor(entries.logit[drawn])
+            fill(drawn, logits[rows], _temperature(plan)[entries.row[drawn]])
+        prompt = np.flatnonzero(scored & (entries.logit < 0))
+        rows_max = scored_rows(logits.shape[-1], self._logit_bytes_max)
+        for first in range(0, len(prompt), rows_max):
+            part = prompt[first : first + rows_max]
+            rows = torch.as_tensor(entries.place[part])
+            fill(part, head(hidden[rows]), np.ones(len(part), np.float32))
+        return LogprobsBatch(
+            starts=np.searchsorted(entries.row, np.arange(len(plan.slot) + 1)).astype(np.int32),
+            token_ids=entries.token_ids,
+            logprobs=columns.logprobs,
+            top_ids=columns.top_ids,
+            top_logprobs=columns.top_logprobs,
+            named_logprobs=columns.named_logprobs,
+            hidden=_states(hidden, entries.place) if wanted.hidden.any() else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """The tokens that are told of, in the order of the outcome.
+
+    Attributes:
+        row: (K,) of the plan.
+        telling: (K,) index into the rows that tell.
+        place: (K,) index into the plan's tokens of the one that it follows.
+        token_ids: (K,)
+        logit: (K,) its row of logits; -1 for tokens of a prompt.
+    """
+
+    row: Longs
+    request_row: Longs
+    place: Longs
+    token_ids: Ints
+    logit: Longs
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What is told, filled in part by part."""
+
+    logprobs: Floats  # (K,)
+    top_ids: Ints  # (K, N)
+    top_logprobs: Floats  # (K, N)
+    named_logprobs: Floats  # (K, M)
+
+    @classmethod
+    def empty(cls, tokens: int, top: int, named: int) -> _Columns:
+        return cls(
+            logprobs=np.full(tokens, np.nan, np.float32),
+            top_ids=np.full((tokens, top), -1, np.int32),
+            top_logprobs=np.full((tokens, top), np.nan, np.float32),
+            named_logprobs=np.full((tokens, named), np.nan, np.float32),
+        )
+
+    def fill(
+        self,
+        ops: Ops,
+        entries: Longs,
+        logits: Tensor,
+        temperature: Floats,
+        token_ids: Ints,
+        named: Ints,
+    ) -> None:
+        """Fill in these entries, each from its own row of `logits` (E, V)."""
+        scale = torch.as_tensor(temperature)[:, None]
+        mass = ops.log_mass(logits, scale[:, 0])[:, None]
+
+        def at(ids: Ints) -> NDArray[np.float32]:
+            """The log-probabilities of (E, n) ids; NaN for -1."""
+            index = torch.as_tensor(ids.astype(np.int64))
+            values = logits.gather(-1, index.clamp(min=0)) / scale - mass
+            return values.masked_fill(index < 0, torch.nan).cpu().numpy()
+
+        self.logprobs[entries] = at(token_ids[:, np.newaxis])[:, 0]
+        if self.named_logprobs.shape[1]:
+            self.named_logprobs[entries] = at(named)
+        if top := min(self.top_ids.shape[1], logits.shape[-1]):
+            likeliest = logits.topk(top, dim=-1)
+            self.top_ids[entries, :top] = likeliest.indices.int().cpu().numpy()
+            self.top_logprobs[entries, :top] = (likeliest.values / scale - mass).cpu().numpy()
+
+
+def _entries(plan: StepPlan, wanted: LogprobsRequest, starts: Ints, token_ids: Ints) -> _Entries:
+    token_row = np.repeat(np.arange(len(plan.slot)), plan.query_len)
+    logit_row = token_row[plan.logit_tokens]
+    tells = np.full(len(plan.slot), -1, np.int64)
+    tells[wanted.rows] = np.arange(len(wanted.rows))
+    # A row accepts the first of what its rows of logits gave.
+    number = np.arange(len(logit_row)) - np.searchsorted(logit_row, logit_row)
+    accepted = np.flatnonzero((number < np.diff(starts)[logit_row]) & (tells[logit_row] >= 0))
+    prompt_row, row = token_row[wanted.prompt_tokens], logit_row[accepted]
+    rows = np.concatenate([prompt_row, row])
+    order = np.argsort(rows, kind="stable")  # of a row, the prompt stays before what was drawn
+    rows = rows[order]
+    drawn = token_ids[starts[row] + number[accepted]]
+    places = np.concatenate([wanted.prompt_tokens, plan.logit_tokens[accepted]])
+    return _Entries(
+        row=rows,
+        request_row=tells[rows],
+        place=places[order].astype(np.int64),
+        token_ids=np.concatenate([wanted.prompt_targets, drawn])[order].astype(np.int32),
+        logit=np.concatenate([np.full(len(prompt_row), -1), accepted])[order],
+    )
+
+
+def _temperature(plan: StepPlan) -> Floats:
+    """What each row's logits are divided by, (R,)."""
+    return np.where(is_random(plan.sampling), plan.sampling.temperature, np.float32(1))
+
+
+def _states(hidden: Tensor, places: Longs) -> Floats:
+    return hidden[torch.as_tensor(places)].float().cpu().numpy()
+
+
+def _named(wanted: LogprobsRequest) -> Ints:
+    """The named ids of each row that tells, (D, M), -1 beyond a row's own."""
+    counts = np.diff(wanted.named_starts)
+    named = np.full((len(counts), int(counts.max(initial=0))), -1, np.int32)
+    named[np.arange(named.shape[1]) < counts[:, np.newaxis]] = wanted.named_ids
+    return named

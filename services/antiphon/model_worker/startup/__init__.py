@@ -1,0 +1,1 @@
+"""From settings to an engine that is ready to run."""

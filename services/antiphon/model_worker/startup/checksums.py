@@ -1,0 +1,123 @@
+"""Whether a model's files are what somebody published: compared before any of them is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.errors import ConfigError
+from antiphon.service.hub import PublishedFile, published
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from antiphon.config.loading import LoadConfig
+    from antiphon.config.model_files import ModelFiles
+
+log = logging.getLogger(__name__)
+
+HUB = "hub"
+"""As `load.checksum`: the model of `model.path` itself."""
+NO_CONTENT = ("README*", "LICENSE*", "NOTICE*", ".*", "*.lock")
+"""Files that anybody may add or change: they are not the model."""
+READERS = 2
+"""Hashing is bound by a core a file, and more files at once only wait for the disk."""
+READ_BYTES = 1 << 20
+
+
+class FileChecksum(msgspec.Struct, frozen=True):
+    """What one file must be: its SHA-256, or the id of its content in git."""
+
+    sha256: str | None = None
+    git_id: str = ""
+
+
+def verify(files: ModelFiles, load: LoadConfig, model_path: str) -> None:
+    """Compare the files of a model with `load.checksum`. Reads all of them.
+
+    A JSON file (SGLang's form) must find every file that it lists. The hub lists more than anybody
+    fetches: there, every file that we have and it knows must be the same, weights and config among
+    them.
+
+    Raises:
+        ConfigError: A file is missing or another; or what it is compared with cannot be had.
+    """
+    source = model_path if load.checksum == HUB else load.checksum
+    if not source:
+        return
+    if Path(source).is_file():
+        expected = _listed(Path(source))
+    else:
+        expected = _of_hub(published(source, load), files, source)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checksum") as readers:
+        found = list(readers.map(partial(_compare, files.folder), expected.items()))
+    complaints = [complaint for complaint in found if complaint is not None]
+    if complaints:
+        raise ConfigError(f"load.checksum = {load.checksum}: {'; '.join(complaints)}")
+    log.info("checksums hold", extra={"files": len(expected), "source": source})
+
+
+class _ChecksumEntry(msgspec.Struct):
+    sha256: str
+
+
+class _List(msgspec.Struct):
+    """`checksums` is the older form."""
+
+    files: dict[str, _ChecksumEntry] = {}
+    checksums: dict[str, str] = {}
+
+
+def _listed(file: Path) -> dict[str, FileChecksum]:
+    try:
+        listed = msgspec.json.decode(file.read_bytes(), type=_List)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"load.checksum: {file}: {error}") from error
+    sums = {name: entry.sha256 for name, entry in listed.files.items()} | listed.checksums
+    if not sums:
+        raise ConfigError(f"load.checksum: {file} lists no files")
+    return {name: FileChecksum(sha256=digest) for name, digest in sums.items()}
+
+
+def _of_hub(
+    known: Mapping[str, PublishedFile], files: ModelFiles, source: str
+) -> Mapping[str, FileChecksum]:
+    needed = {"config.json", *(file.name for file in files.weights)}
+    if unknown := sorted(needed - known.keys()):
+        raise ConfigError(f"load.checksum: {source} on the hub has no {', '.join(unknown)}")
+    there = {file.name for file in files.folder.iterdir() if file.is_file()}
+    return {
+        name: FileChecksum(entry.sha256, entry.git_id)
+        for name, entry in known.items()
+        if name in there and not any(fnmatch(name, pattern) for pattern in NO_CONTENT)
+    }
+
+
+def _compare(folder: Path, item: tuple[str, FileChecksum]) -> str | None:
+    """What is wrong with a file, if anything."""
+    name, expected = item
+    wanted = expected.sha256 or expected.git_id
+    try:
+        actual = _actual(folder / name, expected)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    return None if actual == wanted else f"{name} is {actual[:16]}…, not {wanted[:16]}…"
+
+
+def _actual(file: Path, expected: FileChecksum) -> str:
+    if expected.sha256 is not None:
+        content = hashlib.sha256()
+    else:
+        head = f"blob {file.stat().st_size}\0".encode()
+        content = hashlib.sha1(head, usedforsecurity=False)
+    with file.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            content.update(block)
+    return content.hexdigest()

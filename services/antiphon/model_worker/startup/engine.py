@@ -1,0 +1,199 @@
+"""From settings to an engine that is ready to run: the model, its limits and its page pools."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.config.card import read_card
+from antiphon.config.device import this_device
+from antiphon.config.ends import tokenizer_ends
+from antiphon.config.errors import ConfigError
+from antiphon.config.model_files import Place, files_at
+from antiphon.config.pooling import module_files, read_pooling
+from antiphon.config.resolve import Plan as Resolved
+from antiphon.config.resolve import resolve, table
+from antiphon.model_worker.cache.table import CachePools
+from antiphon.model_worker.grammar.open import no_compiler, open_compiler
+from antiphon.model_worker.startup import checksums
+from antiphon.model_worker.startup.engine_core import open_engine_core
+from antiphon.service.model import model_files, tokenizer_place
+from antiphon.service.sockets import CannotStart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from antiphon.config.decided import Decided
+    from antiphon.config.device import Device
+    from antiphon.config.model_files import ModelFiles
+    from antiphon.config.settings import Settings
+    from antiphon.model_worker.batching.admission import EngineLimits
+    from antiphon.model_worker.batching.engine_core import EngineCore
+    from antiphon.model_worker.batching.runner import PlanRunner
+    from antiphon.model_worker.grammar.backend import GrammarCompiler
+    from antiphon.model_worker.runner.open import OpenModel
+
+log = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the batching loop stands on."""
+
+    core: EngineCore
+    runner: PlanRunner
+    resolved: Resolved | None = None
+    """How it was set up; none of an engine that runs no model."""
+    open_compiler: Callable[[], GrammarCompiler] = no_compiler
+    """Makes what compiles grammars."""
+
+    @property
+    def numerics_digest(self) -> str:
+        """What the bits of an answer depend on, if it was promised that nothing else does."""
+        if self.resolved is None or not self.resolved.deterministic.value:
+            return ""
+        return self.resolved.bits.value
+
+
+def open_engine(settings: Settings) -> Engine:
+    """Load the model and make its page pools. Blocks for seconds.
+
+    Raises:
+        CannotStart: The settings, the folder or the memory do not allow it.
+    """
+    try:
+        files = model_files(settings)
+        checksums.verify(files, settings.load, settings.model.path)
+        verify_digest(files, settings.cluster.model_digest)
+        card = read_card(files)
+        ends = {*card.eos_ids, *tokenizer_ends(tokenizer_place(settings))}
+        card = msgspec.structs.replace(card, eos_ids=tuple(sorted(ends)))
+        pooling = read_pooling(files, card, embedding=settings.model.embedding)
+        implementation = _implementation(files, settings.model.implementation)
+        resolved = resolve(settings, card, _device(), pooling, implementation)
+    except ConfigError as error:
+        raise CannotStart(str(error)) from error
+    log.info("resolved", extra={"plan": "\n" + table(resolved)})
+    model = load_resolved(files, resolved)
+    batching = open_engine_core(
+        settings,
+        resolved,
+        CachePools(model.groups),
+        vocab_size=model.spec.vocabulary,
+        weights_digest=settings.cluster.model_digest,
+        kv_scales=model.kv_scales,
+    )
+    compiler = _compiler(settings, resolved, batching.limits)
+    return Engine(batching, model.runner, resolved, compiler)
+
+
+def _compiler(
+    settings: Settings, resolved: Resolved, limits: EngineLimits
+) -> Callable[[], GrammarCompiler]:
+    if resolved.grammar.value == "none":
+        return partial(no_compiler, resolved.grammar.reason)
+    tokenizer = tokenizer_place(settings)
+    return partial(open_compiler, tokenizer, limits.vocab_size, limits.end_ids, settings.grammar)
+
+
+def _device() -> Device:
+    """This machine, whether the CPU's own kernels run on it, and with which bits it computes."""
+    # torch takes seconds to import; the process says meanwhile that it is starting.
+    from antiphon.kernels.cpu.extension import arithmetic, lacking  # noqa: PLC0415
+
+    return msgspec.structs.replace(this_device(), lacking=lacking(), arithmetic=arithmetic())
+
+
+def _implementation(files: ModelFiles, said: str) -> Decided[str]:
+    """Whose layers run this model.
+
+    Raises:
+        CannotStart: None can.
+        ConfigError: The config is broken.
+    """
+    from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415 (see `_device`)
+    from antiphon.model_worker.model.transformers_backend.support import implementation_of  # noqa: PLC0415
+
+    try:
+        return implementation_of(files, said)
+    except ModelLoadError as error:
+        raise CannotStart(str(error)) from error
+
+
+def verify_digest(place: Place, digest: str) -> None:
+    """Compare the model with the digest that the cluster agreed on, if it did.
+
+    Raises:
+        CannotStart: It is another model.
+    """
+    if digest and (actual := content_digest(place)) != digest:
+        folder = files_at(place).folder
+        raise CannotStart(f"{folder}: digest {actual}, but cluster.model_digest = {digest}")
+
+
+def content_digest(place: Place) -> str:
+    """SHA-256 over names and bytes of the config and the weights, in order of their names.
+
+    Another config is another model: what overrides config.json goes in, where anything does. So is
+    another pooling: behind it come the files of sentence-transformers, if there are any.
+
+    Raises:
+        ConfigError: They are broken.
+    """
+    files = files_at(place)
+    content = hashlib.sha256(files.config() if files.overridden else b"")
+    listed = [(file.name, file) for file in sorted([files.folder / "config.json", *files.weights])]
+    modules = sorted(module_files(files.folder))
+    listed += [(file.relative_to(files.folder).as_posix(), file) for file in modules]
+    for name, file in listed:
+        inner = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(_READ_BYTES):
+                inner.update(block)
+        content.update(f"{name}\0{inner.hexdigest()}\n".encode())
+    return content.hexdigest()
+
+
+def load_resolved(place: Place, resolved: Resolved) -> OpenModel:
+    """Load a model as it was decided. Blocks for seconds.
+
+    Raises:
+        CannotStart: The folder cannot be served so.
+    """
+    import torch  # noqa: PLC0415 (it takes seconds, see `_device`)
+
+    from antiphon.kernels.op import KernelUnavailable  # noqa: PLC0415
+    from antiphon.model_worker.model.errors import ModelLoadError  # noqa: PLC0415
+    from antiphon.model_worker.runner.open import open_model  # noqa: PLC0415
+
+    torch.set_num_threads(resolved.threads.value)
+    try:
+        return open_model(
+            place,
+            page_tokens=resolved.page_tokens.value,
+            pages=resolved.cache_pages.value,
+            states=resolved.cache_states.value,
+            dtype=resolved.dtype.value,
+            linear=resolved.linear.value,
+            quantization=_said(resolved.quantization.value),
+            quantized=resolved.quantized.value,
+            device=resolved.device.value,
+            deterministic=resolved.deterministic.value,
+            implementation=resolved.implementation.value,
+            pooling=resolved.pooling.value,
+            cache_dtype=resolved.cache_dtype.value,
+            cache_scales=resolved.cache_scales.value,
+        )
+    except (ModelLoadError, KernelUnavailable) as error:
+        raise CannotStart(str(error)) from error
+
+
+def _said(quantization: str) -> str | None:
+    return None if quantization == "none" else quantization

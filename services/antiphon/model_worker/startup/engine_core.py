@@ -1,0 +1,105 @@
+"""From settings to the batching of a worker: its limits, its rules and its prefix index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from antiphon.config.worker import Policy, QueueConfig
+from antiphon.model_worker.batching.admission import EngineLimits
+from antiphon.model_worker.batching.engine_core import EngineCore
+from antiphon.model_worker.batching.policy import QueueRules
+from antiphon.model_worker.cache.events import BlockTracker
+from antiphon.model_worker.cache.eviction import STRATEGIES
+from antiphon.model_worker.cache.hashing import Namespace
+from antiphon.model_worker.cache.radix import RadixIndex
+from antiphon.model_worker.grammar.executor import ThreadedMatcherExecutor
+
+if TYPE_CHECKING:
+    from antiphon.config.resolve import Plan as Resolved
+    from antiphon.config.settings import Settings
+    from antiphon.model_worker.cache.table import CachePools
+
+
+def open_engine_core(
+    settings: Settings,
+    resolved: Resolved,
+    pools: CachePools,
+    *,
+    vocab_size: int,
+    weights_digest: str,
+    kv_scales: str = "",
+) -> EngineCore:
+    """Make an empty one.
+
+    Args:
+        settings: What the operator said of queue and steps.
+        resolved: What was decided of the rest.
+        pools: The pages of the model that was loaded.
+        vocab_size: Token ids that it has.
+        weights_digest: Names its weights.
+        kv_scales: Names the scales of its keys and values, where those are in eight bits.
+    """
+    cache = settings.cache
+    told = BlockTracker() if cache.events else None
+    found = RadixIndex(pools, STRATEGIES[cache.eviction], told) if resolved.prefix.value else None
+    return EngineCore(
+        limits_of(settings, resolved, pools, vocab_size, weights_digest),
+        pools,
+        index=found,
+        rules=rules_of(settings.queue),
+        namespace=Namespace(
+            model_digest=weights_digest,
+            salt=settings.cluster.hash_salt,
+            weight_version=settings.model.weight_version,
+            dtype=resolved.cache_dtype.value,
+            quantization=resolved.linear.value,
+            arithmetic=resolved.bits.value,
+            kv_scales=kv_scales,
+        ),
+        matcher_executor=ThreadedMatcherExecutor(),
+    )
+
+
+def limits_of(
+    settings: Settings,
+    resolved: Resolved,
+    pools: CachePools,
+    vocab_size: int,
+    weights_digest: str,
+) -> EngineLimits:
+    """What one step and one request can take."""
+    batching, queue, pooling = settings.batching, settings.queue, resolved.pooling.value
+    return EngineLimits(
+        step_tokens_max=resolved.step_tokens.value,
+        chunk_tokens=None if resolved.whole_prompts.value else resolved.chunk_tokens.value,
+        fill_tokens=resolved.fill_tokens.value,
+        prefill_max=batching.prefill_max,
+        mixed=resolved.mixed.value,
+        running_max=resolved.running_max.value,
+        queue_max=queue.waiting_max,
+        context_tokens=min(resolved.context_tokens.value, pools.tokens_max),
+        vocab_size=vocab_size,
+        end_ids=frozenset(resolved.eos_ids.value),
+        weights_digest=weights_digest,
+        weight_version=settings.model.weight_version,
+        stream_interval=batching.stream_interval,
+        hidden_states=batching.hidden_states,
+        pool_width=None if pooling is None else pooling.width,
+        queue_timeout_s=queue.timeout_s,
+        running_timeout_s=batching.running_timeout_s,
+        checkpoint_tokens=settings.cache.checkpoint_tokens,
+        follow_timeout_s=settings.grammar.follow_timeout_s,
+        conservativeness=batching.conservativeness,
+    )
+
+
+def rules_of(queue: QueueConfig) -> QueueRules:
+    """Who goes first. The policy `priority` is arrival among equals of one priority."""
+    return QueueRules(
+        policy=Policy.FCFS if queue.policy is Policy.PRIORITY else queue.policy,
+        priority=queue.by_priority,
+        low_first=queue.low_first,
+        preempt_threshold=queue.preempt_threshold,
+        refuse_priority=queue.refuse_priority,
+        max_overtake_s=queue.max_overtake_s,
+    )
