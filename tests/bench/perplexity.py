@@ -25,9 +25,9 @@ from tests.training.grammar import conversations
 from tokenizers import Tokenizer
 
 from antiphon import embedded
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.rotary import angles, rotary
+from antiphon.kernels.rotary import cos_sin, apply_rotary
 from antiphon.layers.context import ForwardContext
 from antiphon.layers.methods import METHODS
 from antiphon.layers.tp import SingleRank
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tests.training.batches import Row
     from torch import Tensor
 
-    from antiphon.layers.context import Manner
+    from antiphon.layers.context import AttentionParams
 
 SEED = 20_000
 """Training starts from another."""
@@ -89,11 +89,11 @@ class WholeSequence:
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
         """(T, Q + 2 H, D)  ->  (T, Q, D)."""
         assert manner.norms is None, "the embedded model has no norms of heads"
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = rotary(q, self.cos, self.sin), rotary(k, self.cos, self.sin)
+        q, k = apply_rotary(q, self.cos, self.sin), apply_rotary(k, self.cos, self.sin)
         mixed = F.scaled_dot_product_attention(
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
         )
@@ -106,9 +106,9 @@ def logits(model: LoadedModel, row: Row) -> Tensor:
     positions = torch.tensor(row.positions)
     mixer = attention_of(spec.layers[0])
     assert mixer.rotary is not None
-    cos, sin = angles(mixer.rotary.frequencies_at(positions), positions, build.dtype)
+    cos, sin = cos_sin(mixer.rotary.frequencies_at(positions), positions, build.dtype)
     ctx = ForwardContext(
-        ops=select(Device("cpu", dtype=build.dtype)),
+        ops=select(DeviceCapability("cpu", dtype=build.dtype)),
         tp=SingleRank(),
         attend=WholeSequence(mixer.query_heads, mixer.kv_heads, cos, sin),
         token_adapter=torch.full((len(positions),), -1),

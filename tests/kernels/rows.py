@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.op import Device, Op
+from antiphon.kernels.op import DeviceCapability, Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ISAS: tuple[str, ...] = () if extension.lacking() else tuple(extension.load().isas())
+ISAS: tuple[str, ...] = () if extension.unavailable_reason() else tuple(extension.load().isas())
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def rows_of(op: Op[..., Any], dtype: torch.dtype = torch.float32) -> list[Row]:
     """The reference, and every backend that can run here."""
     rows = [Row("torch", op.reference, None, invariant=False)]
     for backend in op.backends:
-        if backend.needs(Device("cpu", dtype=dtype)) is None:
-            call = op.select(Device("cpu", dtype=dtype), backend.name).call
+        if backend.needs(DeviceCapability("cpu", dtype=dtype)) is None:
+            call = op.select(DeviceCapability("cpu", dtype=dtype), backend.name).call
             for isa in ISAS if backend.name == "cpu" else (None,):
                 name = f"{backend.name}-{isa}" if isa else backend.name
                 rows.append(Row(name, call, isa, backend.invariant))

@@ -10,7 +10,7 @@ import torch
 from tests.kernels.rows import Row, rows_of
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionRows, KvShape, paged_attention
+from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ def a_shape(
 
 
 def one_by_one(
-    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionRows, scale: float
+    q: Tensor, keys: Tensor, values: Tensor, rows: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attention as the textbook has it: one query, one head, one softmax at a time."""
     out = torch.empty_like(q)
@@ -77,7 +77,7 @@ class Case:
         free = random.permutation(PAGES).astype(np.int32)
         for row, count in enumerate(needed):
             table[row, :count], free = free[:count], free[count:]
-        self.rows = AttentionRows(shape, table, query, kv)
+        self.rows = AttentionMetadata(shape, table, query, kv)
         cache = (PAGES, shape.page_tokens, shape.heads, shape.head_size)
         self.keys = torch.full(cache, torch.nan, dtype=shape.dtype)
         self.values = self.keys.clone()
@@ -100,7 +100,7 @@ class Case:
             self.keys[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
             self.values[pages, offsets] = torch.randn(size, generator=generator).to(self.keys.dtype)
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, AttentionRows, float]:
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float]:
         return self.q, self.keys, self.values, self.rows, self.scale
 
     def piece(self, row: int, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ class Case:
         start = int(self.rows.query_len[:row].sum()) + first
         return self.q[start : start + count], torch.arange(start, start + count)
 
-    def chunk(self, row: int, first: int, count: int) -> AttentionRows:
+    def chunk(self, row: int, first: int, count: int) -> AttentionMetadata:
         """A part of a row as the only row of a pass."""
         left = int(self.rows.query_len[row]) - first - count
-        return AttentionRows(
+        return AttentionMetadata(
             self.rows.shape,
             self.rows.page_table[row : row + 1],
             ints([count]),
@@ -286,9 +286,9 @@ def test_the_number_of_threads_changes_nothing(attention: Row) -> None:
 
 
 def test_a_token_without_a_page_is_our_bug() -> None:
-    rows = AttentionRows(a_shape(), ints([[7, -1]]), ints([1]), ints([5]))
+    rows = AttentionMetadata(a_shape(), ints([[7, -1]]), ints([1]), ints([5]))
     with pytest.raises(AssertionError, match="no page"):
-        _ = rows.write_places
+        _ = rows.slot_mapping
     if INVARIANT:
         with pytest.raises(RuntimeError, match="no page"):
             _ = rows.compiled
@@ -307,8 +307,8 @@ def test_a_page_that_the_cache_does_not_have_is_refused(attention: Row) -> None:
 def test_a_query_sees_no_other_run_than_its_own(attention: Row, chunk: int) -> None:
     case = Case(0, [1, 50, 1, 7, 21], [0, 13, 39, 20, 0], a_shape())
     whole = replace(case.rows, shape=replace(case.rows.shape, chunk=chunk))
-    rows = AttentionRows.of(whole.shape, whole.page_table, whole.query_len, whole.kv_len)
-    assert torch.equal(rows.write_places, case.rows.write_places)
+    rows = AttentionMetadata.of(whole.shape, whole.page_table, whole.query_len, whole.kv_len)
+    assert torch.equal(rows.slot_mapping, case.rows.slot_mapping)
     expected = one_by_one(case.q, case.keys, case.values, whole, case.scale)
     found = attention(case.q, case.keys, case.values, rows, case.scale)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="they are written for x86-64")
 def test_where_there_is_a_compiler_the_kernels_run() -> None:
     """Tests of theirs are skipped without them: this one says that they were not."""
-    assert extension.lacking() is None
+    assert extension.unavailable_reason() is None
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def objects() -> set[str]:
-    return {path.name for path in build.KEPT.glob("*.o")}
+    return {path.name for path in build.CACHE_FOLDER.glob("*.o")}
 
 
 def test_a_library_is_built_once(sources: Path) -> None:
@@ -70,7 +70,7 @@ def test_another_source_is_another_arithmetic(sources: Path) -> None:
 
 def test_what_was_built_long_ago_is_forgotten_but_for_what_is_used(sources: Path) -> None:
     before, old = build.build(), objects()
-    for path in build.KEPT.iterdir():
+    for path in build.CACHE_FOLDER.iterdir():
         os.utime(path, (0, 0))
     (sources / "two.cpp").write_text("int two() { return 22; }\n")
     build.build()
@@ -83,7 +83,7 @@ def test_an_error_of_the_compiler_is_told_and_leaves_nothing(sources: Path) -> N
     with pytest.raises(build.CannotBuild, match="three"):
         build.build()
     assert not build.library().exists()
-    assert {path.suffix for path in build.KEPT.iterdir()} <= {".o"}
+    assert {path.suffix for path in build.CACHE_FOLDER.iterdir()} <= {".o"}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from tests.kernels.test_stack import PASSES, a_world, fused
 from tests.kernels.test_stack import one_by_one as layer_by_layer
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionRows, KvShape, paged_attention, shaped_attention
-from antiphon.kernels.fp8 import GREATEST, raw, rounded, widened
-from antiphon.kernels.heads import ready_heads
-from antiphon.kernels.kv import KvScales, LayerCache
-from antiphon.kernels.op import Device
+from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention, softcap_sink_attention
+from antiphon.kernels.fp8 import FP8_MAX, as_bytes, quantize_fp8, upcast
+from antiphon.kernels.qk_norm_rope import qk_norm_rope_store
+from antiphon.kernels.kv import KvScales, LayerKvCache
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -26,7 +26,7 @@ SCALES = KvScales(0.37, 1.9)
 every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS.keys())
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 every_attention = pytest.mark.parametrize("attention", rows_of(paged_attention), ids=named)
-every_store = pytest.mark.parametrize("store", rows_of(ready_heads), ids=named)
+every_store = pytest.mark.parametrize("store", rows_of(qk_norm_rope_store), ids=named)
 
 
 def every_code(format_: torch.dtype) -> Tensor:
@@ -41,8 +41,8 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 def in_eight_bits(case: Case, format_: torch.dtype, scales: KvScales = SCALES) -> Case:
     """A case whose cache is kept so; what nobody may read is a NaN still."""
-    case.keys = rounded(case.keys, format_, scales.key)
-    case.values = rounded(case.values, format_, scales.value)
+    case.keys = quantize_fp8(case.keys, format_, scales.key)
+    case.values = quantize_fp8(case.values, format_, scales.value)
     return case
 
 
@@ -66,7 +66,7 @@ def test_every_code_is_read_as_a_value(
     for first in range(0, 256, size):
         values = codes[first : first + size].view(1, 1, 1, size)
         shape = KvShape(1, 1, 1, size, dtype)
-        rows = AttentionRows(shape, ints([[0]]), ints([1]), ints([1]))
+        rows = AttentionMetadata(shape, ints([[0]]), ints([1]), ints([1]))
         q, keys = torch.zeros(1, 1, size, dtype=dtype), torch.zeros_like(values.view(torch.uint8))
         found = attention(q, keys.view(format_), values, rows, 1.0, KvScales())
         expected = values.to(dtype).view(1, 1, size)
@@ -89,7 +89,7 @@ def test_every_code_is_read_as_a_key(
     keys[1, 0, 0] = codes.view(torch.uint8)
     values = torch.zeros(2, 1, 1, 256, dtype=torch.uint8)
     values[1] = torch.ones(1, dtype=format_).view(torch.uint8)
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         KvShape(1, 1, 1, 256, dtype), ints([[0, 1]] * 256), ints([1] * 256), ints([2] * 256)
     )
     for special in (False, True):
@@ -141,11 +141,11 @@ def test_every_number_is_kept_as_the_nearest_code(
     places, turns = torch.arange(tokens), torch.ones(tokens, 1, 0, dtype=dtype)
     store(heads, turns, turns, cache[0], cache[1], places, None, scales)
     for kept, scale in zip(cache, scales, strict=True):
-        most = GREATEST[format_]
+        most = FP8_MAX[format_]
         # As torch rounds, but for what is too great, which torch makes infinite or NaN.
         divided = (numbers.float() / torch.tensor(scale)).clamp(-most, most)
         assert same(kept.flatten().float(), divided.to(format_).float())
-        signs = (raw(kept).flatten() >> 7).bool()
+        signs = (as_bytes(kept).flatten() >> 7).bool()
         assert torch.equal(signs[~numbers.isnan()], numbers.signbit()[~numbers.isnan()])
 
 
@@ -161,13 +161,13 @@ def test_keys_are_rotated_before_they_are_rounded(
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     for kept_in in (format_, dtype):
         room = torch.zeros(2, 3, 3, 1, 40, dtype=dtype)
-        cache = rounded(room, kept_in, 1.0)
+        cache = quantize_fp8(room, kept_in, 1.0)
         q = store(heads, *turns, cache[0], cache[1], torch.arange(9), None, SCALES)
         results.append((q, cache[0], cache[1]))
     (q, keys, values), (plain_q, plain_keys, plain_values) = results
     assert torch.equal(q, plain_q)
-    assert torch.equal(raw(keys), raw(rounded(plain_keys, format_, SCALES.key)))
-    assert torch.equal(raw(values), raw(rounded(plain_values, format_, SCALES.value)))
+    assert torch.equal(as_bytes(keys), as_bytes(quantize_fp8(plain_keys, format_, SCALES.key)))
+    assert torch.equal(as_bytes(values), as_bytes(quantize_fp8(plain_values, format_, SCALES.value)))
 
 
 @every_attention
@@ -207,11 +207,11 @@ def test_heads_may_have_any_even_size(
 def test_caps_and_sinks_work_on_it(format_: torch.dtype) -> None:
     case = in_eight_bits(Case(3, *ROWS["all at once"], a_shape()), format_)
     keys, values = (
-        widened(kept, torch.float32) * scale
+        upcast(kept, torch.float32) * scale
         for kept, scale in zip((case.keys, case.values), SCALES, strict=True)
     )
     sinks = torch.linspace(-1, 1, 6)
-    shaped = shaped_attention.reference
+    shaped = softcap_sink_attention.reference
     found = shaped(*case.arguments(), 3.0, sinks, SCALES)
     expected = shaped(case.q, keys, values, case.rows, case.scale, 3.0, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -254,10 +254,10 @@ def test_a_stack_has_the_bits_of_its_operations(
     world = replace(
         world,
         caches=[
-            LayerCache(
+            LayerKvCache(
                 cache.group,
-                rounded(cache.keys, format_, SCALES.key),
-                rounded(cache.values, format_, SCALES.value),
+                quantize_fp8(cache.keys, format_, SCALES.key),
+                quantize_fp8(cache.values, format_, SCALES.value),
                 KvScales(SCALES.key * (index + 1), SCALES.value),
             )
             for index, cache in enumerate(world.caches)
@@ -265,10 +265,10 @@ def test_a_stack_has_the_bits_of_its_operations(
     )
     with using(isa):
         apart, together = world.copied_caches(), world.copied_caches()
-        expected = layer_by_layer(world, select(Device("cpu", dtype=dtype)), apart)
+        expected = layer_by_layer(world, select(DeviceCapability("cpu", dtype=dtype)), apart)
         out, finite = fused(world, together)
     assert torch.equal(out, expected)
     assert finite is None
     for one, other in zip(apart, together, strict=True):
-        assert torch.equal(raw(one.keys), raw(other.keys))
-        assert torch.equal(raw(one.values), raw(other.values))
+        assert torch.equal(as_bytes(one.keys), as_bytes(other.keys))
+        assert torch.equal(as_bytes(one.values), as_bytes(other.values))

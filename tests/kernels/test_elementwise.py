@@ -10,17 +10,17 @@ import torch
 from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels.activation import silu_mul
-from antiphon.kernels.heads import HeadNorms, ready_heads
-from antiphon.kernels.kv import kv_store
+from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
+from antiphon.kernels.kv import store_kv
 from antiphon.kernels.norm import add_rmsnorm, rmsnorm
 from antiphon.kernels.rotary import (
-    AngleTable,
+    CosSinCache,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
-    Rotary,
-    angles,
-    rotary,
+    RotarySpec,
+    cos_sin,
+    apply_rotary,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -61,11 +61,11 @@ def test_silu_mul_gates_the_second_half(row: Row) -> None:
 
 
 def test_rotary_turns_pairs_by_position_times_frequency() -> None:
-    waves = Rotary(size=6, base=50.0)
+    waves = RotarySpec(size=6, base=50.0)
     positions = torch.tensor([0, 3, 41])
     x = random(3, 2, 6)
-    cos, sin = angles(waves.frequencies(), positions, torch.float32)
-    turned = rotary(x, cos, sin)
+    cos, sin = cos_sin(waves.frequencies(), positions, torch.float32)
+    turned = apply_rotary(x, cos, sin)
     for token, position in enumerate(positions.tolist()):
         for pair in range(3):
             turn = position * 50.0 ** (-2 * pair / 6)
@@ -81,7 +81,7 @@ def test_rotary_turns_pairs_by_position_times_frequency() -> None:
 def test_keys_and_values_are_stored_at_their_places() -> None:
     keys, values = torch.zeros(2, 12, 4, 2, 8)
     k = torch.arange(1.0, 6.0)[:, None, None].expand(5, 2, 8)
-    kv_store(k, -k, keys, values, torch.tensor([31, 8, 16, 17, 18]))
+    store_kv(k, -k, keys, values, torch.tensor([31, 8, 16, 17, 18]))
     written = {(7, 3): 1, (2, 0): 2, (4, 0): 3, (4, 1): 4, (4, 2): 5}
     for (page, offset), value in written.items():
         assert (keys[page, offset] == value).all()
@@ -101,14 +101,14 @@ class HeadsCase:
         normed: bool = False,
         rotated: int | None = None,
     ) -> None:
-        waves = Rotary(size if rotated is None else rotated, 50.0).frequencies()
+        waves = RotarySpec(size if rotated is None else rotated, 50.0).frequencies()
         self.heads = random(tokens, 6 + 2 + 2, size).to(dtype)
-        self.cos, self.sin = angles(waves, torch.arange(3, 3 + tokens), dtype)
+        self.cos, self.sin = cos_sin(waves, torch.arange(3, 3 + tokens), dtype)
         self.cache = torch.full((2, 40, 4, 2, size), 7.0, dtype=dtype)
         self.places = torch.randperm(160, generator=GENERATOR)[:tokens]
         self.norms = None
         if normed:
-            self.norms = HeadNorms(random(size).to(dtype), random(size).to(dtype), 1e-3)
+            self.norms = QkNormWeights(random(size).to(dtype), random(size).to(dtype), 1e-3)
 
     def run(self, row: Row, first: int = 0, last: int | None = None) -> torch.Tensor:
         part = slice(first, last)
@@ -117,7 +117,7 @@ class HeadsCase:
         return row(self.heads[part], cos, sin, keys, values, places, self.norms)
 
 
-@each_row(ready_heads)
+@each_row(qk_norm_rope_store)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("size", [6, 16, 32, 40, 64, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,13 +130,13 @@ def test_heads_are_normed_rotated_and_kept(
         q = rmsnorm.reference(q, case.norms.query, 1e-3)
         k = rmsnorm.reference(k, case.norms.key, 1e-3)
     kept = case.cache.clone()
-    kv_store(rotary(k, case.cos, case.sin), v, kept[0], kept[1], case.places)
+    store_kv(apply_rotary(k, case.cos, case.sin), v, kept[0], kept[1], case.places)
     step = 0.02 if dtype is torch.bfloat16 else 1e-5
-    torch.testing.assert_close(case.run(row), rotary(q, case.cos, case.sin), atol=step, rtol=step)
+    torch.testing.assert_close(case.run(row), apply_rotary(q, case.cos, case.sin), atol=step, rtol=step)
     torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
 
 
-@each_row(ready_heads)
+@each_row(qk_norm_rope_store)
 @pytest.mark.parametrize("rotated", [0, 2, 16, 34])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,34 +149,34 @@ def test_what_is_not_rotated_stays(
         q = rmsnorm.reference(q, case.norms.query, 1e-3)
         k = rmsnorm.reference(k, case.norms.key, 1e-3)
     kept = case.cache.clone()
-    k = torch.cat((rotary(k[..., :rotated], case.cos, case.sin), k[..., rotated:]), dim=-1)
-    kv_store(k, v, kept[0], kept[1], case.places)
+    k = torch.cat((apply_rotary(k[..., :rotated], case.cos, case.sin), k[..., rotated:]), dim=-1)
+    store_kv(k, v, kept[0], kept[1], case.places)
     step = 0.02 if dtype is torch.bfloat16 else 1e-5
     turned = case.run(row)
     torch.testing.assert_close(turned[..., rotated:], q[..., rotated:], atol=step, rtol=step)
-    expected = rotary(q[..., :rotated], case.cos, case.sin)
+    expected = apply_rotary(q[..., :rotated], case.cos, case.sin)
     torch.testing.assert_close(turned[..., :rotated], expected, atol=step, rtol=step)
     torch.testing.assert_close(case.cache, kept, atol=step, rtol=step)
 
 
-@each_row(ready_heads)
+@each_row(qk_norm_rope_store)
 def test_a_rotation_of_more_than_a_head_is_refused(row: Row) -> None:
     case = HeadsCase(2, 16, torch.float32, rotated=18)
     with pytest.raises(RuntimeError, match="16"):
         case.run(row)
 
 
-@each_row(ready_heads)
+@each_row(qk_norm_rope_store)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rotation_has_the_roundings_of_its_reference(row: Row, dtype: torch.dtype) -> None:
     case, again = HeadsCase(9, 64, dtype), HeadsCase(9, 64, dtype)
     again.heads, again.places = case.heads, case.places
-    reference = Row("torch", ready_heads.reference, None, invariant=False)
+    reference = Row("torch", qk_norm_rope_store.reference, None, invariant=False)
     assert torch.equal(case.run(row), again.run(reference))
     assert torch.equal(case.cache, again.cache)
 
 
-@each_row(ready_heads, invariant=True)
+@each_row(qk_norm_rope_store, invariant=True)
 def test_a_place_outside_the_cache_is_refused(row: Row) -> None:
     case = HeadsCase(2, 16, torch.float32)
     case.places[1] = 160
@@ -243,7 +243,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(row: Row, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@each_row(ready_heads, invariant=True)
+@each_row(qk_norm_rope_store, invariant=True)
 def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
     row: Row, dtype: torch.dtype
 ) -> None:
@@ -258,35 +258,35 @@ def test_a_token_is_kept_with_the_same_bits_alone_and_among_others(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_angles_that_are_kept_have_the_bits_of_those_computed_alone(dtype: torch.dtype) -> None:
-    way = Rotary(18, 10_000.0)
+    way = RotarySpec(18, 10_000.0)
     frequencies = way.frequencies()
-    kept = AngleTable(way, dtype)
+    kept = CosSinCache(way, dtype)
     for positions in ([0], [5, 1023, 5], [1024], [70_000, 3], [1023]):
-        turns = kept.turns(np.array(positions, np.int32))
-        expected = angles(frequencies, torch.tensor(positions), dtype)
+        turns = kept.at_positions(np.array(positions, np.int32))
+        expected = cos_sin(frequencies, torch.tensor(positions), dtype)
         assert torch.equal(torch.stack(turns.by_token), torch.stack(expected))
 
 
 def test_linear_scaling_slows_every_frequency() -> None:
-    plain, scaled = Rotary(8, 100.0), Rotary(8, 100.0, LinearScaling(4.0))
+    plain, scaled = RotarySpec(8, 100.0), RotarySpec(8, 100.0, LinearScaling(4.0))
     torch.testing.assert_close(scaled.frequencies(), plain.frequencies() / 4)
 
 
 def test_a_dynamic_rotation_is_a_function_of_the_position_alone() -> None:
-    plain, way = Rotary(16, 100.0), Rotary(16, 100.0, DynamicScaling(3.0, 32))
+    plain, way = RotarySpec(16, 100.0), RotarySpec(16, 100.0, DynamicScaling(3.0, 32))
     frequencies = way.frequencies_at(torch.arange(64))
     assert torch.equal(frequencies[:32], plain.frequencies().expand(32, 8))
     assert (frequencies[33:, 1:] < frequencies[32:-1, 1:]).all()
     # Of the last token of twice the trained text: a base of 100 * (3 * 2 - 2) ** (16 / 14).
-    expected = Rotary(16, 100.0 * 4.0 ** (16 / 14)).frequencies()
+    expected = RotarySpec(16, 100.0 * 4.0 ** (16 / 14)).frequencies()
     torch.testing.assert_close(frequencies[63], expected)
     assert torch.equal(way.frequencies_at(torch.tensor([40])), frequencies[40:41])
 
 
 @pytest.mark.parametrize("trained", [64, 8192])
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones(trained: int) -> None:
-    plain = Rotary(64, 500_000.0)
-    scaled = Rotary(64, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, trained))
+    plain = RotarySpec(64, 500_000.0)
+    scaled = RotarySpec(64, 500_000.0, Llama3Scaling(8.0, 1.0, 4.0, trained))
     turns = trained * plain.frequencies() / (2 * math.pi)
     ratio = plain.frequencies() / scaled.frequencies()
     torch.testing.assert_close(ratio[turns > 4], torch.ones(int((turns > 4).sum())))

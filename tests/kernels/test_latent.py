@@ -10,10 +10,10 @@ import torch
 from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels import latent
-from antiphon.kernels.attention import AttentionRows, KvShape, paged_attention
-from antiphon.kernels.fp8 import rounded
-from antiphon.kernels.kv import KvScales, LayerCache
-from antiphon.kernels.latent import LatentRows, LatentSizes, latent_attention
+from antiphon.kernels.attention import AttentionMetadata, KvShape, paged_attention
+from antiphon.kernels.fp8 import quantize_fp8
+from antiphon.kernels.kv import KvScales, LayerKvCache
+from antiphon.kernels.latent import LatentMetadata, LatentSizes, latent_attention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,15 +77,15 @@ class Case:
             self.cache[table[row, seen // PAGE_TOKENS], seen % PAGE_TOKENS, 0] = kept
             self.latents.append(kept)
         shape = KvShape(PAGE_TOKENS, 1, sizes.heads, sizes.head_size, dtype)
-        self.rows = AttentionRows(shape, table, query, kv)
+        self.rows = AttentionMetadata(shape, table, query, kv)
         width = sizes.content + sizes.position
         size = (int(query.sum()), sizes.heads, width)
         self.q = torch.randn(size, generator=generator).to(dtype)
         self.scale = width**-0.5
 
     def run(self, attend: Row, *, absorbed: bool = False) -> Tensor:
-        rows = LatentRows(self.rows, self.sizes, absorbed=absorbed)
-        cache = LayerCache(0, self.cache, self.cache)
+        rows = LatentMetadata(self.rows, self.sizes, absorbed=absorbed)
+        cache = LayerKvCache(0, self.cache, self.cache)
         return latent_attention(self.q, cache, rows, self.weights, self.scale, attend)
 
     def textbook(self) -> Tensor:
@@ -123,11 +123,11 @@ def test_latents_may_be_kept_in_eight_bits(
     rows, format_: torch.dtype, absorbed: bool, attend: Row
 ) -> None:
     case, scale = Case(SMALL, *rows), 0.3
-    case.latents = [rounded(latents, format_, scale).float() * scale for latents in case.latents]
+    case.latents = [quantize_fp8(latents, format_, scale).float() * scale for latents in case.latents]
     expected = case.textbook().float()
-    kept = rounded(case.cache, format_, scale)
-    cache = LayerCache(0, kept, kept, KvScales(scale))
-    latent_rows = LatentRows(case.rows, case.sizes, absorbed=absorbed)
+    kept = quantize_fp8(case.cache, format_, scale)
+    cache = LayerKvCache(0, kept, kept, KvScales(scale))
+    latent_rows = LatentMetadata(case.rows, case.sizes, absorbed=absorbed)
     found = latent_attention(case.q, cache, latent_rows, case.weights, case.scale, attend)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

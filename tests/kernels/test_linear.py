@@ -16,14 +16,14 @@ from tests.kernels.rows import ISAS, using
 from antiphon.kernels.activation import silu_mul
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.linear import Format, PackedWeight, quantize
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-pytestmark = pytest.mark.skipif(bool(extension.lacking()), reason=str(extension.lacking()))
+pytestmark = pytest.mark.skipif(bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason()))
 
 DTYPES = (torch.bfloat16, torch.float32)
 FORMATS: tuple[Format, ...] = ("packed", "int8", "int8_dynamic")
@@ -166,7 +166,7 @@ def test_the_gate_in_the_epilogue_is_the_gate_by_itself(
     halves = packed(weight, bias, format_, halves=True).linear
     assert torch.equal(halves.multiply(x), packed(weight, bias, format_).linear.multiply(x))
     gated = halves.multiply_gated(x)
-    by_itself = silu_mul.select(Device("cpu", dtype=dtype)).call(halves.multiply(x))
+    by_itself = silu_mul.select(DeviceCapability("cpu", dtype=dtype)).call(halves.multiply(x))
     assert torch.equal(gated, by_itself)
     torch.testing.assert_close(gated, silu_mul.reference(halves.multiply(x)))
 

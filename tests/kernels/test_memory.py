@@ -10,7 +10,7 @@ import torch
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.memory import huge_zeros
 
-pytestmark = pytest.mark.skipif(bool(extension.lacking()), reason=str(extension.lacking()))
+pytestmark = pytest.mark.skipif(bool(extension.unavailable_reason()), reason=str(extension.unavailable_reason()))
 
 MIB = 1 << 20
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.kernels.activation import clamped_swish_mul, sigmoid
-from antiphon.kernels.experts import by_expert, combine
-from antiphon.kernels.routing import Routing, route
+from antiphon.kernels.experts import sort_by_expert, combine
+from antiphon.kernels.routing import RoutingSpec, route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 
 
 def one_by_one(
-    logits: Sequence[float], correction: Sequence[float] | None, routing: Routing
+    logits: Sequence[float], correction: Sequence[float] | None, routing: RoutingSpec
 ) -> dict[int, float]:
     """A token's experts and shares, as one would say it."""
     if routing.scoring == "softmax":
@@ -40,19 +40,19 @@ def one_by_one(
     groups = [range(g * size, (g + 1) * size) for g in range(routing.groups)]
     groups.sort(key=lambda g: -sum(sorted(worth[e] for e in g)[-routing.group_best :]))
     allowed = [expert for group in groups[: routing.groups_kept] for expert in group]
-    chosen = sorted(allowed, key=lambda e: -worth[e])[: routing.chosen]
+    chosen = sorted(allowed, key=lambda e: -worth[e])[: routing.top_k]
     total = sum(scores[e] for e in chosen) if routing.renormalised else 1.0
     return {e: scores[e] / total * routing.factor for e in chosen}
 
 
 ROUTINGS = {
-    "softmax": Routing(chosen=3),
-    "softmax, renormalised": Routing(chosen=3, renormalised=True),
-    "softmax within groups": Routing(chosen=3, groups=4, groups_kept=2, factor=16.0),
-    "sigmoid": Routing(chosen=2, scoring="sigmoid"),
-    "one by sigmoid": Routing(chosen=1, scoring="sigmoid"),
-    "sigmoid within groups": Routing(
-        chosen=4,
+    "softmax": RoutingSpec(top_k=3),
+    "softmax, renormalised": RoutingSpec(top_k=3, renormalised=True),
+    "softmax within groups": RoutingSpec(top_k=3, groups=4, groups_kept=2, factor=16.0),
+    "sigmoid": RoutingSpec(top_k=2, scoring="sigmoid"),
+    "one by sigmoid": RoutingSpec(top_k=1, scoring="sigmoid"),
+    "sigmoid within groups": RoutingSpec(
+        top_k=4,
         scoring="sigmoid",
         renormalised=True,
         factor=2.5,
@@ -60,13 +60,13 @@ ROUTINGS = {
         groups_kept=2,
         group_best=2,
     ),
-    "as many as there are": Routing(chosen=EXPERTS, renormalised=True),
+    "as many as there are": RoutingSpec(top_k=EXPERTS, renormalised=True),
 }
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS.keys())
-def test_tokens_go_where_one_would_send_them(routing: Routing, corrected: bool) -> None:
+def test_tokens_go_where_one_would_send_them(routing: RoutingSpec, corrected: bool) -> None:
     logits = 2 * drawn(200, EXPERTS)
     correction = drawn(EXPERTS, seed=1) if corrected else None
     experts, shares = route.reference(logits, correction, routing)
@@ -80,7 +80,7 @@ def test_tokens_go_where_one_would_send_them(routing: Routing, corrected: bool) 
 
 def test_a_renormalised_softmax_is_the_softmax_over_the_chosen() -> None:
     logits = 3 * drawn(50, EXPERTS)
-    experts, shares = route.reference(logits, None, Routing(chosen=4, renormalised=True))
+    experts, shares = route.reference(logits, None, RoutingSpec(top_k=4, renormalised=True))
     best = logits.topk(4, dim=-1)
     assert torch.equal(experts, best.indices)
     torch.testing.assert_close(shares, best.values.softmax(dim=-1))
@@ -88,7 +88,7 @@ def test_a_renormalised_softmax_is_the_softmax_over_the_chosen() -> None:
 
 def test_the_best_of_experts_that_all_score_one_is_that_of_the_greatest_logit() -> None:
     logits = torch.tensor([[30.0, 50.0, 40.0]])
-    experts, shares = route.reference(logits, None, Routing(chosen=1, scoring="sigmoid"))
+    experts, shares = route.reference(logits, None, RoutingSpec(top_k=1, scoring="sigmoid"))
     assert experts.tolist() == [[1]]
     assert shares.tolist() == [[1.0]]
 
@@ -99,8 +99,8 @@ def test_the_best_of_experts_that_all_score_one_is_that_of_the_greatest_logit() 
 def test_a_token_is_routed_with_the_bits_that_it_has_alone(
     scoring, count: int, corrected: bool
 ) -> None:
-    routing = Routing(
-        chosen=2, scoring=scoring, renormalised=True, groups=2, groups_kept=1, group_best=2
+    routing = RoutingSpec(
+        top_k=2, scoring=scoring, renormalised=True, groups=2, groups_kept=1, group_best=2
     )
     logits = 5 * drawn(300, count)
     correction = drawn(count, seed=1) if corrected else None
@@ -124,7 +124,7 @@ def test_every_pair_of_the_experts_here_has_one_row_in_order(
     experts: Tensor, first: int, count: int
 ) -> None:
     count = min(count, 8 - first)
-    found = by_expert(experts, first, count)
+    found = sort_by_expert(experts, first, count)
     flat = experts.flatten().tolist()
     want = [
         [pair for pair, e in enumerate(flat) if e == expert]
@@ -139,7 +139,7 @@ def test_every_pair_of_the_experts_here_has_one_row_in_order(
 def test_what_experts_made_is_summed_by_share() -> None:
     experts = torch.tensor([[2, 0], [1, 2], [0, 1]])
     shares, made = drawn(3, 2, seed=1), drawn(6, 5, seed=2)
-    found = by_expert(experts, 0, 3)
+    found = sort_by_expert(experts, 0, 3)
     total = combine.reference(made, found.pair, shares)
     for token in range(3):
         want = torch.zeros(5)
@@ -154,12 +154,12 @@ def test_experts_of_other_ranks_count_nothing_here() -> None:
     shares, outputs = drawn(40, 3, seed=1), drawn(6, 8, seed=2)
 
     def made(first: int, count: int) -> Tensor:
-        found = by_expert(experts, first, count)
+        found = sort_by_expert(experts, first, count)
         rows = outputs[experts.flatten()[found.pair]]
         return combine.reference(rows, found.pair, shares)
 
     torch.testing.assert_close(made(0, 2) + made(2, 4), made(0, 6))
-    nobody = by_expert(torch.zeros(3, 1, dtype=torch.int64), 4, 2)
+    nobody = sort_by_expert(torch.zeros(3, 1, dtype=torch.int64), 4, 2)
     none = combine.reference(drawn(0, 8), nobody.pair, torch.ones(3, 1))
     assert torch.equal(none, torch.zeros(3, 8))
 

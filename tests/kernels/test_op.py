@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.kernels.op import Backend, Device, KernelUnavailable, kernel, table
+from antiphon.kernels.op import Backend, DeviceCapability, KernelUnavailable, kernel, table
 from antiphon.kernels.ops import REGISTRY, select
 
-CPU = Device("cpu")
-GPU = Device("cuda", 90)
+CPU = DeviceCapability("cpu")
+GPU = DeviceCapability("cuda", 90)
 
 
-def needs_gpu(device: Device) -> str | None:
+def needs_gpu(device: DeviceCapability) -> str | None:
     return None if device.kind == "cuda" else "there is no GPU"
 
 

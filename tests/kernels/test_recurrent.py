@@ -16,9 +16,9 @@ from antiphon.kernels.causal_conv import causal_conv
 from antiphon.kernels.gated_delta import NORM_EPS, gated_delta
 from antiphon.kernels.norm import gated_rmsnorm
 from antiphon.kernels.ssd import ssd
-from antiphon.kernels.states import CHUNK_TOKENS, SPAN_TOKENS, StateRows
+from antiphon.kernels.states import CHUNK_TOKENS, SPAN_TOKENS, StateMetadata
 
-Compute = Callable[[StateRows, Tensor, Tensor], Tensor]
+Compute = Callable[[StateMetadata, Tensor, Tensor], Tensor]
 """Rows, which tokens of all sequences they are, and the states  ->  what comes out of them."""
 
 
@@ -34,7 +34,7 @@ class Conv:
     def __init__(self, tokens: int) -> None:
         self.x, self.weight, self.bias = random(tokens, 6), random(6, 4, seed=1), random(6, seed=2)
 
-    def __call__(self, rows: StateRows, tokens: Tensor, states: Tensor) -> Tensor:
+    def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
         return causal_conv.reference(self.x[tokens], self.weight, self.bias, states, rows)
 
     def slowly(self, tokens: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Ssd:
         self.a = -torch.exp(random(6, seed=4))
         self.d = random(6, seed=5)
 
-    def __call__(self, rows: StateRows, tokens: Tensor, states: Tensor) -> Tensor:
+    def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
         x, dt, b, c = (each[tokens] for each in (self.x, self.dt, self.b, self.c))
         return ssd.reference(x, dt, self.a, b, c, self.d, states, rows)
 
@@ -86,7 +86,7 @@ class Delta:
         self.decay = -torch.exp(random(tokens, 4, seed=3) - 1)
         self.beta = torch.sigmoid(random(tokens, 4, seed=4))
 
-    def __call__(self, rows: StateRows, tokens: Tensor, states: Tensor) -> Tensor:
+    def __call__(self, rows: StateMetadata, tokens: Tensor, states: Tensor) -> Tensor:
         q, k, v = self.q[tokens], self.k[tokens], self.v[tokens]
         decay, beta = self.decay[tokens], self.beta[tokens]
         return gated_delta.reference(q, k, v, decay, beta, states, rows)
@@ -136,7 +136,7 @@ class Sequences:
             first = self.starts[i] + self.done[i]
             tokens += range(first, first + counts[i])
             self.done[i] += counts[i]
-        rows = StateRows(
+        rows = StateMetadata(
             reads=np.array([self.places[i] for i in order], np.int32),
             writes=np.array(writes, np.int32),
             query_len=np.array([counts[i] for i in order], np.int32),

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.kernels.sampling import CANDIDATES
 
-draw = select(Device("cpu")).draw
+draw = select(DeviceCapability("cpu")).sample
 
 
 def distribution(

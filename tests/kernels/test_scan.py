@@ -7,7 +7,7 @@ import torch
 from tests.kernels.rows import Row, rows_of
 
 from antiphon.kernels.finite import finite_rows
-from antiphon.kernels.sampling import greedy
+from antiphon.kernels.sampling import argmax
 
 GENERATOR = torch.Generator().manual_seed(0)
 SIZES = (1, 15, 16, 17, 255, 256, 257, 301, 8192)
@@ -17,7 +17,7 @@ def each_row(op) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows_of(op), ids=lambda row: row.name)
 
 
-@each_row(greedy)
+@each_row(argmax)
 @pytest.mark.parametrize("size", SIZES)
 def test_greedy_takes_the_first_of_the_highest(row: Row, size: int) -> None:
     logits = torch.randint(-3, 4, (30, size), generator=GENERATOR).float()
@@ -29,7 +29,7 @@ def test_greedy_takes_the_first_of_the_highest(row: Row, size: int) -> None:
         assert int(found[i]) == values.index(max(values))
 
 
-@each_row(greedy)
+@each_row(argmax)
 def test_a_row_with_a_nan_still_gives_a_token(row: Row) -> None:
     logits = torch.full((2, 20), torch.nan)
     logits[1, 3] = 1.0
@@ -59,6 +59,6 @@ def test_of_no_rows_all_are_finite(row: Row) -> None:
     assert row(torch.zeros(0, 8)) is None
 
 
-@each_row(greedy)
+@each_row(argmax)
 def test_no_rows_give_no_tokens(row: Row) -> None:
     assert row(torch.zeros(0, 8)).shape == (0,)

@@ -10,14 +10,14 @@ import torch
 from tests.kernels.rows import ISAS, using
 from torch import Tensor
 
-from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu.linear import PackedWeight
-from antiphon.kernels.cpu.stack import Scored, Stack, StackEnds, StackLayer
-from antiphon.kernels.heads import HeadNorms
-from antiphon.kernels.kv import LayerCache
-from antiphon.kernels.op import Device
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, FusedDecoder, EmbeddingAndHead, FusedDecoderLayer
+from antiphon.kernels.qk_norm_rope import QkNormWeights
+from antiphon.kernels.kv import LayerKvCache
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import Ops, select
-from antiphon.kernels.rotary import AngleTable, Rotary, Turns
+from antiphon.kernels.rotary import CosSinCache, RotarySpec, TokenCosSin
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
 
@@ -44,14 +44,14 @@ class World:
     """Random layers, and a pass over rows whose earlier tokens are in the cache."""
 
     dtype: torch.dtype
-    layers: list[StackLayer]
-    caches: list[LayerCache]
+    layers: list[FusedDecoderLayer]
+    caches: list[LayerKvCache]
     final_norm: Tensor
-    rows: tuple[AttentionRows, AttentionRows]
+    rows: tuple[AttentionMetadata, AttentionMetadata]
     residual: Tensor
-    turns: Turns
+    turns: TokenCosSin
 
-    def copied_caches(self) -> list[LayerCache]:
+    def copied_caches(self) -> list[LayerKvCache]:
         return [
             replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
             for cache in self.caches
@@ -75,14 +75,14 @@ def a_world(
         return packed.linear
 
     layers = [
-        StackLayer(
+        FusedDecoderLayer(
             qkv=linear(HIDDEN, HEADS * (GROUP + 2) * SIZE),
             out=linear(HEADS * GROUP * SIZE, HIDDEN),
             gate_up=linear(HIDDEN, 2 * WIDTH, halves=True),
             down=linear(WIDTH, HIDDEN),
             attention_norm=random(HIDDEN),
             mlp_norm=random(HIDDEN),
-            head_norms=HeadNorms(random(SIZE), random(SIZE), EPS) if head_norms else None,
+            head_norms=QkNormWeights(random(SIZE), random(SIZE), EPS) if head_norms else None,
         )
         for _ in range(LAYERS)
     ]
@@ -92,24 +92,24 @@ def a_world(
     shapes = [KvShape(PAGE_TOKENS, HEADS, GROUP, SIZE, dtype, window) for window in (None, 9)]
     positions = np.concatenate([np.arange(b - a, b) for a, b in zip(query, kv, strict=True)])
     # Normed heads are rotated in part, the others whole.
-    rotary = Rotary(SIZE // 2 if head_norms else SIZE, 50.0)
-    angles = AngleTable(rotary, dtype)
+    rotary = RotarySpec(SIZE // 2 if head_norms else SIZE, 50.0)
+    angles = CosSinCache(rotary, dtype)
     cache = (pages, PAGE_TOKENS, HEADS, SIZE)
     return World(
         dtype=dtype,
         layers=layers,
-        caches=[LayerCache(i % 2, random(*cache), random(*cache)) for i in range(LAYERS)],
+        caches=[LayerKvCache(i % 2, random(*cache), random(*cache)) for i in range(LAYERS)],
         final_norm=random(HIDDEN),
         rows=(
-            AttentionRows(shapes[0], table, query, kv),
-            AttentionRows(shapes[1], table, query, kv),
+            AttentionMetadata(shapes[0], table, query, kv),
+            AttentionMetadata(shapes[1], table, query, kv),
         ),
         residual=random(len(positions), HIDDEN),
-        turns=angles.turns(positions.astype(np.int32)),
+        turns=angles.at_positions(positions.astype(np.int32)),
     )
 
 
-def one_by_one(world: World, ops: Ops, caches: list[LayerCache]) -> Tensor:
+def one_by_one(world: World, ops: Ops, caches: list[LayerKvCache]) -> Tensor:
     """The layers as the decoder runs them when they are not fused."""
     residual, pending = world.residual, None
     for layer, cache in zip(world.layers, caches, strict=True):
@@ -119,12 +119,12 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerCache]) -> Tensor:
             normed, residual = ops.add_rmsnorm(pending, residual, layer.attention_norm, EPS)
         heads = layer.qkv.multiply(normed).view(len(normed), -1, SIZE)
         rows = world.rows[cache.group]
-        q = ops.ready_heads(
+        q = ops.qk_norm_rope_store(
             heads,
             *world.turns.by_token,
             cache.keys,
             cache.values,
-            rows.write_places,
+            rows.slot_mapping,
             layer.head_norms,
             cache.scales,
         )
@@ -136,9 +136,9 @@ def one_by_one(world: World, ops: Ops, caches: list[LayerCache]) -> Tensor:
     return ops.add_rmsnorm(pending, residual, world.final_norm, EPS)[0]
 
 
-def fused(world: World, caches: list[LayerCache]) -> tuple[Tensor, Tensor | None]:
+def fused(world: World, caches: list[LayerKvCache]) -> tuple[Tensor, Tensor | None]:
     layers = zip(world.layers, caches, strict=True)
-    stack = Stack(layers, final_norm=world.final_norm, eps=EPS, scale=SCALE)
+    stack = FusedDecoder(layers, final_norm=world.final_norm, eps=EPS, scale=SCALE)
     return stack(world.residual.clone(), world.turns, world.rows)
 
 
@@ -151,7 +151,7 @@ def test_a_stack_has_the_bits_of_its_operations(
 ) -> None:
     world = a_world(dtype, query_len, prefix, head_norms=head_norms)
     with using(isa):
-        ops = select(Device("cpu", dtype=dtype))
+        ops = select(DeviceCapability("cpu", dtype=dtype))
         apart, together = world.copied_caches(), world.copied_caches()
         expected = one_by_one(world, ops, apart)
         out, finite = fused(world, together)
@@ -182,23 +182,23 @@ class Spoken:
         world.residual = table[torch.as_tensor(ids)]
         return cls(world, table, head, ids.astype(np.int32))
 
-    def stack(self, *, tied: bool, caches: list[LayerCache]) -> Stack:
+    def stack(self, *, tied: bool, caches: list[LayerKvCache]) -> FusedDecoder:
         world, head = self.world, self.head.linear
-        return Stack(
+        return FusedDecoder(
             zip(world.layers, caches, strict=True),
             final_norm=world.final_norm,
             eps=EPS,
             scale=SCALE,
-            ends=StackEnds(embedding=head if tied else self.table, head=head),
+            ends=EmbeddingAndHead(embedding=head if tied else self.table, head=head),
         )
 
-    def score(self, wanted: list[int], *, tied: bool = True) -> Scored:
+    def score(self, wanted: list[int], *, tied: bool = True) -> FusedDecoderOutput:
         stack = self.stack(tied=tied, caches=self.world.copied_caches())
         tokens = np.array(wanted, np.int32)
         return stack.score(self.ids, tokens, self.world.turns, self.world.rows)
 
     def likeliest(self, wanted: list[int], *, tied: bool = True) -> list[int]:
-        found = self.score(wanted, tied=tied).likeliest
+        found = self.score(wanted, tied=tied).argmax
         assert found is not None
         return found.tolist()
 
@@ -213,14 +213,14 @@ def test_logits_have_the_bits_of_their_operations(
     spoken = Spoken.of(dtype, query_len, prefix)
     last = np.cumsum(query_len) - 1
     with using(isa):
-        ops = select(Device("cpu", dtype=dtype))
+        ops = select(DeviceCapability("cpu", dtype=dtype))
         expected = one_by_one(spoken.world, ops, spoken.world.copied_caches())
         logits = spoken.head.linear.multiply_wide(expected[torch.as_tensor(last)])
         scored = spoken.score(last.tolist(), tied=tied)
     assert torch.equal(scored.hidden, expected)
     assert torch.equal(scored.logits, logits)
-    assert scored.likeliest is not None
-    assert scored.likeliest.tolist() == logits.argmax(dim=1).tolist()
+    assert scored.argmax is not None
+    assert scored.argmax.tolist() == logits.argmax(dim=1).tolist()
     assert scored.finite is None
     assert scored.logits_finite is None
 
@@ -317,7 +317,7 @@ class Walk:
     def of(cls, rows: int, dtype: torch.dtype = torch.bfloat16) -> Walk:
         return cls(Spoken.of(dtype, [1] * rows, [7 * row for row in range(rows)]))
 
-    def stack(self) -> Stack:
+    def stack(self) -> FusedDecoder:
         return self.spoken.stack(tied=False, caches=self.spoken.world.copied_caches())
 
     @property
@@ -326,47 +326,47 @@ class Walk:
         return generator.integers(0, VOCABULARY, len(self.spoken.ids)).astype(np.int32)
 
     @property
-    def rows(self) -> list[AttentionRows]:
+    def rows(self) -> list[AttentionMetadata]:
         return [self._grown(rows) for rows in self.spoken.world.rows]
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
         return tuple(rows.page_table for rows in self.rows)
 
-    def score(self, stack: Stack, wanted: list[int] | None = None, *, bare: bool = False) -> Scored:
+    def score(self, stack: FusedDecoder, wanted: list[int] | None = None, *, bare: bool = False) -> FusedDecoderOutput:
         positions = self.rows[0].kv_len - 1
         chosen = np.arange(len(self.ids)) if wanted is None else np.array(wanted)
         turns = replace(self.spoken.world.turns, positions=positions)
-        return stack.score(self.ids, chosen.astype(np.int32), turns, self.rows, bare=bare)
+        return stack.score(self.ids, chosen.astype(np.int32), turns, self.rows, argmax_only=bare)
 
-    def again(self, stack: Stack, *, bare: bool = False) -> Scored | None:
-        return stack.again(self.ids, self.tables, bare)
+    def again(self, stack: FusedDecoder, *, bare: bool = False) -> FusedDecoderOutput | None:
+        return stack.decode_next(self.ids, self.tables, bare)
 
-    def begun(self) -> Stack:
+    def begun(self) -> FusedDecoder:
         """A stack that has run a step, with the next one at hand."""
         stack = self.stack()
         self.score(stack)
         self.step += 1
         return stack
 
-    def _grown(self, rows: AttentionRows) -> AttentionRows:
+    def _grown(self, rows: AttentionMetadata) -> AttentionMetadata:
         kv = (rows.kv_len + self.step).astype(np.int32)
         first = np.maximum(kv - (rows.shape.window or SIZE_MOST), 0) // PAGE_TOKENS
         last = (kv - 1) // PAGE_TOKENS
         page = np.arange(last.max() + 1)
         seen = (first[:, None] <= page) & (page <= last[:, None])
         table = np.where(seen, rows.page_table[:, : len(page)], -1)
-        return AttentionRows(rows.shape, table, rows.query_len, kv)
+        return AttentionMetadata(rows.shape, table, rows.query_len, kv)
 
 
-def same(one: Scored | None, other: Scored) -> bool:
+def same(one: FusedDecoderOutput | None, other: FusedDecoderOutput) -> bool:
     assert one is not None
-    assert one.likeliest is not None
-    assert other.likeliest is not None
+    assert one.argmax is not None
+    assert other.argmax is not None
     return (
         torch.equal(one.hidden, other.hidden)
         and torch.equal(one.logits, other.logits)
-        and one.likeliest.tolist() == other.likeliest.tolist()
+        and one.argmax.tolist() == other.argmax.tolist()
         and one.finite is other.finite is one.logits_finite is other.logits_finite is None
     )
 
@@ -425,8 +425,8 @@ def test_a_bare_result_is_the_likeliest_alone_where_all_is_finite(going: bool) -
         assert bare is not None
         if not bad:
             assert bare[:-1] == (None, None, None, None)
-            assert bare.likeliest is not None
-            assert bare.likeliest.tolist() == full.logits.argmax(dim=1).tolist()
+            assert bare.argmax is not None
+            assert bare.argmax.tolist() == full.logits.argmax(dim=1).tolist()
     assert said(bare.finite) == said(bare.logits_finite) == [True, False, True]
     assert torch.equal(bare.logits[[0, 2]], full.logits[[0, 2]])
     assert torch.equal(bare.hidden[[0, 2]], full.hidden[[0, 2]])
@@ -454,7 +454,7 @@ def test_a_stack_goes_on_only_from_decodes_with_all_logits() -> None:
     prompt = Spoken.of(torch.bfloat16, *PASSES["a prompt"])
     stack = prompt.stack(tied=False, caches=prompt.world.copied_caches())
     stack.score(prompt.ids, np.array([32], np.int32), prompt.world.turns, prompt.world.rows)
-    assert stack.again(prompt.ids, tuple(rows.page_table for rows in prompt.world.rows)) is None
+    assert stack.decode_next(prompt.ids, tuple(rows.page_table for rows in prompt.world.rows)) is None
 
 
 def test_a_stack_goes_on_only_from_the_pass_before() -> None:
@@ -467,7 +467,7 @@ def test_a_stack_goes_on_only_from_the_pass_before() -> None:
 def test_a_stack_goes_on_with_as_many_rows() -> None:
     walk = Walk.of(3)
     stack = walk.begun()
-    assert stack.again(walk.ids[:2], tuple(table[:2] for table in walk.tables)) is None
+    assert stack.decode_next(walk.ids[:2], tuple(table[:2] for table in walk.tables)) is None
     assert walk.again(stack) is not None
 
 
@@ -506,7 +506,7 @@ def test_tables_that_do_not_fit_are_refused_and_end_the_walk(spoil, reason: str)
     walk = Walk.of(3)
     stack = walk.begun()
     with pytest.raises(RuntimeError, match=reason):
-        stack.again(walk.ids, spoil(walk.tables))
+        stack.decode_next(walk.ids, spoil(walk.tables))
     assert walk.again(stack) is None
     other = walk.stack()
     walk.step = 0
@@ -522,13 +522,13 @@ def test_a_pass_that_goes_on_refuses_tokens_beyond_the_vocabulary(token: int) ->
     ids = walk.ids
     ids[1] = token
     with pytest.raises(IndexError, match=f"token {token} of {VOCABULARY}"):
-        stack.again(ids, walk.tables)
+        stack.decode_next(ids, walk.tables)
     assert walk.again(stack) is None
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     world = a_world(torch.bfloat16, *PASSES["a prompt"], head_norms=False)
-    stack = Stack(
+    stack = FusedDecoder(
         zip(world.layers, world.caches, strict=True),
         final_norm=world.final_norm,
         eps=EPS,
@@ -542,7 +542,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         stack(world.residual, world.turns, world.rows[:1])
     swapped = replace(world.layers[0], qkv=world.layers[0].down)
     with pytest.raises(RuntimeError, match="a linear of 56 to 40 where one of 40 to 40 belongs"):
-        Stack([(swapped, world.caches[0])], final_norm=world.final_norm, eps=EPS, scale=SCALE)
+        FusedDecoder([(swapped, world.caches[0])], final_norm=world.final_norm, eps=EPS, scale=SCALE)
 
 
 def test_a_position_beyond_the_table_is_refused() -> None:

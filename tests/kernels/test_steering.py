@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 
-OPS = select(Device("cpu"))
+OPS = select(DeviceCapability("cpu"))
 VOCABULARY = 70
 
 PENALTY = st.floats(-2, 2, width=32)
@@ -80,7 +80,7 @@ def test_a_scaled_logit_less_the_log_mass_is_its_log_probability(seed: int, warm
     logits = 4 * torch.randn(3, 500, generator=torch.Generator().manual_seed(seed))
     logits[1, 7:] = -torch.inf
     temperature = torch.tensor([warmth, 1.0, warmth])
-    mass = OPS.log_mass(logits, temperature)
+    mass = OPS.logsumexp(logits, temperature)
     got = logits / temperature[:, None] - mass[:, None]
     expected = torch.log_softmax(logits.double() / temperature.double()[:, None], dim=-1)
     np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=3e-5, rtol=1e-5)
@@ -89,7 +89,7 @@ def test_a_scaled_logit_less_the_log_mass_is_its_log_probability(seed: int, warm
 def test_a_row_s_log_mass_does_not_depend_on_its_batch() -> None:
     logits = 5 * torch.randn(64, 5000, generator=torch.Generator().manual_seed(2))
     temperature = torch.linspace(0.3, 2.0, 64)
-    together = OPS.log_mass(logits, temperature)
+    together = OPS.logsumexp(logits, temperature)
     for row in range(64):
         one = slice(row, row + 1)
-        assert torch.equal(OPS.log_mass(logits[one], temperature[one]), together[one])
+        assert torch.equal(OPS.logsumexp(logits[one], temperature[one]), together[one])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.kernels.whole import QUERIES_MAX, whole_attention
+from antiphon.kernels.bidirectional import QUERIES_MAX, bidirectional_attention
 
 HEADS, SIZE = 2, 8
 
@@ -36,13 +36,13 @@ def test_every_token_sees_its_row_and_no_other(shared: int, window: int | None) 
     q = torch.randn(sum(lengths), shared * HEADS, SIZE)
     k, v = torch.randn(2, sum(lengths), HEADS, SIZE)
     expected = defined(q, k, v, lengths, 0.3, window)
-    found = whole_attention.reference(q, k, v, lengths, 0.3, window)
+    found = bidirectional_attention.reference(q, k, v, lengths, 0.3, window)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_has_its_bits_whatever_is_beside_it() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 60, HEADS, SIZE)
-    together = whole_attention.reference(q, k, v, [20, 40], 0.3, 5)
-    alone = whole_attention.reference(q[20:], k[20:], v[20:], [40], 0.3, 5)
+    together = bidirectional_attention.reference(q, k, v, [20, 40], 0.3, 5)
+    alone = bidirectional_attention.reference(q[20:], k[20:], v[20:], [40], 0.3, 5)
     assert torch.equal(together[20:], alone)

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from antiphon.kernels.rotary import LongScaling
-from antiphon.kernels.routing import Routing
+from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.experts import Clamp, ExpertsSpec
+from antiphon.layers.experts import ClampedSwish, ExpertsSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mla import LatentSpec
-from antiphon.layers.mlp import GatedSpec, PlainSpec
+from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.score import DenseSpec, ScoreSpec
-from antiphon.layers.side_by_side import Branch, SideBySideSpec
+from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
+from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
 from antiphon.model_worker.model.spec import (
     EmbeddingSpec,
     HeadSpec,
@@ -179,8 +179,8 @@ def _window(part: AttentionSpec) -> Found:
         yield "window", None
 
 
-def _routed(part: Routing) -> Found:
-    if part.chosen > 1:
+def _routed(part: RoutingSpec) -> Found:
+    if part.top_k > 1:
         feature = "renormalised routing" if part.renormalised else "plain shares"
         yield feature, not part.renormalised
 
@@ -248,7 +248,7 @@ def _all_rotated(spec: ModelSpec, rotary: object) -> tuple[LayerSpec, ...]:
 
 def _pooling(part: ModelSpec) -> Found:
     features = {"last": "last token", "cls": "first token", "mean": "mean of tokens"}
-    if isinstance(part.head, ScoreSpec):
+    if isinstance(part.head, ClassificationHeadSpec):
         yield features[part.pooling], "last" if part.pooling == "cls" else "cls"
 
 
@@ -275,7 +275,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "scale": _off("scale", "scaled logits", 1.0),
         "softcap": _off("softcap", "capped logits", None),
     },
-    ScoreSpec: {
+    ClassificationHeadSpec: {
         "bias": _off("bias", "biased head", plain=False),
         "dense": _off("dense", "dense layer", None),
     },
@@ -311,8 +311,8 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "neighbours": _off("neighbours", "neighbouring pairs", plain=False),
         **_biases("bias"),
     },
-    SideBySideSpec: {},
-    Branch: {
+    ParallelMixersSpec: {},
+    MixerBranch: {
         "scale_in": _off("scale_in", "scaled branches", 1.0),
         "scale_out": _off("scale_out", "scaled branches", 1.0),
     },
@@ -324,20 +324,20 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         **_biases("conv_bias", "input_bias", "out_bias"),
     },
     GatedDeltaSpec: {"norm_eps": _off("norm_eps", "gated norm", 1.0)},
-    GatedSpec: {
+    GatedMlpSpec: {
         "activation": _activation,
         "scale_gate": _off("scale_gate", "scaled feed-forward", 1.0),
         "scale_out": _off("scale_out", "scaled feed-forward", 1.0),
         **_biases("bias"),
     },
-    PlainSpec: {"activation": _activation, **_biases("bias")},
+    PlainMlpSpec: {"activation": _activation, **_biases("bias")},
     MoeSpec: {
         "router_bias": _off("router_bias", "router bias", plain=False),
         "correction": _off("correction", "correction", None),
         "shared": _off("shared", "shared block", None),
         "shared_gate": _shared_gate,
     },
-    Routing: {
+    RoutingSpec: {
         "scoring": _off("scoring", "sigmoid scores", "softmax"),
         "renormalised": _routed,
         "factor": _off("factor", "scaling", 1.0),
@@ -351,7 +351,7 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "bias": _off("bias", "expert biases", plain=False),
         "weighs_input": _off("weighs_input", "weighed input", plain=False),
     },
-    Clamp: {
+    ClampedSwish: {
         "limit": _off("limit", "clamped gate", 1e9),
         "sharpness": _off("sharpness", "sharpened gate", 1.0),
     },
@@ -365,23 +365,23 @@ NEUTRAL: Mapping[type, frozenset[str]] = {
         " old_endings passed_over further_layers",
         EmbeddingSpec: "name types_count norm_name",
         HeadSpec: "name tied",
-        ScoreSpec: "labels name",
+        ClassificationHeadSpec: "labels name",
         DenseSpec: "name norm_name",
         LayerSpec: "norms",
         # What has no weight, or another shape of it, could not be loaded otherwise.
         NormSpec: "eps affine bias",
         AttentionSpec: "query_heads kv_heads head_size names qk_norm_over rotary",
         LatentSpec: "sizes query_latent names rotary",
-        SideBySideSpec: "",
-        Branch: "",
+        ParallelMixersSpec: "",
+        MixerBranch: "",
         Mamba2Spec: "heads head_size groups state_size taps names",
         GatedDeltaSpec: "key_heads value_heads key_size value_size taps names",
-        GatedSpec: "width gate up down",
-        PlainSpec: "width up down transposed",
+        GatedMlpSpec: "width gate up down",
+        PlainMlpSpec: "width up down transposed",
         MoeSpec: "router",
-        Routing: "chosen",
+        RoutingSpec: "chosen",
         ExpertsSpec: "count width names spread",
-        Clamp: "",
+        ClampedSwish: "",
     }.items()
 }
 """Fields that are sizes, and names and shapes of a checkpoint's tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.extension import lacking
+from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 4
 CONTEXT_TOKENS = 256
 TURNS_MAX = 20_000
-LINEAR = "plain" if lacking() else "packed"
+LINEAR = "plain" if unavailable_reason() else "packed"
 """What a worker would choose here."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 from tests.models.specs import attention_of, fed, layered, mixed, windowed
 
-from antiphon.kernels.rotary import LongScaling, Rotary
+from antiphon.kernels.rotary import LongScaling, RotarySpec
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.norm import NormSpec
@@ -149,7 +149,7 @@ def _normed(spec: ModelSpec, norm: NormSpec) -> ModelSpec:
     return msgspec.structs.replace(layered(spec, norm=norm), norm=norm)
 
 
-def _rotary(spec: ModelSpec) -> Rotary:
+def _rotary(spec: ModelSpec) -> RotarySpec:
     mixer = spec.layers[0].mixer
     assert isinstance(mixer, AttentionSpec | LatentSpec)
     rotary = mixer.rotary

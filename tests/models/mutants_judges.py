@@ -9,7 +9,7 @@ import msgspec
 from tests.models.mutants import embedded
 from tests.models.specs import fed, layered, mixed
 
-from antiphon.layers.score import ScoreSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec
 
 if TYPE_CHECKING:
     from antiphon.model_worker.model.spec import ModelSpec
@@ -42,7 +42,7 @@ def dense_layer(spec: ModelSpec) -> ModelSpec:
 
 def norm_of_dense(spec: ModelSpec) -> ModelSpec:
     """What the activation gives as it is."""
-    assert isinstance(spec.head, ScoreSpec)
+    assert isinstance(spec.head, ClassificationHeadSpec)
     assert spec.head.dense is not None
     return _scored(spec, dense=replace(spec.head.dense, norm=None))
 
@@ -88,5 +88,5 @@ def gelu(spec: ModelSpec) -> ModelSpec:
 
 
 def _scored(spec: ModelSpec, **changes: object) -> ModelSpec:
-    assert isinstance(spec.head, ScoreSpec)
+    assert isinstance(spec.head, ClassificationHeadSpec)
     return msgspec.structs.replace(spec, head=replace(spec.head, **changes))

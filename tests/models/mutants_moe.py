@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.models.specs import mixed
 
-from antiphon.layers.experts import Clamp, StackedExperts
+from antiphon.layers.experts import ClampedSwish, StackedExperts
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 
@@ -80,12 +80,12 @@ def expert_biases(spec: ModelSpec) -> ModelSpec:
 
 def clamped_gate(spec: ModelSpec) -> ModelSpec:
     """A gate as high as it comes."""
-    return _with_experts(spec, activation=Clamp(sharpness=1.702, limit=1e9))
+    return _with_experts(spec, activation=ClampedSwish(alpha=1.702, limit=1e9))
 
 
 def sharpened_gate(spec: ModelSpec) -> ModelSpec:
     """A gate by its own sigmoid."""
-    return _with_experts(spec, activation=Clamp(sharpness=1.0, limit=0.5))
+    return _with_experts(spec, activation=ClampedSwish(alpha=1.0, limit=0.5))
 
 
 def in_turn(spec: ModelSpec) -> ModelSpec:

@@ -16,7 +16,7 @@ from tests.models.test_llama_parity import prompts
 from torch import Tensor
 from transformers import DynamicCache
 
-from antiphon.kernels.cpu.extension import lacking
+from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.layers.methods import METHODS
 from antiphon.model_worker.cache.groups import GroupKind
 from antiphon.model_worker.model.decoder import Decoder
@@ -38,7 +38,7 @@ NEAR_TIE = 1e-4
 MISSED = 10.0
 """Times the limit of a row by which a mutant must be off at least."""
 _NUMBER = re.compile(r"\d+")
-LINEARS = ["plain"] if lacking() else ["plain", "packed"]
+LINEARS = ["plain"] if unavailable_reason() else ["plain", "packed"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from antiphon.config.card import read_card
 from antiphon.config.pooling import PoolMode, read_pooling
-from antiphon.kernels.cpu.extension import lacking
+from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.model_worker.batching.admission import EngineLimits
 from antiphon.model_worker.batching.engine_core import EngineCore
 from antiphon.model_worker.batching.loop import BatchingLoop
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 4
 CONTEXT_TOKENS = 256
 TURNS_MAX = 1000
-LINEAR = "plain" if lacking() else "packed"
+LINEAR = "plain" if unavailable_reason() else "packed"
 
 
 class PoolingEngine:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.side_by_side import SideBySideSpec
+from antiphon.layers.parallel_mixers import ParallelMixersSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +41,8 @@ def mixed_kind(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
     """Every mixer of a kind changed, those side by side with others too."""
 
     def change(mixer: Any) -> Any:
-        if isinstance(mixer, SideBySideSpec):
-            return SideBySideSpec(
+        if isinstance(mixer, ParallelMixersSpec):
+            return ParallelMixersSpec(
                 tuple(replace(branch, mixer=change(branch.mixer)) for branch in mixer.branches)
             )
         return replace(mixer, **changes) if isinstance(mixer, kind) else mixer

@@ -12,7 +12,7 @@ from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.side_by_side import Branch, SideBySideSpec
+from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
 from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, ModelSpec
 
 Mutant = Callable[[ModelSpec], ModelSpec]
@@ -82,17 +82,17 @@ def no_input_scales(spec: ModelSpec) -> ModelSpec:
 def no_branch_scales(spec: ModelSpec) -> ModelSpec:
     """Branches side by side as they are."""
     mixer = spec.layers[0].mixer
-    assert isinstance(mixer, SideBySideSpec)
+    assert isinstance(mixer, ParallelMixersSpec)
     return layered(
-        spec, mixer=SideBySideSpec(tuple(Branch(mixer=branch.mixer) for branch in mixer.branches))
+        spec, mixer=ParallelMixersSpec(tuple(MixerBranch(mixer=branch.mixer) for branch in mixer.branches))
     )
 
 
 def one_branch(spec: ModelSpec) -> ModelSpec:
     """Attention alone."""
     mixer = spec.layers[0].mixer
-    assert isinstance(mixer, SideBySideSpec)
-    return layered(spec, mixer=SideBySideSpec(mixer.branches[1:]))
+    assert isinstance(mixer, ParallelMixersSpec)
+    return layered(spec, mixer=ParallelMixersSpec(mixer.branches[1:]))
 
 
 def no_key_scale(spec: ModelSpec) -> ModelSpec:

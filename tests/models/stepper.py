@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.cpu.stack import Scored
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.model_worker.batching.plan import Ints
     from antiphon.model_worker.batching.runner import PlanRunner
     from antiphon.model_worker.cache.groups import CacheGroup
@@ -214,14 +214,14 @@ def spy_on_logits(runner: Rank) -> list[Tensor]:
 
     def spy_at_once(
         plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
-    ) -> Scored | None:
+    ) -> FusedDecoderOutput | None:
         del bare  # whoever asks for less gets more
         scored = at_once(plan, batch, tokens, bare=False)
         if scored is not None:
             seen.append(scored.logits.clone())
         return scored
 
-    def spy_by_parts(plan: StepPlan, batch: InputBatch, tokens: Ints) -> Scored:
+    def spy_by_parts(plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
         scored = by_parts(plan, batch, tokens)
         seen.append(scored.logits.clone())
         return scored

@@ -22,7 +22,7 @@ from tests.models.parity import Saved, error, logits_of, opened, save, texts
 from tests.models.stepper import Stepper, spy_on_logits
 from torch import Tensor
 
-from antiphon.kernels.fp8 import rounded
+from antiphon.kernels.fp8 import quantize_fp8
 from antiphon.kernels.kv import KvScales
 from antiphon.kernels.op import KernelUnavailable
 from antiphon.model_worker.cache.groups import GroupKind
@@ -62,7 +62,7 @@ class Rounding:
 
     def of(self, kept: Tensor, layer: int, which: int) -> Tensor:
         scale = self.scales.get(layer, KvScales())[which] * (1.0 if which else self.grown)
-        return rounded(kept, self.format, scale).to(kept.dtype) * scale
+        return quantize_fp8(kept, self.format, scale).to(kept.dtype) * scale
 
 
 @contextmanager

@@ -15,15 +15,15 @@ from tests.models.parity import check_logits, save
 from tests.models.test_two_ranks import load_script, run_on, run_on_one_rank
 
 from antiphon.config.card import read_card
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
-from antiphon.kernels.routing import Routing
-from antiphon.layers.block import Site
-from antiphon.layers.context import ForwardContext, Manner
-from antiphon.layers.experts import Clamp, Experts, ExpertsSpec, SeparateExperts, StackedExperts
-from antiphon.layers.methods import METHODS, PlainLinear
+from antiphon.kernels.routing import RoutingSpec
+from antiphon.layers.sublayer import LayerBuildContext
+from antiphon.layers.context import ForwardContext, AttentionParams
+from antiphon.layers.experts import ClampedSwish, Experts, ExpertsSpec, SeparateExperts, StackedExperts
+from antiphon.layers.methods import METHODS, PlainLinearMethod
 from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import Build
+from antiphon.layers.weights import BuildContext
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 
@@ -39,13 +39,13 @@ SPECS = {
     "separate": ExpertsSpec(count=COUNT, width=WIDTH),
     "separate with biases": ExpertsSpec(count=COUNT, width=WIDTH, bias=True),
     "stacked": ExpertsSpec(
-        count=COUNT, width=WIDTH, names=StackedExperts(), activation="gelu", weighs_input=True
+        count=COUNT, width=WIDTH, names=StackedExperts(), activation="gelu", apply_router_weight_on_input=True
     ),
     "stacked in turn with biases": ExpertsSpec(
         count=COUNT,
         width=WIDTH,
         names=StackedExperts(interleaved=True),
-        activation=Clamp(sharpness=1.7, limit=1.0),
+        activation=ClampedSwish(alpha=1.7, limit=1.0),
         bias=True,
     ),
 }
@@ -58,16 +58,16 @@ class Rank(SingleRank):
         self.rank, self.ranks = rank, ranks
 
 
-def unspoken(layer: int, heads: Tensor, manner: Manner) -> Tensor:
+def unspoken(layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
     raise AssertionError(f"experts do not attend: {layer}, {heads.shape}, {manner}")
 
 
-CONTEXT = ForwardContext(ops=select(Device("cpu")), tp=SingleRank(), attend=unspoken)
+CONTEXT = ForwardContext(ops=select(DeviceCapability("cpu")), tp=SingleRank(), attend=unspoken)
 
 
 def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor]) -> Experts:
-    build = Build(Rank(rank, ranks), torch.float32, torch.device("cpu"))
-    site = Site(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinear())
+    build = BuildContext(Rank(rank, ranks), torch.float32, torch.device("cpu"))
+    site = LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod())
     experts = Experts(site, spec)
     taken = {source.name: source for source in experts.sources()}
     assert {name: source.shape for name, source in taken.items()} == {
@@ -81,8 +81,8 @@ def built(spec: ExpertsSpec, rank: int, ranks: int, tensors: Mapping[str, Tensor
 
 def drawn(spec: ExpertsSpec) -> dict[str, Tensor]:
     """Every tensor of a checkpoint of the spec."""
-    build = Build(SingleRank(), torch.float32, torch.device("meta"))
-    site = Site(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinear())
+    build = BuildContext(SingleRank(), torch.float32, torch.device("meta"))
+    site = LayerBuildContext(layer=0, name="layer", hidden=HIDDEN, build=build, method=PlainLinearMethod())
     generator = torch.Generator().manual_seed(0)
     return {
         source.name: 0.3 * torch.randn(source.shape, generator=generator)
@@ -96,7 +96,7 @@ def test_what_ranks_make_sums_to_what_one_makes(spec: ExpertsSpec, spread) -> No
     tensors, generator = drawn(spec), torch.Generator().manual_seed(1)
     x = torch.randn(30, HIDDEN, generator=generator)
     scores = torch.randn(30, COUNT, generator=generator)
-    chosen, shares = CONTEXT.ops.route(scores, None, Routing(chosen=2))
+    chosen, shares = CONTEXT.ops.route(scores, None, RoutingSpec(top_k=2))
     alone = built(spec, 0, 1, tensors)(CONTEXT, x, chosen, shares)
     cut = replace(spec, spread=spread)
     parts = [built(cut, rank, 2, tensors)(CONTEXT, x, chosen, shares) for rank in range(2)]

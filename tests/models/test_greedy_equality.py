@@ -11,7 +11,7 @@ import torch
 from tests.models.engine import Engine, Mode
 from tests.models.tiny import VOCABULARY
 
-from antiphon.kernels.cpu.extension import lacking
+from antiphon.kernels.cpu.extension import unavailable_reason
 from antiphon.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def test_greedy_answers_are_those_of_transformers(llama: Path, judge: Judge, mod
     assert (ran.retractions > 0) == (mode.pages < Mode.pages)
 
 
-@pytest.mark.skipif(lacking() is not None, reason=f"CPU kernels: {lacking()}")
+@pytest.mark.skipif(unavailable_reason() is not None, reason=f"CPU kernels: {unavailable_reason()}")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_answers_are_the_same_in_every_mode(llama: Path, dtype: str) -> None:
     """Drawn at random, so that a logit's last bit shows sooner or later."""

@@ -11,7 +11,7 @@ from tests.models.test_llama_parity import assert_close, logits_of, prompts, ste
 from tests.models.tiny import write_llama
 
 from antiphon.kernels.cpu.linear import quantize
-from antiphon.layers.methods import METHODS, unfit
+from antiphon.layers.methods import METHODS, unsupported_reason
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.open import OpenModel, open_model
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
-LACKING = unfit("packed", CPU, torch.float32)
+LACKING = unsupported_reason("packed", CPU, torch.float32)
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=str(LACKING))
 
 SHAPES: dict[str, dict[str, object]] = {

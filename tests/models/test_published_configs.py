@@ -21,7 +21,7 @@ from antiphon.config.model import Dtype
 from antiphon.config.model_fields import HABITS, NAMES
 from antiphon.config.model_files import find_files
 from antiphon.config.quantization_file import read_quantization
-from antiphon.kernels.rotary import LinearScaling, Rotary
+from antiphon.kernels.rotary import LinearScaling, RotarySpec
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import read_spec
@@ -76,8 +76,8 @@ def test_gemma3_as_its_first_configs_say_it(tmp_path: Path) -> None:
     local, full, last = map(attention_of, load(tmp_path).spec.layers)
     assert (local.window, full.window) == (20, None)
     assert local is last
-    assert local.rotary == Rotary(32, 500.0)
-    assert full.rotary == Rotary(32, 1e6, LinearScaling(8.0))
+    assert local.rotary == RotarySpec(32, 500.0)
+    assert full.rotary == RotarySpec(32, 1e6, LinearScaling(8.0))
     check_logits(saved, "plain")
 
 
@@ -106,7 +106,7 @@ def test_a_model_that_sees_is_read_as_its_model_of_text(tmp_path: Path) -> None:
     assert (len(spec.layers), spec.vocabulary, spec.context_tokens) == (34, 262208, 131072)
     assert (local.query_heads, local.kv_heads, local.head_size) == (8, 4, 256)
     assert (local.window, full.window) == (1024, None)
-    assert full.rotary == Rotary(256, 1e6, LinearScaling(8.0))
+    assert full.rotary == RotarySpec(256, 1e6, LinearScaling(8.0))
     assert (card.eos_ids, card.dtype, card.tied) == ((1, 106), Dtype.BFLOAT16, True)
 
 

@@ -16,8 +16,8 @@ from tests.models.test_llama_parity import (
 )
 from tests.models.tiny import write_qwen2
 
-from antiphon.layers.methods import unfit
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.methods import unsupported_reason
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.model_worker.model.load import load
 from antiphon.model_worker.runner.open import OpenModel, open_model
 
@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def opened(folder: Path, linear: str) -> OpenModel:
-    if lacks := unfit(linear, torch.device("cpu"), torch.float32):
+    if lacks := unsupported_reason(linear, torch.device("cpu"), torch.float32):
         pytest.skip(lacks)
     return open_model(folder, page_tokens=4, pages=256, dtype="float32", linear=linear)
 
@@ -81,5 +81,5 @@ def test_parity_notices_a_mutant(tmp_path: Path, reference, windows, shape) -> N
 def test_only_queries_keys_and_values_have_a_bias(tmp_path: Path) -> None:
     for layer in load(write_qwen2(tmp_path)).spec.layers:
         mixer = attention_of(layer)
-        assert isinstance(layer.feed_forward, GatedSpec)
+        assert isinstance(layer.feed_forward, GatedMlpSpec)
         assert (mixer.qkv_bias, mixer.out_bias, layer.feed_forward.bias) == (True, False, False)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from antiphon.kernels.cpu.stack import Scored
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
     from antiphon.model_worker.batching.plan import Ints
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the CPU's own kernels are not built")
@@ -104,14 +104,14 @@ def spy_on_going_on(runner: ModelRunner) -> list[bool]:
     """Of each time that the stack was asked to go on, whether it did."""
     stack, seen = runner._contexts._stack, list[bool]()
     assert stack is not None
-    again = stack.again
+    again = stack.decode_next
 
-    def spy(ids: Ints, tables: tuple[Ints, ...], bare: bool = False) -> Scored | None:
+    def spy(ids: Ints, tables: tuple[Ints, ...], bare: bool = False) -> FusedDecoderOutput | None:
         scored = again(ids, tables, bare)
         seen.append(scored is not None)
         return scored
 
-    stack.again = spy
+    stack.decode_next = spy
     return seen
 
 

@@ -15,8 +15,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from antiphon.config.errors import ConfigError
 from antiphon.encoder.preprocess import Preprocessor
-from antiphon.encoder.recipe import Recipe, read_recipe
-from antiphon.encoder.spec import Activation, Family, TowerSpec
+from antiphon.encoder.preprocessor_config import PreprocessorConfig, read_preprocessor_config
+from antiphon.encoder.spec import VisionActivation, VisionFamily, VisionTowerSpec
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ PIXELS_MAX = 1_000_000
 SIZES = [(31, 47), (47, 31), (24, 24), (5, 3), (200, 60), (24, 25), (1, 90)]
 
 
-def spec(family: Family, size: int = 24) -> TowerSpec:
-    return TowerSpec(
+def spec(family: VisionFamily, size: int = 24) -> VisionTowerSpec:
+    return VisionTowerSpec(
         family=family,
         hidden=8,
         intermediate=8,
@@ -35,7 +35,7 @@ def spec(family: Family, size: int = 24) -> TowerSpec:
         heads=1,
         image_size=size,
         patch_size=4,
-        activation=Activation.GELU,
+        activation=VisionActivation.GELU,
         norm_eps=1e-5,
     )
 
@@ -53,12 +53,12 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     return out.getvalue()
 
 
-def preprocessor(folder: Path, family: Family) -> Preprocessor:
-    return Preprocessor(read_recipe(folder, spec(family)), pixels_max=PIXELS_MAX)
+def preprocessor(folder: Path, family: VisionFamily) -> Preprocessor:
+    return Preprocessor(read_preprocessor_config(folder, spec(family)), pixels_max=PIXELS_MAX)
 
 
-def theirs(family: Family, **changes: Any) -> CLIPImageProcessorPil | SiglipImageProcessorPil:
-    if family is Family.CLIP:
+def theirs(family: VisionFamily, **changes: Any) -> CLIPImageProcessorPil | SiglipImageProcessorPil:
+    if family is VisionFamily.CLIP:
         sizes: dict[str, Any] = {
             "size": {"shortest_edge": 24},
             "crop_size": {"height": 24, "width": 24},
@@ -79,9 +79,9 @@ def assert_same(
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", VisionFamily)
 def test_pixels_are_those_of_transformers(
-    family: Family, size: tuple[int, int], tmp_path: Path
+    family: VisionFamily, size: tuple[int, int], tmp_path: Path
 ) -> None:
     """With what the authors chose, as no recipe is written."""
     assert_same(theirs(family), preprocessor(tmp_path, family), encoded(noise(*size)))
@@ -97,22 +97,22 @@ def test_formats_and_modes_are_read_as_transformers_reads_them(
         data = encoded(image, form)
     except OSError:
         pytest.skip(f"{form} has no {mode}")
-    assert_same(theirs(Family.CLIP), preprocessor(tmp_path, Family.CLIP), data)
+    assert_same(theirs(VisionFamily.CLIP), preprocessor(tmp_path, VisionFamily.CLIP), data)
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        (Family.CLIP, {"size": {"shortest_edge": 31}}),
-        (Family.CLIP, {"resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}),
-        (Family.CLIP, {"do_normalize": False}),
+        (VisionFamily.CLIP, {"size": {"shortest_edge": 31}}),
+        (VisionFamily.CLIP, {"resample": 2, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}),
+        (VisionFamily.CLIP, {"do_normalize": False}),
         (
-            Family.CLIP,
+            VisionFamily.CLIP,
             {"do_center_crop": False, "size": {"height": 24, "width": 24}, "rescale_factor": 0.5},
         ),
-        (Family.SIGLIP, {"resample": 0, "do_rescale": False}),
+        (VisionFamily.SIGLIP, {"resample": 0, "do_rescale": False}),
         (
-            Family.SIGLIP,
+            VisionFamily.SIGLIP,
             {
                 "do_center_crop": True,
                 "size": {"shortest_edge": 30},
@@ -122,7 +122,7 @@ def test_formats_and_modes_are_read_as_transformers_reads_them(
     ],
 )
 def test_a_written_recipe_is_followed(
-    family: Family, changes: dict[str, Any], tmp_path: Path
+    family: VisionFamily, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     processor = theirs(family, **changes)
     processor.save_pretrained(tmp_path)
@@ -132,31 +132,31 @@ def test_a_written_recipe_is_followed(
 def test_sizes_may_be_bare_numbers_as_older_files_write_them(tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"size": 24, "crop_size": 24, "feature_extractor_type": "CLIP"}))
-    assert read_recipe(tmp_path, spec(Family.CLIP)).short_edge == 24
+    assert read_preprocessor_config(tmp_path, spec(VisionFamily.CLIP)).short_edge == 24
     file.write_text(json.dumps({"size": 24}))
-    assert read_recipe(tmp_path, spec(Family.SIGLIP)).short_edge is None
+    assert read_preprocessor_config(tmp_path, spec(VisionFamily.SIGLIP)).short_edge is None
 
 
 @pytest.mark.parametrize(
     ("family", "card", "complaint"),
     [
-        (Family.CLIP, {"crop_size": 32}, "makes images of 32 x 32 pixels; the tower takes 24 x 24"),
-        (Family.CLIP, {"size": 20}, "size.shortest_edge must be 24 or more"),
-        (Family.SIGLIP, {"size": {"height": 24, "width": 30}}, "makes images of 24 x 30 pixels"),
-        (Family.SIGLIP, {"do_resize": False}, "do_resize = false"),
-        (Family.SIGLIP, {"image_mean": [0.5]}, "image_mean"),
-        (Family.SIGLIP, {"resample": 9}, "resample"),
+        (VisionFamily.CLIP, {"crop_size": 32}, "makes images of 32 x 32 pixels; the tower takes 24 x 24"),
+        (VisionFamily.CLIP, {"size": 20}, "size.shortest_edge must be 24 or more"),
+        (VisionFamily.SIGLIP, {"size": {"height": 24, "width": 30}}, "makes images of 24 x 30 pixels"),
+        (VisionFamily.SIGLIP, {"do_resize": False}, "do_resize = false"),
+        (VisionFamily.SIGLIP, {"image_mean": [0.5]}, "image_mean"),
+        (VisionFamily.SIGLIP, {"resample": 9}, "resample"),
     ],
 )
 def test_a_recipe_that_the_tower_does_not_take_is_named(
-    family: Family, card: dict[str, Any], complaint: str, tmp_path: Path
+    family: VisionFamily, card: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(card))
     with pytest.raises(ConfigError, match=complaint):
-        read_recipe(tmp_path, spec(family))
+        read_preprocessor_config(tmp_path, spec(family))
 
 
-RECIPE = Recipe(
+RECIPE = PreprocessorConfig(
     size=24, short_edge=24, resample=3, scale=1 / 255, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
 )
 OURS = Preprocessor(RECIPE, pixels_max=PIXELS_MAX)

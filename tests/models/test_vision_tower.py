@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.spec import Activation, read_spec
-from antiphon.encoder.tower import Tower
+from antiphon.encoder.spec import VisionActivation, read_spec
+from antiphon.encoder.tower import VisionTower
 from antiphon.encoder.weights import read_weights
 
 if TYPE_CHECKING:
@@ -109,12 +109,12 @@ def expected(model: PreTrainedModel) -> Tensor:
     return vision(pixel_values=pixels()).last_hidden_state
 
 
-def ours(folder: Path) -> Tower:
+def ours(folder: Path) -> VisionTower:
     spec = read_spec(folder)
-    return Tower(spec, read_weights(folder, spec))
+    return VisionTower(spec, read_weights(folder, spec))
 
 
-def error(tower: Tower, reference: Tensor) -> float:
+def error(tower: VisionTower, reference: Tensor) -> float:
     """The largest difference, in standard deviations of what is right."""
     found = tower(pixels())
     assert found.shape == reference.shape
@@ -129,11 +129,11 @@ def test_last_hidden_state_is_that_of_transformers(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["clip vision", "siglip vision"])
-@pytest.mark.parametrize("activation", Activation)
-def test_another_activation_is_seen(name: str, activation: Activation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", VisionActivation)
+def test_another_activation_is_seen(name: str, activation: VisionActivation, tmp_path: Path) -> None:
     model = MODELS[name]()
     tower = ours(saved(model, tmp_path))
-    mutant = Tower(replace(tower.spec, activation=activation), tower._weights)
+    mutant = VisionTower(replace(tower.spec, activation=activation), tower._weights)
     if activation is tower.spec.activation:
         assert error(mutant, expected(model)) < 2e-5
     else:

@@ -18,8 +18,8 @@ from antiphon.model_worker.batching.request import ChoiceKey, Finish, Progress, 
 from antiphon.model_worker.batching.steady import Drawn
 from antiphon.model_worker.protocol.worker_output import RunChoice, WorkerOutput
 from antiphon.scheduler.actions import SendCommands, SendNotice
-from antiphon.scheduler.leader import Leader
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.core import SchedulerCore
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.peers import Change, Patience, Peer, Peers
 from antiphon.service.precedence import Precedence
 from antiphon.service.sequence import SeqSender
@@ -300,10 +300,10 @@ class SchedulerNode(Node):
         self, timeline: Timeline, network: Network, instance: str, life: int, queue_max: int
     ) -> None:
         super().__init__(timeline, network, instance, life)
-        rules = Rules(
+        rules = LeaderConfig(
             beat_s=BEAT_S, queue_max=queue_max, waiting_max=RUNNING_MAX, precedence=PRECEDENCE
         )
-        self.leader = Leader(self.process, MODEL, rules, self.clock, self.peers)
+        self.leader = SchedulerCore(self.process, MODEL, rules, self.clock, self.peers)
         self._doors: list[Interest] = []
         self._said = self.leader.term
         network.listen(self, OPEN, self._on_open, model=MODEL)
@@ -313,7 +313,7 @@ class SchedulerNode(Node):
         self.every(BEAT_S / JUDGEMENTS_A_BEAT, self._tick)
 
     def report(self) -> Report:
-        return Report(load=self.leader.kept, leads=self.leader.term)
+        return Report(load=self.leader.open_requests, leads=self.leader.term)
 
     def _on_submit(self, request: SubmitRequest) -> Message:
         try:
@@ -328,7 +328,7 @@ class SchedulerNode(Node):
             self._flush()
 
     def _on_open(self, change: OpenList) -> None:
-        self.leader.list_arrived(change)
+        self.leader.on_open_list(change)
         self._flush()
 
     def _tick(self) -> None:
@@ -351,7 +351,7 @@ class SchedulerNode(Node):
             ]
 
     def _flush(self) -> None:
-        for action in self.leader.take():
+        for action in self.leader.take_actions():
             match action:
                 case SendCommands(batch):
                     self.say(COMMAND, batch, worker=batch.worker.instance)
@@ -630,9 +630,9 @@ class DetokenizerNode(Node):
                     now = self.clock.now()
                     self._act(self.machine.on_worker_seq(peer.process, stream.seq, now))
         elif peer.beat.role is Role.WORKER:
-            self.machine.on_worker_gone(peer.process)
+            self.machine.on_worker_died(peer.process)
         elif peer.beat.role is Role.GATEWAY and change is Change.DIED:
-            self._act(self.machine.on_owner_gone(peer.process))
+            self._act(self.machine.on_owner_died(peer.process))
 
     def _act(self, actions: Iterable[SendText | SendStop | SendResend]) -> None:
         for action in actions:

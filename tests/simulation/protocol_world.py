@@ -507,7 +507,7 @@ def check_empty(node: Node) -> None:
             assert node.owner.open_count == 0
         case SchedulerNode():
             leader = node.leader
-            assert (leader.kept, leader.waiting, leader.lost) == (0, 0, 0), node.name
+            assert (leader.open_requests, leader.waiting, leader.failed_requests) == (0, 0, 0), node.name
         case WorkerNode():
             assert not node.output.held(), node.name
             assert not node.running, node.name

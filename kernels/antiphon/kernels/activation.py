@@ -14,7 +14,7 @@ from antiphon.kernels.op import kernel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "tanh"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: dict[ActivationKind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
@@ -48,7 +48,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @kernel("activation.gate")
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+def gate(gate_up: Tensor, activation: ActivationKind) -> Tensor:
     """activation(gate) * up, of both halves of the last dimension.
 
     gate_up (tokens, 2 * width)  ->  (tokens, width)
@@ -60,7 +60,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 @kernel("activation.plain")
-def activate(x: Tensor, activation: Activation) -> Tensor:
+def activate(x: Tensor, activation: ActivationKind) -> Tensor:
     """The activation of each number, as x."""
     return _FUNCTIONS[activation](x)
 

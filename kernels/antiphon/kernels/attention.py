@@ -18,14 +18,14 @@ from torch import Tensor
 
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.backend import cpu
-from antiphon.kernels.fp8 import in_eight_bits, raw, widened
+from antiphon.kernels.fp8 import is_fp8, as_bytes, upcast
 from antiphon.kernels.kv import UNSCALED, KvScales
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.kernels.cpu.attention import CompiledRows
+    from antiphon.kernels.cpu.attention import CompiledMetadata
 
 QUERIES_MAX = 256
 """Queries of one row in a block: a longer chunk is cut, and its early pieces gather fewer keys."""
@@ -65,7 +65,7 @@ class KvShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Rows of the same number of queries and about the same number of keys, run as one batch.
 
     Attributes:
@@ -84,7 +84,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class AttentionRows:
+class AttentionMetadata:
     """The rows of one pass, as one cache group sees them. Made once a pass, used by each layer.
 
     Row r's tokens follow those of row r - 1. Token p of row r lies in page
@@ -102,7 +102,7 @@ class AttentionRows:
     kv_len: Ints
 
     @classmethod
-    def of(cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints) -> AttentionRows:
+    def of(cls, shape: KvShape, page_table: Ints, query_len: Ints, kv_len: Ints) -> AttentionMetadata:
         """The rows of a pass. Where texts are cut, what a row has in each run is a row by itself.
 
         So whoever attends need not know of runs: a query sees all of its row that is before it.
@@ -124,11 +124,11 @@ class AttentionRows:
         return cls(shape, *(part.astype(np.int32) for part in (table, *lengths)))
 
     @cached_property
-    def compiled(self) -> CompiledRows:
+    def compiled(self) -> CompiledMetadata:
         """The rows as the C++ kernels hold them, made once."""
         return self.compile()
 
-    def compile(self) -> CompiledRows:
+    def compile(self) -> CompiledMetadata:
         """Make them for who needs them once: to remember them costs a lock and cold code.
 
         Raises:
@@ -146,7 +146,7 @@ class AttentionRows:
         )
 
     @cached_property
-    def write_places(self) -> Tensor:
+    def slot_mapping(self) -> Tensor:
         """Where the pass's own keys go, (T,) int64."""
         row = np.repeat(np.arange(len(self.query_len)), self.query_len)
         ends = np.cumsum(self.query_len, dtype=np.int64)
@@ -154,7 +154,7 @@ class AttentionRows:
         return torch.as_tensor(self._places(row, position))
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[AttentionBlock, ...]:
         """The pass cut into batches that SDPA runs."""
         pieces = _cut(self.query_len.astype(np.int64), self.kv_len.astype(np.int64))
         return tuple(self._block(pieces, chosen) for chosen in _batches(pieces))
@@ -175,7 +175,7 @@ class AttentionRows:
         assert (page >= 0).all(), "a row reads or writes a token that has no page"
         return page * self.shape.page_tokens + position % self.shape.page_tokens
 
-    def _block(self, pieces: _Pieces, chosen: Longs) -> Block:
+    def _block(self, pieces: _Pieces, chosen: Longs) -> AttentionBlock:
         queries_per_row = int(pieces.queries[chosen[0]])
         end = pieces.end[chosen]  # (B,) keys that the last query may see
         first = np.zeros_like(end)
@@ -186,7 +186,7 @@ class AttentionRows:
         row = np.broadcast_to(pieces.row[chosen][:, None], key.shape)
         places = self._places(row, np.minimum(key, end[:, None] - 1))
         query = pieces.start[chosen][:, None] + np.arange(queries_per_row)  # (B, Q)
-        return Block(
+        return AttentionBlock(
             rows=len(chosen),
             queries_per_row=queries_per_row,
             keys_per_row=keys_per_row,
@@ -212,7 +212,7 @@ def paged_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     scale: float,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
@@ -241,11 +241,11 @@ def paged_attention(
 
 
 @kernel("attention.shaped")
-def shaped_attention(
+def softcap_sink_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -285,7 +285,7 @@ def shaped_attention(
     return out
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None, block: Block) -> Tensor:
+def _softmax(scores: Tensor, sinks: Tensor | None, block: AttentionBlock) -> Tensor:
     """Softmax of scores (B, H, G * Q, K), with each head's sink among them if there are sinks."""
     if sinks is None:
         return scores.softmax(dim=-1)
@@ -296,17 +296,17 @@ def _softmax(scores: Tensor, sinks: Tensor | None, block: Block) -> Tensor:
 
 
 def _gather(
-    keys: Tensor, values: Tensor, rows: AttentionRows, block: Block
+    keys: Tensor, values: Tensor, rows: AttentionMetadata, block: AttentionBlock
 ) -> tuple[Tensor, Tensor]:
     """The block's keys and values, each (B, H, K, D)."""
     count = len(block.places)
     shape = (block.rows, block.keys_per_row, rows.shape.heads, rows.shape.head_size)
     k, v = rows.scratch[0, :count], rows.scratch[1, :count]
     for cache, room in ((keys, k), (values, v)):
-        tokens = raw(cache).flatten(0, 1)
-        if in_eight_bits(cache.dtype):
+        tokens = as_bytes(cache).flatten(0, 1)
+        if is_fp8(cache.dtype):
             picked = tokens.index_select(0, block.places).view(cache.dtype)
-            room.copy_(widened(picked, room.dtype))
+            room.copy_(upcast(picked, room.dtype))
         else:
             torch.index_select(tokens, 0, block.places, out=room)
     return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
@@ -316,12 +316,12 @@ def _multiples(mixed: Tensor, scale: float) -> Tensor:
     return mixed if scale == 1.0 else mixed * scale
 
 
-def _heads_first(q: Tensor, block: Block, shape: KvShape) -> Tensor:
+def _heads_first(q: Tensor, block: AttentionBlock, shape: KvShape) -> Tensor:
     axes = (block.rows, block.queries_per_row, shape.heads, shape.queries_per_head, shape.head_size)
     return q.reshape(axes).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def _tokens_first(mixed: Tensor, block: Block, shape: KvShape) -> Tensor:
+def _tokens_first(mixed: Tensor, block: AttentionBlock, shape: KvShape) -> Tensor:
     axes = (block.rows, shape.heads, shape.queries_per_head, block.queries_per_row, shape.head_size)
     return mixed.reshape(axes).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
-    from antiphon.kernels.states import StateRows
+    from antiphon.kernels.states import StateMetadata
 
 
 @kernel("recurrent.conv")
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateMetadata
 ) -> Tensor:
     """Mix each channel with its own last tokens, and apply SiLU.
 
@@ -26,13 +26,13 @@ def causal_conv(
     """
     taps = weight.t()  # (K, C)
     out = torch.empty_like(x)
-    if (singles := rows.singles) is not None:
-        seen = torch.cat((singles.before(states).to(x.dtype), singles.pick(x).unsqueeze(1)), dim=1)
-        singles.keep(states, seen[:, 1:])
-        singles.put(out, _activate((seen * taps).sum(dim=1), bias))
-    for run in rows.runs:
+    if (singles := rows.decode_rows) is not None:
+        seen = torch.cat((singles.read_states(states).to(x.dtype), singles.gather(x).unsqueeze(1)), dim=1)
+        singles.write_states(states, seen[:, 1:])
+        singles.scatter(out, _activate((seen * taps).sum(dim=1), bias))
+    for run in rows.scan_spans:
         own = x[run.begin : run.end]
-        seen = torch.cat((run.before(states).to(x.dtype), own))  # (K - 1 + tokens, C)
+        seen = torch.cat((run.initial_state(states).to(x.dtype), own))  # (K - 1 + tokens, C)
         states[run.write] = seen[len(own) :].to(states.dtype)
         mixed = seen[: len(own)] * taps[0]
         for tap in range(1, len(taps)):

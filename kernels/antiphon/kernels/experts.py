@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedByExpert:
     """Where the rows of each expert are, once rows lie in the order of their experts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Sorted:
     bounds: list[int]
 
 
-def by_expert(experts: Tensor, first: int, count: int) -> Sorted:
+def sort_by_expert(experts: Tensor, first: int, count: int) -> SortedByExpert:
     """Sort the pairs of a pass whose expert is one of `count` from `first` on.
 
     experts (T, K) int64
@@ -41,7 +41,7 @@ def by_expert(experts: Tensor, first: int, count: int) -> Sorted:
     order = flat.argsort(stable=True)
     borders = torch.arange(first, first + count + 1, device=flat.device)
     found: NDArray[np.int64] = torch.searchsorted(flat[order], borders).cpu().numpy()
-    return Sorted(order[int(found[0]) : int(found[-1])], (found - found[0]).tolist())
+    return SortedByExpert(order[int(found[0]) : int(found[-1])], (found - found[0]).tolist())
 
 
 @kernel("moe.combine", invariant=True)

@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-GREATEST: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The greatest number of each format."""
 
 
-def in_eight_bits(dtype: torch.dtype) -> bool:
+def is_fp8(dtype: torch.dtype) -> bool:
     """Whether numbers are kept so."""
-    return dtype in GREATEST
+    return dtype in FP8_MAX
 
 
-def raw(kept: Tensor) -> Tensor:
+def as_bytes(kept: Tensor) -> Tensor:
     """What is kept as torch can gather and write it: bytes, where it is in eight bits."""
-    return kept.view(torch.uint8) if in_eight_bits(kept.dtype) else kept
+    return kept.view(torch.uint8) if is_fp8(kept.dtype) else kept
 
 
-def rounded(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def quantize_fp8(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Numbers as they are kept: of eight bits the nearest, ties to even, of what the scale leaves.
 
     What is greater than the greatest number, infinities too, becomes that; a NaN stays one.
     """
-    if not in_eight_bits(dtype):
+    if not is_fp8(dtype):
         return numbers
     divided = numbers.float() / torch.tensor(scale, device=numbers.device)
-    return divided.clamp_(-GREATEST[dtype], GREATEST[dtype]).to(dtype)
+    return divided.clamp_(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
-def widened(kept: Tensor, dtype: torch.dtype) -> Tensor:
+def upcast(kept: Tensor, dtype: torch.dtype) -> Tensor:
     """What is kept as numbers that a model computes in, exactly; the scale is not in them."""
     return kept.to(dtype)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.op import kernel
-from antiphon.kernels.ssd import fading
+from antiphon.kernels.ssd import chunk_decays
 
 if TYPE_CHECKING:
-    from antiphon.kernels.states import Run, Singles, StateRows
+    from antiphon.kernels.states import ScanSpan, DecodeRows, StateMetadata
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as checkpoints were trained."""
@@ -29,7 +29,7 @@ def gated_delta(
     decay: Tensor,
     beta: Tensor,
     states: Tensor,
-    rows: StateRows,
+    rows: StateMetadata,
 ) -> Tensor:
     """Run h = exp(decay) h, h += k (beta (v - k^T h))^T, y = h^T q, token by token.
 
@@ -48,10 +48,10 @@ def gated_delta(
     q = _unit(q.float()).mul_(q.shape[-1] ** -0.5).repeat_interleave(shared, dim=1)  # (T, H, K)
     k = _unit(k.float()).repeat_interleave(shared, dim=1)
     out = torch.empty_like(v)
-    if (singles := rows.singles) is not None:
+    if (singles := rows.decode_rows) is not None:
         _step(singles, q, k, v, decay, beta, states, out)
-    for run in rows.runs:
-        y, states[run.write] = _scan(run, q, k, v, decay, beta, run.before(states))
+    for run in rows.scan_spans:
+        y, states[run.write] = _scan(run, q, k, v, decay, beta, run.initial_state(states))
         out[run.begin : run.end] = y
     return out
 
@@ -61,7 +61,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _step(
-    singles: Singles,
+    singles: DecodeRows,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,23 +71,23 @@ def _step(
     out: Tensor,
 ) -> None:
     """One token of each row, written to out (T, H, V)."""
-    q, k, v, decay, beta = (singles.pick(each) for each in (q, k, v, decay, beta))
+    q, k, v, decay, beta = (singles.gather(each) for each in (q, k, v, decay, beta))
     v, weight = v[:, :, None], beta[..., None, None]
     y = torch.empty_like(v)  # (B, H, 1, V)
-    for row, state in enumerate(singles.faded(states, torch.exp(decay)[..., None, None])):
+    for row, state in enumerate(singles.decayed_states(states, torch.exp(decay)[..., None, None])):
         known = torch.bmm(k[row][:, None], state)  # (H, 1, V)
         state.addcmul_(k[row][..., None], (v[row] - known) * weight[row])
         torch.bmm(q[row][:, None], state, out=y[row])
-    singles.put(out, y.squeeze(2))
+    singles.scatter(out, y.squeeze(2))
 
 
 def _scan(
-    run: Run, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    run: ScanSpan, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A run: state (H, K, V)  ->  (tokens, H, V), and the state after it."""
     q, k, v = (run.chunked(each).transpose(1, 2) for each in (q, k, v))  # (C, H, Q, K or V)
     weight = run.chunked(beta).transpose(1, 2)[..., None]  # (C, H, Q, 1)
-    total, left = fading(run.chunked(decay).transpose(1, 2))  # (C, H, Q) and (C, H, Q, Q)
+    total, left = chunk_decays(run.chunked(decay).transpose(1, 2))  # (C, H, Q) and (C, H, Q, Q)
     grown = torch.exp(total)[..., None]  # what is left of the state before the chunk
     weighted = k * weight
     # Solved for both at once: what the chunk's tokens bring by themselves, and how they read the
@@ -105,7 +105,7 @@ def _scan(
         fresh = brought[chunk] - reading[chunk] @ state  # (H, Q, V)
         outs.append(asked[chunk] @ state + within[chunk] @ fresh)
         state = torch.baddbmm(state * chunk_decay[chunk], fading_keys[chunk].mT, fresh)
-    return run.joined(torch.stack(outs).transpose(1, 2)), state
+    return run.unchunked(torch.stack(outs).transpose(1, 2)), state
 
 
 def _solve(system: Tensor, wanted: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from antiphon.kernels.fp8 import raw, rounded
+from antiphon.kernels.fp8 import as_bytes, quantize_fp8
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class KvSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCache:
+class LayerKvCache:
     """Where one layer keeps its keys and values, each (P, S, H, D).
 
     A layer that keeps latents has them in both places.
@@ -70,7 +70,7 @@ class LayerCache:
     scales: KvScales = UNSCALED
 
 
-def kv_store(
+def store_kv(
     k: Tensor,
     v: Tensor,
     keys: Tensor,
@@ -83,11 +83,11 @@ def kv_store(
     Axes: T tokens, P pages, S tokens a page, H kv heads, D head size.
     k, v (T, H, D); keys, values (P, S, H, D), mutated; places (T,) int64, page * S + offset
     """
-    store(k, keys, places, scales.key)
-    store(v, values, places, scales.value)
+    store_tensor(k, keys, places, scales.key)
+    store_tensor(v, values, places, scales.value)
 
 
-def store(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> None:
+def store_tensor(new: Tensor, cache: Tensor, places: Tensor, scale: float) -> None:
     """Write new (T, H, D), divided by the scale if it is kept in eight bits, into (P, S, H, D)."""
-    kept = rounded(new, cache.dtype, scale)
-    raw(cache).flatten(0, 1).index_copy_(0, places, raw(kept))
+    kept = quantize_fp8(new, cache.dtype, scale)
+    as_bytes(cache).flatten(0, 1).index_copy_(0, places, as_bytes(kept))

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
-from antiphon.kernels.attention import AttentionRows, KvShape
-from antiphon.kernels.fp8 import raw, widened
+from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.fp8 import as_bytes, upcast
 from antiphon.kernels.kv import UNSCALED, KvScales
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from antiphon.kernels.kv import LayerCache
+    from antiphon.kernels.kv import LayerKvCache
 
-    PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionRows, float, KvScales], Tensor]
+    PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, KvScales], Tensor]
 
 EXPANDED_BYTES_MAX = 1 << 28
 """Keys and values that are expanded at once; a row with more of them is absorbed."""
@@ -105,7 +105,7 @@ class LatentHeads(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LatentPart:
     """Rows of a pass that attend together.
 
     Attributes:
@@ -114,29 +114,29 @@ class Part:
         places: (N,) where the latents that are expanded lie, page * S + offset; None: absorbed.
     """
 
-    rows: AttentionRows
+    rows: AttentionMetadata
     tokens: Tensor | None
     places: Tensor | None
 
 
 @dataclass(frozen=True)
-class LatentRows:
+class LatentMetadata:
     """The rows of one pass, as a latent cache group sees them. Made once a pass.
 
     `absorbed`: no row is expanded. The forms differ in their last bits, so this gives a token its
     bits however many are computed beside it.
     """
 
-    rows: AttentionRows
+    rows: AttentionMetadata
     sizes: LatentSizes
     absorbed: bool = False
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LatentPart, ...]:
         """The rows by form."""
         expanded = self._expanded()
         if not expanded.any():
-            return (Part(self.rows, None, None),)
+            return (LatentPart(self.rows, None, None),)
         parts = [self._expanded_part(rows) for rows in self._batches(np.flatnonzero(expanded))]
         if not expanded.all():
             parts.append(self._absorbed_part(np.flatnonzero(~expanded)))
@@ -173,29 +173,29 @@ class LatentRows:
                 first, keys = index, int(self.rows.kv_len[row])
         yield chosen[first:]
 
-    def _absorbed_part(self, chosen: NDArray[np.int64]) -> Part:
+    def _absorbed_part(self, chosen: NDArray[np.int64]) -> LatentPart:
         rows = replace(
             self.rows,
             page_table=np.ascontiguousarray(self.rows.page_table[chosen]),
             query_len=self.rows.query_len[chosen],
             kv_len=self.rows.kv_len[chosen],
         )
-        return Part(rows, self._tokens(chosen), None)
+        return LatentPart(rows, self._tokens(chosen), None)
 
-    def _expanded_part(self, chosen: NDArray[np.int64]) -> Part:
+    def _expanded_part(self, chosen: NDArray[np.int64]) -> LatentPart:
         """The rows over keys that lie one after the other: pages of one token each."""
         kv_len = self.rows.kv_len[chosen]
         starts = np.cumsum(kv_len, dtype=np.int64) - kv_len
         shape = KvShape(1, self._heads, 1, self.sizes.wide, self.rows.shape.dtype)
         table = np.add.outer(starts, np.arange(int(kv_len.max()))).astype(np.int32)
-        rows = AttentionRows(shape, table, self.rows.query_len[chosen], kv_len)
+        rows = AttentionMetadata(shape, table, self.rows.query_len[chosen], kv_len)
         row = np.repeat(chosen, kv_len)
         position = np.arange(len(row)) - np.repeat(starts, kv_len)
         page_tokens = self.rows.shape.page_tokens
         page = self.rows.page_table[row, position // page_tokens].astype(np.int64)
         assert (page >= 0).all(), "a row reads a token that has no page"
         places = torch.as_tensor(page * page_tokens + position % page_tokens)
-        return Part(rows, self._tokens(chosen), places)
+        return LatentPart(rows, self._tokens(chosen), places)
 
     def _tokens(self, chosen: NDArray[np.int64]) -> Tensor | None:
         if len(chosen) == len(self.rows.query_len):
@@ -207,8 +207,8 @@ class LatentRows:
 
 def latent_attention(
     q: Tensor,
-    cache: LayerCache,
-    rows: LatentRows,
+    cache: LayerKvCache,
+    rows: LatentMetadata,
     heads: LatentHeads,
     scale: float,
     attend: PagedAttention,
@@ -233,8 +233,8 @@ def latent_attention(
 
 def _mix(
     q: Tensor,
-    cache: LayerCache,
-    part: Part,
+    cache: LayerKvCache,
+    part: LatentPart,
     layer: tuple[LatentSizes, LatentHeads],
     scale: float,
     attend: PagedAttention,
@@ -256,10 +256,10 @@ def _mix(
     return mixed[..., : sizes.value]
 
 
-def _gathered(cache: LayerCache, places: Tensor, dtype: torch.dtype) -> Tensor:
+def _gathered(cache: LayerKvCache, places: Tensor, dtype: torch.dtype) -> Tensor:
     """What the cache has of latents, as numbers that the model computes in."""
-    kept = raw(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
-    numbers = widened(kept, dtype)
+    kept = as_bytes(cache.keys).flatten(0, 2).index_select(0, places).view(cache.keys.dtype)
+    numbers = upcast(kept, dtype)
     return numbers if cache.scales.key == 1.0 else numbers * cache.scales.key
 
 

@@ -26,7 +26,7 @@ class KernelUnavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceCapability:
     """The facts about a device that decide what can run on it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Device:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> Device:
+    def of(cls, device: torch.device, dtype: torch.dtype = torch.float32) -> DeviceCapability:
         """The facts of a torch device that runs a model of this number format."""
         if device.type != "cuda":
             return cls(device.type, dtype=dtype)
@@ -61,12 +61,12 @@ class Backend:
 
     name: str
     target: str
-    needs: Callable[[Device], str | None]
+    needs: Callable[[DeviceCapability], str | None]
     invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[P, R_co]):
+class BackendChoice(Generic[P, R_co]):
     """What runs, and why the rows before it do not."""
 
     op: str
@@ -92,7 +92,7 @@ class Op(Generic[P, R_co]):
         self.backends = backends
         self._invariant = invariant
 
-    def select(self, device: Device, forced: str | None = None) -> Choice[P, R_co]:
+    def select(self, device: DeviceCapability, forced: str | None = None) -> BackendChoice[P, R_co]:
         """The first row, in order, that this device can run; the reference is the last row.
 
         Raises:
@@ -106,11 +106,11 @@ class Op(Generic[P, R_co]):
                 refused.append((backend.name, lacks))
             else:
                 call = self._load(backend.target)
-                return Choice(self.name, call, backend.name, tuple(refused), backend.invariant)
+                return BackendChoice(self.name, call, backend.name, tuple(refused), backend.invariant)
         if forced not in (None, REFERENCE):
             reason = dict(refused).get(forced, f"{self.name} has no such backend")
             raise KernelUnavailable(f"{self.name}: backend {forced!r} cannot run here: {reason}")
-        return Choice(self.name, self.reference, REFERENCE, tuple(refused), self._invariant)
+        return BackendChoice(self.name, self.reference, REFERENCE, tuple(refused), self._invariant)
 
     def _load(self, target: str) -> Callable[P, R_co]:
         module, _, name = target.partition(":")
@@ -131,7 +131,7 @@ def kernel(
     return wrap
 
 
-def table(choices: Iterable[Choice[..., object]]) -> str:
+def table(choices: Iterable[BackendChoice[..., object]]) -> str:
     """One line an op: its name, what runs, and what was refused for which reason."""
     lines: list[str] = []
     for choice in choices:

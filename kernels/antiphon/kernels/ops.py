@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from antiphon.kernels.activation import (
-    Activation,
+    ActivationKind,
     activate,
     clamped_swish_mul,
     gate,
     silu_mul,
 )
-from antiphon.kernels.attention import AttentionRows, paged_attention, shaped_attention
+from antiphon.kernels.attention import AttentionMetadata, paged_attention, softcap_sink_attention
 from antiphon.kernels.causal_conv import causal_conv
 from antiphon.kernels.experts import combine
 from antiphon.kernels.finite import finite_rows
 from antiphon.kernels.gated_delta import gated_delta
-from antiphon.kernels.heads import HeadNorms, ready_heads
+from antiphon.kernels.qk_norm_rope import QkNormWeights, qk_norm_rope_store
 from antiphon.kernels.norm import (
     add_rmsnorm,
     gated_rmsnorm,
@@ -26,11 +26,11 @@ from antiphon.kernels.norm import (
     rmsnorm_wide,
     squares,
 )
-from antiphon.kernels.op import Choice, Device, KernelUnavailable, Op
-from antiphon.kernels.routing import Routing, route
-from antiphon.kernels.sampling import bias, draw, greedy, log_mass, mask, penalize
+from antiphon.kernels.op import BackendChoice, DeviceCapability, KernelUnavailable, Op
+from antiphon.kernels.routing import RoutingSpec, route
+from antiphon.kernels.sampling import bias, sample, argmax, logsumexp, mask, penalize
 from antiphon.kernels.ssd import ssd
-from antiphon.kernels.whole import whole_attention
+from antiphon.kernels.bidirectional import bidirectional_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.kv import KvScales
-    from antiphon.kernels.states import StateRows
+    from antiphon.kernels.states import StateMetadata
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,10 +57,10 @@ REGISTRY: Mapping[str, Op[..., object]] = {
         clamped_swish_mul,
         route,
         combine,
-        ready_heads,
+        qk_norm_rope_store,
         paged_attention,
-        shaped_attention,
-        whole_attention,
+        softcap_sink_attention,
+        bidirectional_attention,
         gated_rmsnorm,
         causal_conv,
         ssd,
@@ -69,9 +69,9 @@ REGISTRY: Mapping[str, Op[..., object]] = {
         penalize,
         mask,
         bias,
-        log_mass,
-        greedy,
-        draw,
+        logsumexp,
+        argmax,
+        sample,
     )
 }
 
@@ -86,35 +86,35 @@ class Ops:
     layernorm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     squares: Callable[[Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
-    gate: Callable[[Tensor, Activation], Tensor]
-    activate: Callable[[Tensor, Activation], Tensor]
+    gate: Callable[[Tensor, ActivationKind], Tensor]
+    activate: Callable[[Tensor, ActivationKind], Tensor]
     clamped_swish_mul: Callable[[Tensor, float, float], Tensor]
-    route: Callable[[Tensor, Tensor | None, Routing], tuple[Tensor, Tensor]]
+    route: Callable[[Tensor, Tensor | None, RoutingSpec], tuple[Tensor, Tensor]]
     combine: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ready_heads: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, HeadNorms | None, KvScales], Tensor
+    qk_norm_rope_store: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, QkNormWeights | None, KvScales], Tensor
     ]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionRows, float, KvScales], Tensor]
-    shaped_attention: Callable[
-        [Tensor, Tensor, Tensor, AttentionRows, float, float | None, Tensor | None, KvScales],
+    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, KvScales], Tensor]
+    softcap_sink_attention: Callable[
+        [Tensor, Tensor, Tensor, AttentionMetadata, float, float | None, Tensor | None, KvScales],
         Tensor,
     ]
-    whole_attention: Callable[[Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor]
+    bidirectional_attention: Callable[[Tensor, Tensor, Tensor, Sequence[int], float, int | None], Tensor]
     gated_rmsnorm: Callable[[Tensor, Tensor, Tensor, float, int, bool], Tensor]
-    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, StateRows], Tensor]
-    ssd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
-    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, StateMetadata], Tensor]
+    ssd: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMetadata], Tensor]
+    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateMetadata], Tensor]
     finite_rows: Callable[[Tensor], Tensor | None]
     penalize: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask: Callable[[Tensor, Tensor, Tensor], None]
     bias: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    log_mass: Callable[[Tensor, Tensor], Tensor]
-    greedy: Callable[[Tensor], Tensor]
-    draw: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    choices: tuple[Choice[..., object], ...]
+    logsumexp: Callable[[Tensor, Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    choices: tuple[BackendChoice[..., object], ...]
 
 
-def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
+def select(device: DeviceCapability, forced: Mapping[str, str] | None = None) -> Ops:
     """Choose a backend an op; `forced` names one by op name.
 
     Raises:
@@ -123,7 +123,7 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
     wanted = dict(forced or {})
     if unknown := sorted(wanted.keys() - REGISTRY.keys()):
         raise KernelUnavailable(f"no op is called {unknown[0]!r}; there are {sorted(REGISTRY)}")
-    choices: list[Choice[..., object]] = []
+    choices: list[BackendChoice[..., object]] = []
 
     def choose(op: Op[P, R]) -> Callable[P, R]:
         choice = op.select(device, wanted.get(op.name))
@@ -142,10 +142,10 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
         clamped_swish_mul=choose(clamped_swish_mul),
         route=choose(route),
         combine=choose(combine),
-        ready_heads=choose(ready_heads),
+        qk_norm_rope_store=choose(qk_norm_rope_store),
         paged_attention=choose(paged_attention),
-        shaped_attention=choose(shaped_attention),
-        whole_attention=choose(whole_attention),
+        softcap_sink_attention=choose(softcap_sink_attention),
+        bidirectional_attention=choose(bidirectional_attention),
         gated_rmsnorm=choose(gated_rmsnorm),
         causal_conv=choose(causal_conv),
         ssd=choose(ssd),
@@ -154,8 +154,8 @@ def select(device: Device, forced: Mapping[str, str] | None = None) -> Ops:
         penalize=choose(penalize),
         mask=choose(mask),
         bias=choose(bias),
-        log_mass=choose(log_mass),
-        greedy=choose(greedy),
-        draw=choose(draw),
+        logsumexp=choose(logsumexp),
+        argmax=choose(argmax),
+        sample=choose(sample),
         choices=tuple(choices),
     )

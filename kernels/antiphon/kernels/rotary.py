@@ -53,8 +53,8 @@ class YarnScaling:
 
     factor: float
     trained_tokens: int
-    fast_turns: float = 32.0
-    slow_turns: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
     amplitude: float = 1.0
     truncate: bool = True
 
@@ -95,7 +95,7 @@ RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | Dyna
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotarySpec:
     """A rotation: how many numbers of a head it turns, the base, and how it was stretched.
 
     With a `size` below the head's the rest of each head stays as it is.
@@ -146,7 +146,7 @@ class Rotary:
                 return 1.0 / (torch.tensor(factors) * self.base**exponent)
 
 
-def angles(
+def cos_sin(
     frequencies: Tensor, positions: Tensor, dtype: torch.dtype, amplitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of each token's position.
@@ -164,7 +164,7 @@ def angles(
 
 
 @dataclass(frozen=True)
-class Turns:
+class TokenCosSin:
     """How each token of a pass is rotated.
 
     Attributes:
@@ -184,14 +184,14 @@ class Turns:
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
-class AngleTable:
+class CosSinCache:
     """What `angles` gives, kept by position as far as positions have been asked for.
 
     Computed in every pass they would take longer than the rest of a small pass beside its layers.
     """
 
     def __init__(
-        self, rotary: Rotary, dtype: torch.dtype, device: torch.device | None = None
+        self, rotary: RotarySpec, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         self._rotary = rotary
         self._dtype = dtype
@@ -199,7 +199,7 @@ class AngleTable:
         self._known = _POSITIONS_MIN
         self._cos, self._sin = self._computed(self._known)
 
-    def turns(self, positions: NDArray[np.int32]) -> Turns:
+    def at_positions(self, positions: NDArray[np.int32]) -> TokenCosSin:
         """The rotation of tokens at these positions, (T,)."""
         # Plain numbers: a maximum of numpy's and a length of torch's go through Python, cold code.
         last = max(positions.tolist())
@@ -207,44 +207,44 @@ class AngleTable:
             known = 1 << last.bit_length()
             self._cos, self._sin = self._computed(known)
             self._known = known
-        return Turns(self._cos, self._sin, positions)
+        return TokenCosSin(self._cos, self._sin, positions)
 
     def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
         every = torch.arange(positions, device=self._device)
         frequencies = self._rotary.frequencies_at(every)
-        return angles(frequencies, every, self._dtype, self._rotary.amplitude)
+        return cos_sin(frequencies, every, self._dtype, self._rotary.amplitude)
 
 
-class Rotations:
+class StepCosSin:
     """The rotations of one pass: each way of rotating at the positions of its tokens."""
 
-    def __init__(self, tables: AngleTables, positions: NDArray[np.int32]) -> None:
+    def __init__(self, tables: CosSinCaches, positions: NDArray[np.int32]) -> None:
         self._tables = tables
         self._positions = positions
-        self._made: dict[Rotary | None, Turns] = {}
+        self._made: dict[RotarySpec | None, TokenCosSin] = {}
 
-    def of(self, rotary: Rotary | None) -> Turns:
+    def of(self, rotary: RotarySpec | None) -> TokenCosSin:
         """How this way of rotating turns each token; None turns nothing."""
         if rotary not in self._made:
-            self._made[rotary] = self._tables.of(rotary).turns(self._positions)
+            self._made[rotary] = self._tables.of(rotary).at_positions(self._positions)
         return self._made[rotary]
 
 
-class AngleTables:
+class CosSinCaches:
     """A table of angles for each way of rotating that layers ask for."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._tables: dict[Rotary | None, AngleTable] = {}
+        self._tables: dict[RotarySpec | None, CosSinCache] = {}
 
-    def of(self, rotary: Rotary | None) -> AngleTable:
+    def of(self, rotary: RotarySpec | None) -> CosSinCache:
         """The table of one way, made when it is first asked for; None: of nothing rotated."""
         if rotary not in self._tables:
-            self._tables[rotary] = AngleTable(rotary or Rotary(0, 1.0), self._dtype, self._device)
+            self._tables[rotary] = CosSinCache(rotary or RotarySpec(0, 1.0), self._dtype, self._device)
         return self._tables[rotary]
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the start of each head by its token's angles.
 
     Axes: T tokens, H heads, D head size, R rotated numbers of a head.
@@ -265,13 +265,13 @@ def _stretch_long_waves(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
 
 
-def _stretch_slow_pairs(frequencies: Tensor, rotary: Rotary, scaling: YarnScaling) -> Tensor:
+def _stretch_slow_pairs(frequencies: Tensor, rotary: RotarySpec, scaling: YarnScaling) -> Tensor:
     def pair_of(turns: float) -> float:
         """The pair that makes so many turns in the trained text, counted in numbers of a head."""
         tokens_a_turn = scaling.trained_tokens / (turns * 2 * math.pi)
         return rotary.size * math.log(tokens_a_turn) / (2 * math.log(rotary.base))
 
-    first, last = pair_of(scaling.fast_turns), pair_of(scaling.slow_turns)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.size - 1)

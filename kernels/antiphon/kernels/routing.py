@@ -16,7 +16,7 @@ from antiphon.kernels.op import kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class RoutingSpec:
     """How the scores of experts become a choice of them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Routing:
         group_best: A group counts what so many of its best experts count together.
     """
 
-    chosen: int
+    top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalised: bool = False
     factor: float = 1.0
@@ -44,7 +44,7 @@ _NOTHING = 1e-20
 
 
 @kernel("moe.route", invariant=True)
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, correction: Tensor | None, routing: RoutingSpec) -> tuple[Tensor, Tensor]:
     """Choose each token's experts, the best first.
 
     Args:
@@ -65,14 +65,14 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[
     standing = logits if plain else scores if correction is None else scores + correction
     if routing.groups > 1:
         standing = standing.masked_fill(~_kept(standing, routing), -torch.inf)
-    experts = standing.topk(routing.chosen, dim=-1).indices
+    experts = standing.topk(routing.top_k, dim=-1).indices
     shares = scores.gather(1, experts)
     if routing.renormalised:
         shares = shares / (shares.sum(dim=-1, keepdim=True) + _NOTHING)
     return experts, shares * routing.factor
 
 
-def _kept(standing: Tensor, routing: Routing) -> Tensor:
+def _kept(standing: Tensor, routing: RoutingSpec) -> Tensor:
     """Which experts lie in the groups that a token chooses from, (T, E) bool."""
     grouped = standing.view(len(standing), routing.groups, -1)  # (T, groups, E / groups)
     worth = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)  # (T, groups)

@@ -80,7 +80,7 @@ def bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> Non
 
 
 @kernel("sampling.log_mass", invariant=True)
-def log_mass(logits: Tensor, temperature: Tensor) -> Tensor:
+def logsumexp(logits: Tensor, temperature: Tensor) -> Tensor:
     """The logarithm of what softmax divides by: a scaled logit less it is a log-probability.
 
     logits (L, V) float32; temperature (L,) float32, above 0  ->  (L,) float32
@@ -91,13 +91,13 @@ def log_mass(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 @kernel("sampling.greedy", cpu("antiphon.kernels.cpu.elementwise:greedy"), invariant=True)
-def greedy(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """The first of the highest logits. logits (L, V)  ->  (L,) int64."""
     return logits.argmax(dim=-1)
 
 
 @kernel("sampling.draw", invariant=True)
-def draw(
+def sample(
     logits: Tensor,
     uniform: Tensor,
     temperature: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 from antiphon.kernels.op import kernel
 
 if TYPE_CHECKING:
-    from antiphon.kernels.states import Run, Singles, StateRows
+    from antiphon.kernels.states import ScanSpan, DecodeRows, StateMetadata
 
 
 @kernel("recurrent.ssd")
@@ -26,7 +26,7 @@ def ssd(
     c: Tensor,
     d: Tensor,
     states: Tensor,
-    rows: StateRows,
+    rows: StateMetadata,
 ) -> Tensor:
     """Run h = exp(dt a) h + dt x b^T, y = h c + d x, token by token.
 
@@ -41,16 +41,16 @@ def ssd(
     """
     x, b, c = x.float(), b.float(), c.float()
     out = x * d[:, None]
-    if (singles := rows.singles) is not None:
+    if (singles := rows.decode_rows) is not None:
         _step(singles, x, dt, a, b, c, states, out)
-    for run in rows.runs:
-        y, states[run.write] = _scan(run, x, dt, a, b, c, run.before(states))
+    for run in rows.scan_spans:
+        y, states[run.write] = _scan(run, x, dt, a, b, c, run.initial_state(states))
         out[run.begin : run.end] += y
     return out
 
 
 def _step(
-    singles: Singles,
+    singles: DecodeRows,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -60,26 +60,26 @@ def _step(
     out: Tensor,
 ) -> None:
     """One token of each row, added to out (T, H, P)."""
-    x, dt, b, c = (singles.pick(each) for each in (x, dt, b, c))
+    x, dt, b, c = (singles.gather(each) for each in (x, dt, b, c))
     shared = x.shape[1] // b.shape[1]
     b, c = (group.repeat_interleave(shared, dim=1) for group in (b, c))  # (B, H, N)
     inputs, y = (x * dt[..., None])[:, :, None], torch.empty_like(x)[:, :, None]  # (B, H, 1, P)
     factors = torch.exp(dt * a)[..., None, None]
-    for row, state in enumerate(singles.faded(states, factors)):
+    for row, state in enumerate(singles.decayed_states(states, factors)):
         state.addcmul_(b[row][..., None], inputs[row])
         torch.bmm(c[row][:, None], state, out=y[row])
-    singles.put(out, singles.pick(out) + y.squeeze(2))
+    singles.scatter(out, singles.gather(out) + y.squeeze(2))
 
 
 def _scan(
-    run: Run, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
+    run: ScanSpan, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A run: state (H, N, P)  ->  (tokens, H, P), and the state after it."""
     shared = x.shape[1] // b.shape[1]
     steps = run.chunked(dt).transpose(1, 2)  # (C, H, Q)
     inputs = run.chunked(x).transpose(1, 2) * steps[..., None]  # (C, H, Q, P)
     b, c = (run.chunked(each).transpose(1, 2) for each in (b, c))  # (C, G, Q, N)
-    decay, left = fading(steps * a[:, None])  # (C, H, Q) and (C, H, Q, Q)
+    decay, left = chunk_decays(steps * a[:, None])  # (C, H, Q) and (C, H, Q, Q)
     scores = (c @ b.mT).repeat_interleave(shared, dim=1) * left
     within = scores @ inputs  # (C, H, Q, P)
     faded = inputs * torch.exp(decay[..., -1:] - decay)[..., None]
@@ -91,7 +91,7 @@ def _scan(
         state = torch.addcmul(added, state, chunk_decay[chunk])
     carried = _by_group(c, torch.stack(before))  # (C, H, Q, P)
     y = torch.addcmul(within, carried, torch.exp(decay)[..., None])
-    return run.joined(y.transpose(1, 2)), state
+    return run.unchunked(y.transpose(1, 2)), state
 
 
 def _by_group(a: Tensor, b: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _by_group(a: Tensor, b: Tensor) -> Tensor:
     return apart.transpose(2, 3).reshape(chunks, b.shape[1], outer, b.shape[-1])
 
 
-def fading(steps: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_decays(steps: Tensor) -> tuple[Tensor, Tensor]:
     """Decays of a chunk, from the logarithm of each token's: steps (..., Q), not positive.
 
     Returns:

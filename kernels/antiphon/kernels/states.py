@@ -79,12 +79,12 @@ class LayerStates:
     """
 
     group: int
-    convolved: Tensor
-    matrices: Tensor
+    conv_states: Tensor
+    recurrent_states: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Singles:
+class DecodeRows:
     """The rows of one token, which take one step of the recurrence side by side.
 
     Attributes:
@@ -101,11 +101,11 @@ class Singles:
     fresh: Tensor | None
     pairs: tuple[tuple[int, int], ...]
 
-    def pick(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The entries of these rows: x (T, ...)  ->  (B, ...)."""
         return x if self.tokens is None else x.index_select(0, self.tokens)
 
-    def before(self, states: Tensor) -> Tensor:
+    def read_states(self, states: Tensor) -> Tensor:
         """A copy of the states that they go on from: states (S, ...)  ->  (B, ...)."""
         found = states.index_select(0, self.reads)
         if self.fresh is not None:
@@ -113,11 +113,11 @@ class Singles:
             found[self.fresh] = 0
         return found
 
-    def keep(self, states: Tensor, after: Tensor) -> None:
+    def write_states(self, states: Tensor, after: Tensor) -> None:
         """Write the states that follow: after (B, ...), states (S, ...), mutated."""
         states.index_copy_(0, self.writes, after.to(states.dtype))
 
-    def faded(self, states: Tensor, factors: Tensor) -> Iterator[Tensor]:
+    def decayed_states(self, states: Tensor, factors: Tensor) -> Iterator[Tensor]:
         """The state of each row in turn, at its new place and already multiplied.
 
         One row after the other, because a state is large: what is done to one finds it in the
@@ -133,7 +133,7 @@ class Singles:
                 torch.mul(states[read], factor, out=after)
             yield after
 
-    def put(self, out: Tensor, y: Tensor) -> None:
+    def scatter(self, out: Tensor, y: Tensor) -> None:
         """Write the results of these rows: y (B, ...), out (T, ...), mutated."""
         if self.tokens is None:
             out.copy_(y)
@@ -142,7 +142,7 @@ class Singles:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ScanSpan:
     """A row of several tokens, or a span of it that fits the same chunks.
 
     Attributes:
@@ -159,7 +159,7 @@ class Run:
     write: int
     offset: int
 
-    def before(self, states: Tensor) -> Tensor:
+    def initial_state(self, states: Tensor) -> Tensor:
         """The state that it goes on from: states (S, ...)  ->  (...)."""
         return torch.zeros_like(states[self.write]) if self.read < 0 else states[self.read]
 
@@ -177,7 +177,7 @@ class Run:
         padded[self.offset : end] = own
         return padded.view(chunks, CHUNK_TOKENS, *own.shape[1:])
 
-    def joined(self, y: Tensor) -> Tensor:
+    def unchunked(self, y: Tensor) -> Tensor:
         """Undo `chunked`: y (chunks, tokens of a chunk, ...)  ->  (tokens, ...)."""
         length = self.end - self.begin
         flat = y.flatten(0, 1)
@@ -185,7 +185,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class StateRows:
+class StateMetadata:
     """The rows of one pass. Made once a pass, used by each layer.
 
     Row r's tokens follow those of row r - 1.
@@ -203,7 +203,7 @@ class StateRows:
     kv_len: Ints
 
     @cached_property
-    def singles(self) -> Singles | None:
+    def decode_rows(self) -> DecodeRows | None:
         """The rows of one token, if there are any."""
         rows = np.flatnonzero(self.query_len == 1)
         if not len(rows):
@@ -211,7 +211,7 @@ class StateRows:
         starts = np.cumsum(self.query_len, dtype=np.int64) - self.query_len
         reads = self.reads[rows].astype(np.int64)
         fresh = reads < 0
-        return Singles(
+        return DecodeRows(
             tokens=None if len(rows) == len(self.reads) else torch.as_tensor(starts[rows]),
             reads=torch.as_tensor(np.maximum(reads, 0)),
             writes=torch.as_tensor(self.writes[rows].astype(np.int64)),
@@ -220,9 +220,9 @@ class StateRows:
         )
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def scan_spans(self) -> tuple[ScanSpan, ...]:
         """The rows of more tokens, cut into spans that follow each other."""
-        runs: list[Run] = []
+        runs: list[ScanSpan] = []
         begin = 0
         for row, length in enumerate(self.query_len.tolist()):
             if length > 1:
@@ -232,12 +232,12 @@ class StateRows:
         return tuple(runs)
 
 
-def _spans(begin: int, length: int, start: int, read: int, write: int) -> list[Run]:
+def _spans(begin: int, length: int, start: int, read: int, write: int) -> list[ScanSpan]:
     """Cut a row of a sequence's tokens from `start` on where spans of chunks end."""
     ends = range((start // SPAN_TOKENS + 1) * SPAN_TOKENS, start + length, SPAN_TOKENS)
     cuts = [start, *ends, start + length]
     return [
-        Run(
+        ScanSpan(
             begin=begin + here - start,
             end=begin + there - start,
             read=read if here == start else write,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.whole import NothingKept
-from antiphon.layers.context import Manner
-from antiphon.layers.head_norms import head_norms
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.kernels.bidirectional import NoCache
+from antiphon.layers.context import AttentionParams
+from antiphon.layers.qk_norm import build_qk_norm
+from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.cpu.linear import Linear
-    from antiphon.kernels.rotary import Rotary
-    from antiphon.layers.block import Site
+    from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.kernels.rotary import RotarySpec
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.norm import NormSpec
 
@@ -80,9 +80,9 @@ class AttentionSpec:
     kv_heads: int
     head_size: int
     scale: float
-    rotary: Rotary | None
+    rotary: RotarySpec | None
     causal: bool = True
-    neighbours: bool = False
+    interleaved_rope: bool = False
     window: int | None = None
     chunked: bool = False
     temperature: Temperature | None = None
@@ -96,10 +96,10 @@ class AttentionSpec:
     names: AttentionNames = field(default_factory=AttentionNames)
 
     @property
-    def cache(self) -> KvSpec | NothingKept:
+    def cache(self) -> KvSpec | NoCache:
         """What it keeps of each token."""
         if not self.causal:
-            return NothingKept()
+            return NoCache()
         chunked = self.chunked and self.window is not None
         return KvSpec(
             heads=self.kv_heads, head_size=self.head_size, window=self.window, chunked=chunked
@@ -125,7 +125,7 @@ class Temperature:
 class Attention:
     """Grouped-query attention. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __init__(self, site: Site, spec: AttentionSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec) -> None:
         name, build, names = f"{site.name}.attention", site.build, spec.names
         self._layer = site.layer
         self._head_size = spec.head_size
@@ -140,21 +140,21 @@ class Attention:
             method=site.method,
         )
         self._out = RowLinear(
-            site.named(names.out),
+            site.tensor_name(names.out),
             spec.query_heads * spec.head_size,
             site.hidden,
             bias=spec.out_bias,
             build=build,
             method=site.method,
-            stored=Stored(transposed=names.transposed),
+            stored=CheckpointLayout(transposed=names.transposed),
         )
         self._causal, self._chunked = spec.causal, spec.chunked
         self._temperature = spec.temperature
-        self._norms = None if spec.qk_norm is None else head_norms(site, spec, spec.qk_norm)
+        self._norms = None if spec.qk_norm is None else build_qk_norm(site, spec, spec.qk_norm)
         first = build.tp.rank * query_heads
         self._share = slice(first, first + query_heads)
-        self._sinks_name, self._query_heads = site.named(names.sinks), spec.query_heads
-        self.manner = Manner(
+        self._sinks_name, self._query_heads = site.tensor_name(names.sinks), spec.query_heads
+        self.params = AttentionParams(
             scale=spec.scale,
             rotary=spec.rotary,
             norms=None if self._norms is None else self._norms.kernel,
@@ -164,13 +164,13 @@ class Attention:
             window=spec.window,
         )
         """How it attends."""
-        shaped = spec.softcap is not None or spec.sinks or self.manner.norms is not None
+        shaped = spec.softcap is not None or spec.sinks or self.params.norms is not None
         assert spec.causal or not shaped, "no kernel has it"
 
     @property
     def operations(self) -> frozenset[str]:
         """Those of its norms, and the kernels of attention."""
-        manner = self.manner
+        manner = self.params
         if not self._causal:
             return frozenset({"attention.whole"})
         shaped = manner.softcap is not None or manner.sinks is not None
@@ -188,7 +188,7 @@ class Attention:
             heads = self._norms(ctx, heads)
         if self._temperature is not None:
             heads = self._tempered(ctx, heads, self._temperature)
-        mixed = ctx.attend(self._layer, heads, self.manner)  # (T, Q, D)
+        mixed = ctx.attend(self._layer, heads, self.params)  # (T, Q, D)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return self._out(ctx, mixed.flatten(1))
@@ -202,15 +202,15 @@ class Attention:
         return torch.cat((grown, heads[:, queries:]), dim=1)
 
     @property
-    def packed(self) -> tuple[Linear, Linear] | None:
+    def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
         """Its projections there and back as the CPU's own kernels know them, if they do."""
         qkv, out = self._qkv.packed, self._out.packed
         return None if qkv is None or out is None else (qkv, out)
 
     @property
-    def plain(self) -> bool:
+    def fusable(self) -> bool:
         """Whether all that it does is in its manner, and the scores are neither capped nor sunk."""
-        manner = self.manner
+        manner = self.params
         own_norms = self._norms is not None and self._norms.kernel is None
         shaped = manner.softcap is not None or manner.sinks is not None
         other = self._gated or self._chunked or self._temperature is not None
@@ -222,7 +222,7 @@ class Attention:
         yield from self._out.sources()
         if self._norms is not None:
             yield from self._norms.sources()
-        if (sinks := self.manner.sinks) is not None:
+        if (sinks := self.params.sinks) is not None:
             yield WeightSource(
                 self._sinks_name,
                 (self._query_heads,),
@@ -235,28 +235,28 @@ class Attention:
         self._out.pack()
 
 
-def _parts(site: Site, spec: AttentionSpec) -> tuple[Part, ...]:
+def _parts(site: LayerBuildContext, spec: AttentionSpec) -> tuple[LinearPart, ...]:
     """Queries, keys, values and gates: their names, sizes and places in the checkpoint."""
     names, ranks = spec.names, site.build.tp.ranks
     # Fewer kv heads than ranks: neighbours hold copies of the same head.
     shards = min(ranks, spec.kv_heads)
     heads = (spec.query_heads, spec.kv_heads, spec.kv_heads, spec.query_heads)
     tensors = (names.query, names.key, names.value) + ((names.query,) if spec.gated else ())
-    turned = spec.rotary.size if spec.neighbours and spec.rotary is not None else 0
-    parts: list[Part] = []
+    turned = spec.rotary.size if spec.interleaved_rope and spec.rotary is not None else 0
+    parts: list[LinearPart] = []
     for place, name in enumerate(tensors):
         run, first, runs = _fused_place(spec, place)
-        stored = Stored(
+        stored = CheckpointLayout(
             run=run,
             first=first,
             runs=runs,
             transposed=names.transposed,
-            neighbours=turned if place < 2 else 0,
+            interleaved_size=turned if place < 2 else 0,
             head_size=spec.head_size,
         )
         outputs = heads[place] * spec.head_size
         cut = shards if place in (1, 2) else ranks
-        parts.append(Part(site.named(name), outputs, cut, stored))
+        parts.append(LinearPart(site.tensor_name(name), outputs, cut, stored))
     return tuple(parts)
 
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from antiphon.kernels.heads import HeadNorms
+    from antiphon.kernels.qk_norm_rope import QkNormWeights
     from antiphon.kernels.latent import LatentHeads
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.rotary import Rotary
-    from antiphon.kernels.states import LayerStates, StateRows
+    from antiphon.kernels.rotary import RotarySpec
+    from antiphon.kernels.states import LayerStates, StateMetadata
     from antiphon.layers.tp import Tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class AttentionParams:
     """How a layer attends: what does not change from pass to pass.
 
     Attributes:
@@ -37,18 +37,18 @@ class Manner:
     """
 
     scale: float
-    rotary: Rotary | None
-    norms: HeadNorms | None = None
+    rotary: RotarySpec | None
+    norms: QkNormWeights | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     kv_heads: int = 0
     window: int | None = None
 
 
-class Attend(Protocol):
+class AttentionBackend(Protocol):
     """The cache as a layer meets it. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
-    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
         """Rotate queries and keys, keep this pass's keys and values, and attend over all of a row.
 
         heads (T, Q + 2 H, D), queries before keys before values  ->  (T, Q, D)
@@ -56,16 +56,16 @@ class Attend(Protocol):
         ...
 
 
-class Recur(Protocol):
+class StateLookup(Protocol):
     """The states of a pass as a layer meets them."""
 
-    def __call__(self, layer: int) -> tuple[LayerStates, StateRows]:
+    def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
         """Where a layer's states lie, and which of them each row of the pass reads and writes."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentManner:
+class LatentAttentionParams:
     """How a layer attends over latents.
 
     Attributes:
@@ -75,14 +75,14 @@ class LatentManner:
     """
 
     scale: float
-    rotary: Rotary
+    rotary: RotarySpec
     heads: LatentHeads
 
 
-class AttendLatent(Protocol):
+class LatentAttentionBackend(Protocol):
     """A cache of latents as a layer meets it; axes as in `antiphon.kernels.latent`."""
 
-    def __call__(self, layer: int, q: Tensor, latents: Tensor, manner: LatentManner) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, latents: Tensor, manner: LatentAttentionParams) -> Tensor:
         """Rotate, keep this pass's latents, and attend over all of a row.
 
         q (T, Q, C + O) and latents (T, R + O), of which the last O are rotated  ->  (T, Q, V)
@@ -90,7 +90,7 @@ class AttendLatent(Protocol):
         ...
 
 
-class Fused(Protocol):
+class FusedForward(Protocol):
     """All layers of one pass and the final norm at once, where the layers allow it."""
 
     def __call__(self, residual: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -133,14 +133,14 @@ class ForwardContext:
 
     ops: Ops
     tp: Tp
-    attend: Attend
-    recur: Recur | None = None
-    attend_latent: AttendLatent | None = None
+    attend: AttentionBackend
+    states_of: StateLookup | None = None
+    attend_latent: LatentAttentionBackend | None = None
     positions: Tensor | None = None
     token_types: Tensor | None = None
     token_adapter: Tensor | None = None
     adapters: Adapters | None = None
-    fused: Fused | None = None
+    fused: FusedForward | None = None
 
     def adapt(self, linear: str, x: Tensor, y: Tensor) -> Tensor:
         """The output of a linear with its rows' adapters counted in."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import Part, weight_sources
-from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.weights import Build, WeightSource, whole
+from antiphon.layers.linear import LinearPart, weight_sources
+from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.kernels.cpu.linear import Linear
+    from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
 
 
-class VocabularyTable:
+class VocabParallelEmbedding:
     """A vector a token: the input embedding, the output head, or both when they are tied.
 
     Each rank holds an equal run of the vocabulary; the last may have room to spare, whose logits
@@ -30,7 +30,7 @@ class VocabularyTable:
         name: str,
         vocabulary: int,
         hidden: int,
-        build: Build,
+        build: BuildContext,
         method: LinearMethod,
         *,
         bias: bool = False,
@@ -61,7 +61,7 @@ class VocabularyTable:
         return ctx.tp.all_gather(local)[:, : self._vocabulary]
 
     @property
-    def packed(self) -> Linear | None:
+    def packed(self) -> CompiledLinear | None:
         """The linear that it multiplies with, if it is packed whole on one rank."""
         if self._weights.packed is None or self._build.tp.ranks > 1:
             return None
@@ -74,8 +74,8 @@ class VocabularyTable:
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight, and the bias of a head that has one."""
-        part = Part(self.name, self._vocabulary, shards=1)
-        cut = Cut(slice(self._first, self._first + self._share), slice(None), into=0)
+        part = LinearPart(self.name, self._vocabulary, shards=1)
+        cut = RankSlice(slice(self._first, self._first + self._share), slice(None), into=0)
         yield from weight_sources(part, self._hidden, cut, self._build, self._method, self._weights)
         if self._bias:
             yield WeightSource(
@@ -95,7 +95,7 @@ class LearnedPositions:
     A text begins at row `first` of the table.
     """
 
-    def __init__(self, name: str, positions: int, first: int, hidden: int, build: Build) -> None:
+    def __init__(self, name: str, positions: int, first: int, hidden: int, build: BuildContext) -> None:
         self._name, self._first = name, first
         self._weight = build.empty(first + positions, hidden)
 
@@ -106,13 +106,13 @@ class LearnedPositions:
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""
-        return whole(f"{self._name}.weight", self._weight)
+        return replicated_source(f"{self._name}.weight", self._weight)
 
 
 class TokenTypes:
     """A vector a type of token, as the first and the second of two texts; whole on every rank."""
 
-    def __init__(self, name: str, types: int, hidden: int, build: Build) -> None:
+    def __init__(self, name: str, types: int, hidden: int, build: BuildContext) -> None:
         self._name = name
         self._weight = build.empty(types, hidden)
 
@@ -124,4 +124,4 @@ class TokenTypes:
 
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""
-        return whole(f"{self._name}.weight", self._weight)
+        return replicated_source(f"{self._name}.weight", self._weight)

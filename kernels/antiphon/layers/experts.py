@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.kernels.experts import by_expert
-from antiphon.layers.linear import Part, weight_sources
-from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.quantization.storage import numbers
+from antiphon.kernels.experts import sort_by_expert
+from antiphon.layers.linear import LinearPart, weight_sources
+from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.quantization.storage import dequantized
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.activation import Activation
-    from antiphon.layers.block import Site
+    from antiphon.kernels.activation import ActivationKind
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import Field, Storage
-    from antiphon.layers.weights import Build
+    from antiphon.layers.quantization.storage import WeightField, StorageLayout
+    from antiphon.layers.weights import BuildContext
 
     Take = Callable[["_Expert", Tensor], None]
 
@@ -60,10 +60,10 @@ class StackedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp:
+class ClampedSwish:
     """The gate of `activation.clamped_swish_mul`."""
 
-    sharpness: float
+    alpha: float
     limit: float
 
 
@@ -80,27 +80,27 @@ class ExpertsSpec:
     count: int
     width: int
     names: SeparateExperts | StackedExperts = SeparateExperts()
-    activation: Activation | Clamp = "silu"
+    activation: ActivationKind | ClampedSwish = "silu"
     bias: bool = False
-    weighs_input: bool = False
-    spread: Literal["width", "experts"] = "width"
+    apply_router_weight_on_input: bool = False
+    sharded_axis: Literal["width", "experts"] = "width"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ExpertLinear:
     """A linear of an expert: what keeps it, and where."""
 
     method: LinearMethod
     weights: LinearWeights
 
     @classmethod
-    def of(cls, method: LinearMethod, shape: LinearShape, build: Build) -> _Kept:
+    def of(cls, method: LinearMethod, shape: LinearShape, build: BuildContext) -> _ExpertLinear:
         return cls(method, method.create(shape, build))
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.method.apply(self.weights, x)
 
-    def load(self, tensor: Tensor, cut: Cut) -> None:
+    def load(self, tensor: Tensor, cut: RankSlice) -> None:
         """Put a part of a weight (O, I) or of a bias (O,) into place."""
         field = "weight" if tensor.dim() > 1 else "bias"
         self.method.load(self.weights, field, tensor, cut)
@@ -108,31 +108,31 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Expert:
-    gate_up: _Kept
-    down: _Kept
+    gate_up: _ExpertLinear
+    down: _ExpertLinear
 
 
 class Experts:
     """The experts that this rank has a part of; each is two linears of the method by itself."""
 
-    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: ExpertsSpec) -> None:
         build, name = site.build, f"{site.name}.experts"
         self._site, self._spec = site, spec
-        if spec.spread == "experts":
+        if spec.sharded_axis == "experts":
             count, self._width = build.share(spec.count, name), spec.width
             self._first, self._start = build.tp.rank * count, 0
         else:
             count, self._width = spec.count, build.share(spec.width, name)
             self._first, self._start = 0, build.tp.rank * self._width
         # What is summed over ranks has its bias once.
-        self._down_bias = spec.bias and (spec.spread == "experts" or build.tp.rank == 0)
+        self._down_bias = spec.bias and (spec.sharded_axis == "experts" or build.tp.rank == 0)
         self._experts = [self._expert(self._first + index) for index in range(count)]
 
     @property
     def operations(self) -> frozenset[str]:
         """The gate's, and the sum's."""
         activation = self._spec.activation
-        if isinstance(activation, Clamp):
+        if isinstance(activation, ClampedSwish):
             return frozenset({"activation.clamped_swish_mul", "moe.combine"})
         gate = "activation.silu_mul" if activation == "silu" else "activation.gate"
         return frozenset({gate, "moe.combine"})
@@ -142,9 +142,9 @@ class Experts:
 
         chosen (T, K) int64, shares (T, K) float32
         """
-        found = by_expert(chosen, self._first, len(self._experts))
+        found = sort_by_expert(chosen, self._first, len(self._experts))
         rows = x.index_select(0, found.pair // chosen.shape[1])  # (N, D)
-        if self._spec.weighs_input:
+        if self._spec.apply_router_weight_on_input:
             rows = (rows * shares.flatten()[found.pair, None]).to(x.dtype)
             shares = torch.ones_like(shares)
         made = [
@@ -179,12 +179,12 @@ class Experts:
             )
         else:
             wide, back = (names.gate_up,), (names.down,)
-        gate_up = build.method(map(self._site.named, wide), method)
-        down = build.method(map(self._site.named, back), method)
+        gate_up = build.method(map(self._site.tensor_name, wide), method)
+        down = build.method(map(self._site.tensor_name, back), method)
         hidden, width, bias = self._site.hidden, self._width, self._spec.bias
         return _Expert(
-            _Kept.of(gate_up, LinearShape(hidden, 2 * width, bias, halves=True), build),
-            _Kept.of(down, LinearShape(width, hidden, self._down_bias), build),
+            _ExpertLinear.of(gate_up, LinearShape(hidden, 2 * width, bias, halves=True), build),
+            _ExpertLinear.of(down, LinearShape(width, hidden, self._down_bias), build),
         )
 
     def _block(self, ctx: ForwardContext, expert: _Expert, rows: Tensor) -> Tensor:
@@ -192,19 +192,19 @@ class Experts:
 
     def _gated(self, ctx: ForwardContext, gate_up: Tensor) -> Tensor:
         activation = self._spec.activation
-        if isinstance(activation, Clamp):
-            return ctx.ops.clamped_swish_mul(gate_up, activation.sharpness, activation.limit)
+        if isinstance(activation, ClampedSwish):
+            return ctx.ops.clamped_swish_mul(gate_up, activation.alpha, activation.limit)
         if activation == "silu":
             return ctx.ops.silu_mul(gate_up)
         return ctx.ops.gate(gate_up, activation)
 
-    def _cut(self, into: int) -> Cut:
+    def _cut(self, into: int) -> RankSlice:
         """Of a gate or an up (W, D): the rows of this rank."""
-        return Cut(slice(self._start, self._start + self._width), slice(None), into)
+        return RankSlice(slice(self._start, self._start + self._width), slice(None), into)
 
     @property
-    def _down_cut(self) -> Cut:
-        return Cut(slice(None), slice(self._start, self._start + self._width), 0)
+    def _down_cut(self) -> RankSlice:
+        return RankSlice(slice(None), slice(self._start, self._start + self._width), 0)
 
     def _separate(self, names: SeparateExperts) -> Iterator[WeightSource]:
         """Of every expert in the checkpoint: those of other ranks are passed over."""
@@ -219,13 +219,13 @@ class Experts:
                 (names.down, (hidden, width), self._down_cut, down, self._with_bias(down)),
             )
             for template, shape, cut, kept, biased in parts:
-                part = Part(self._site.named(template.format(number)), shape[0], shards=1)
+                part = LinearPart(self._site.tensor_name(template.format(number)), shape[0], shards=1)
                 yield from self._weight(part, shape[1], cut, kept)
                 if self._spec.bias:
                     yield WeightSource(f"{part.name}.bias", shape[:1], _into(biased, cut))
 
     def _weight(
-        self, part: Part, inputs: int, cut: Cut, kept: _Kept | None
+        self, part: LinearPart, inputs: int, cut: RankSlice, kept: _ExpertLinear | None
     ) -> Iterator[WeightSource]:
         """However the checkpoint stores it; None: nothing of it is kept."""
         into = kept or self._experts[0].down
@@ -233,12 +233,12 @@ class Experts:
         for source in found:
             yield source if kept is not None else replace(source, load=void)
 
-    def _with_bias(self, down: _Kept | None) -> _Kept | None:
+    def _with_bias(self, down: _ExpertLinear | None) -> _ExpertLinear | None:
         return down if self._down_bias else None
 
     def _stacked(self, names: StackedExperts) -> Iterator[WeightSource]:
         count, hidden, width = self._spec.count, self._site.hidden, self._spec.width
-        gate_up, down = self._site.named(names.gate_up), self._site.named(names.down)
+        gate_up, down = self._site.tensor_name(names.gate_up), self._site.tensor_name(names.down)
         for name, outputs, inputs, take in (
             (gate_up, 2 * width, hidden, self._take_gate_up),
             (down, hidden, width, self._take_down),
@@ -254,7 +254,7 @@ class Experts:
             yield WeightSource(down + names.bias, (count, hidden), self._each(self._take_down))
 
     def _stored(
-        self, name: str, storage: Storage, shape: tuple[int, int], take: Take
+        self, name: str, storage: StorageLayout, shape: tuple[int, int], take: Take
     ) -> Iterator[WeightSource]:
         """Tensors that hold all experts' weights, outputs before inputs, one after the other.
 
@@ -263,12 +263,12 @@ class Experts:
         fields = storage.fields(*shape)
         held: dict[str, Tensor] = {}
 
-        def load(field: Field, tensor: Tensor) -> None:
+        def load(field: WeightField, tensor: Tensor) -> None:
             held[field.suffix] = tensor.clone() if field is not fields[-1] else tensor
             if field is fields[-1]:
                 for number, expert in enumerate(self._experts, self._first):
                     own = {suffix: tensor[number] for suffix, tensor in held.items()}
-                    take(expert, numbers(storage.whole(own, *shape)))
+                    take(expert, dequantized(storage.dequantize(own, *shape)))
                 held.clear()
 
         for field in fields:
@@ -304,6 +304,6 @@ class Experts:
             expert.down.load(one.contiguous(), self._down_cut)
 
 
-def _into(kept: _Kept | None, cut: Cut) -> Callable[[Tensor], None]:
+def _into(kept: _ExpertLinear | None, cut: RankSlice) -> Callable[[Tensor], None]:
     """Loads a tensor, or does nothing with it."""
     return void if kept is None else lambda tensor: kept.load(tensor, cut)

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.states import StateSpec
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
 from antiphon.layers.recurrent import HeadVector, ShortConv
-from antiphon.layers.weights import whole
+from antiphon.layers.weights import replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.layers.block import Site
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import WeightSource
 
@@ -77,7 +77,7 @@ class GatedDelta:
     Ranks share out key heads, with the value heads that each serves.
     """
 
-    def __init__(self, site: Site, spec: GatedDeltaSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: GatedDeltaSpec) -> None:
         build, names = site.build, spec.names
         self._layer = site.layer
         self._spec = spec
@@ -95,10 +95,10 @@ class GatedDelta:
         self._conv = ShortConv(site, names.conv, spec.taps, parts[:3], bias=False)
         self._decay = HeadVector(site, names.decay, spec.value_heads)
         self._step_bias = HeadVector(site, names.step_bias, spec.value_heads)
-        self._norm_name = site.named(names.norm)
+        self._norm_name = site.tensor_name(names.norm)
         self._norm = build.empty(spec.value_size)
         self._out = RowLinear(
-            site.named(names.out),
+            site.tensor_name(names.out),
             spec.value_heads * spec.value_size,
             site.hidden,
             bias=False,
@@ -110,15 +110,15 @@ class GatedDelta:
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
-        assert ctx.recur is not None, "a pass without states"
-        states, rows = ctx.recur(self._layer)
+        assert ctx.states_of is not None, "a pass without states"
+        states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
         seen, width = self._conv.weight.shape[0], self._value_heads * self._spec.value_size
         gate, rates = projected[:, seen : seen + width], projected[:, seen + width :]
         mixed = ctx.ops.causal_conv(
-            projected[:, :seen], self._conv.weight, None, states.convolved, rows
+            projected[:, :seen], self._conv.weight, None, states.conv_states, rows
         )
-        y = ctx.ops.gated_delta(*self._recurrence(mixed, rates), states.matrices, rows)
+        y = ctx.ops.gated_delta(*self._recurrence(mixed, rates), states.recurrent_states, rows)
         normed = ctx.ops.gated_rmsnorm(
             y.flatten(0, 1),
             gate.reshape(-1, self._spec.value_size),
@@ -133,7 +133,7 @@ class GatedDelta:
         """Tensors of the projections, the convolution, the recurrence and the norm."""
         for part in (self._inputs, self._conv, self._decay, self._step_bias, self._out):
             yield from part.sources()
-        yield from whole(f"{self._norm_name}.weight", self._norm)
+        yield from replicated_source(f"{self._norm_name}.weight", self._norm)
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
@@ -153,7 +153,7 @@ class GatedDelta:
         return q.view(heads), k.view(heads), v, decay, torch.sigmoid(learning)
 
 
-def _parts(site: Site, spec: GatedDeltaSpec) -> tuple[Part, ...]:
+def _parts(site: LayerBuildContext, spec: GatedDeltaSpec) -> tuple[LinearPart, ...]:
     """Queries, keys, values, gates, and both rates: their places in two tensors, by key head."""
     ranks, shared = site.build.tp.ranks, spec.value_heads // spec.key_heads
     values = shared * spec.value_size
@@ -162,11 +162,11 @@ def _parts(site: Site, spec: GatedDeltaSpec) -> tuple[Part, ...]:
         (spec.names.rates, (shared, shared)),
     )
     return tuple(
-        Part(
-            site.named(name),
+        LinearPart(
+            site.tensor_name(name),
             spec.key_heads * size,
             ranks,
-            Stored(run=sum(sizes), first=sum(sizes[:place]), runs=spec.key_heads),
+            CheckpointLayout(run=sum(sizes), first=sum(sizes[:place]), runs=spec.key_heads),
         )
         for name, sizes in tensors
         for place, size in enumerate(sizes)

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.quantization.gather import stored_sources
-from antiphon.layers.quantization.storage import Part as StoredPart
-from antiphon.layers.quantization.storage import Steps, joined
-from antiphon.layers.weights import Build, WeightSource, whole
+from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.quantization.assemble import quantized_sources
+from antiphon.layers.quantization.storage import WeightSlice as StoredPart
+from antiphon.layers.quantization.storage import Int8Weight, concat_weights
+from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.kernels.cpu.linear import Linear
+    from antiphon.kernels.cpu.linear import CompiledLinear
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod, LinearWeights
-    from antiphon.layers.quantization.storage import Storage, Whole
+    from antiphon.layers.quantization.storage import StorageLayout, LoadedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class CheckpointLayout:
     """How a linear lies in its checkpoint's tensor, where it is not the whole of it as it comes.
 
     Attributes:
@@ -46,7 +46,7 @@ class Stored:
     first: int = 0
     runs: int = 1
     transposed: bool = False
-    neighbours: int = 0
+    interleaved_size: int = 0
     head_size: int = 0
 
     def shape(self, field: str, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Stored:
             return (outputs,)
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
-    def pick(self, field: str, outputs: int, tensor: Tensor) -> Tensor:
+    def extract(self, field: str, outputs: int, tensor: Tensor) -> Tensor:
         """The linear's own `weight` (O, I) or `bias` (O,) of the checkpoint's tensor."""
         if self.transposed and field == "weight":
             tensor = tensor.T
@@ -64,22 +64,22 @@ class Stored:
             part = slice(self.first, self.first + outputs // self.runs)
             runs = tensor.reshape(self.runs, self.run, *tensor.shape[1:])
             tensor = runs[:, part].flatten(0, 1)
-        if self.neighbours:
+        if self.interleaved_size:
             tensor = self._in_halves(tensor)
         return tensor
 
     def _in_halves(self, tensor: Tensor) -> Tensor:
         heads = tensor.reshape(-1, self.head_size, *tensor.shape[1:])
-        turned = heads[:, : self.neighbours]
+        turned = heads[:, : self.interleaved_size]
         turned = torch.cat((turned[:, ::2], turned[:, 1::2]), dim=1)
-        return torch.cat((turned, heads[:, self.neighbours :]), dim=1).flatten(0, 1)
+        return torch.cat((turned, heads[:, self.interleaved_size :]), dim=1).flatten(0, 1)
 
 
-AS_IT_COMES = Stored()
+WHOLE_TENSOR = CheckpointLayout()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LinearPart:
     """One of the checkpoint's linears inside a fused one.
 
     Attributes:
@@ -93,7 +93,7 @@ class Part:
     name: str
     outputs: int
     shards: int
-    stored: Stored = AS_IT_COMES
+    stored: CheckpointLayout = WHOLE_TENSOR
 
     def piece(self) -> int:
         """Outputs on one rank."""
@@ -105,10 +105,10 @@ class Part:
 
 
 def weight_sources(
-    part: Part,
+    part: LinearPart,
     inputs: int,
-    cut: Cut,
-    build: Build,
+    cut: RankSlice,
+    build: BuildContext,
     method: LinearMethod,
     weights: LinearWeights,
 ) -> Iterator[WeightSource]:
@@ -131,7 +131,7 @@ def weight_sources(
         return
 
     def load(tensor: Tensor) -> None:
-        own = part.stored.pick("weight", part.outputs, tensor)
+        own = part.stored.extract("weight", part.outputs, tensor)
         method.load(weights, "weight", own, cut)
 
     shape = part.stored.shape("weight", part.outputs, inputs)
@@ -139,19 +139,19 @@ def weight_sources(
 
 
 def _source_of_bias(
-    part: Part, cut: Cut, method: LinearMethod, weights: LinearWeights
+    part: LinearPart, cut: RankSlice, method: LinearMethod, weights: LinearWeights
 ) -> WeightSource:
     def load(tensor: Tensor) -> None:
-        method.load(weights, "bias", part.stored.pick("bias", part.outputs, tensor), cut)
+        method.load(weights, "bias", part.stored.extract("bias", part.outputs, tensor), cut)
 
     return WeightSource(f"{part.name}.bias", part.stored.shape("bias", part.outputs, 0), load)
 
 
 def _quantized_sources(
-    part: Part,
+    part: LinearPart,
     inputs: int,
-    cut: Cut,
-    storage: Storage,
+    cut: RankSlice,
+    storage: StorageLayout,
     method: LinearMethod,
     weights: LinearWeights,
 ) -> Iterator[WeightSource]:
@@ -159,33 +159,33 @@ def _quantized_sources(
     if stored.transposed:
         raise ValueError(f"{part.name}: weights stored as (inputs, outputs) are not quantized")
 
-    def take(_: int, row: int, piece: Whole) -> None:
-        method.load(weights, "weight", piece, Cut(slice(None), slice(None), cut.into + row))
+    def take(_: int, row: int, piece: LoadedWeight) -> None:
+        method.load(weights, "weight", piece, RankSlice(slice(None), slice(None), cut.into + row))
 
-    pieces: list[Whole] = []
+    pieces: list[LoadedWeight] = []
 
-    def take_all(_: int, row: int, piece: Whole) -> None:
+    def take_all(_: int, row: int, piece: LoadedWeight) -> None:
         pieces.append(piece)
         if row + len(piece) == outputs:
-            own = _picked(stored, part.outputs, joined(pieces))
+            own = _picked(stored, part.outputs, concat_weights(pieces))
             pieces.clear()
             method.load(weights, "weight", own, cut)
 
     outputs, _ = stored.shape("weight", part.outputs, inputs)
     shape = (outputs, inputs)
-    if stored == AS_IT_COMES:
+    if stored == WHOLE_TENSOR:
         own = StoredPart(_bounds(cut.outputs, outputs), _bounds(cut.inputs, inputs))
-        yield from stored_sources(part.name, storage, shape, own, take)
+        yield from quantized_sources(part.name, storage, shape, own, take)
     else:
         everything = StoredPart(slice(0, outputs), slice(0, inputs))
-        yield from stored_sources(part.name, storage, shape, everything, take_all)
+        yield from quantized_sources(part.name, storage, shape, everything, take_all)
 
 
-def _picked(stored: Stored, outputs: int, weight: Whole) -> Whole:
-    if isinstance(weight, Steps):
-        scales = stored.pick("bias", outputs, weight.scales)
-        return Steps(stored.pick("weight", outputs, weight.steps), scales)
-    return stored.pick("weight", outputs, weight)
+def _picked(stored: CheckpointLayout, outputs: int, weight: LoadedWeight) -> LoadedWeight:
+    if isinstance(weight, Int8Weight):
+        scales = stored.extract("bias", outputs, weight.scales)
+        return Int8Weight(stored.extract("weight", outputs, weight.steps), scales)
+    return stored.extract("weight", outputs, weight)
 
 
 def _bounds(part: slice, total: int) -> slice:
@@ -203,10 +203,10 @@ class ColumnLinear:
         self,
         name: str,
         inputs: int,
-        parts: tuple[Part, ...],
+        parts: tuple[LinearPart, ...],
         *,
         bias: bool,
-        build: Build,
+        build: BuildContext,
         method: LinearMethod,
         halves: bool = False,
     ) -> None:
@@ -230,7 +230,7 @@ class ColumnLinear:
         return ctx.adapt(self.name, x, self._method.apply(self._weights, x))
 
     @property
-    def packed(self) -> Linear | None:
+    def packed(self) -> CompiledLinear | None:
         """The whole linear as the CPU's own kernels know it, if they do."""
         return None if self._weights.packed is None else self._weights.packed.linear
 
@@ -239,7 +239,7 @@ class ColumnLinear:
         into = 0
         for part in self._parts:
             start = part.start(self._tp.rank, self._tp.ranks)
-            cut = Cut(slice(start, start + part.piece()), slice(None), into)
+            cut = RankSlice(slice(start, start + part.piece()), slice(None), into)
             yield from weight_sources(
                 part, self._inputs, cut, self._build, self._method, self._weights
             )
@@ -265,18 +265,18 @@ class RowLinear:
         outputs: int,
         *,
         bias: bool,
-        build: Build,
+        build: BuildContext,
         method: LinearMethod,
-        stored: Stored = AS_IT_COMES,
+        stored: CheckpointLayout = WHOLE_TENSOR,
     ) -> None:
         self.name = name
         self._inputs = inputs
-        self._part = Part(name, outputs, shards=1, stored=stored)
+        self._part = LinearPart(name, outputs, shards=1, stored=stored)
         self._method = method = build.method((name,), method)
         self._build = build
         self._tp = build.tp
         share = build.share(inputs, name)
-        self._cut = Cut(
+        self._cut = RankSlice(
             slice(None), slice(build.tp.rank * share, (build.tp.rank + 1) * share), into=0
         )
         self._bias_within = bias and build.tp.ranks == 1
@@ -290,7 +290,7 @@ class RowLinear:
         return total if self._bias is None else total + self._bias
 
     @property
-    def packed(self) -> Linear | None:
+    def packed(self) -> CompiledLinear | None:
         """The whole linear as the CPU's own kernels know it, if they do; not of several ranks."""
         if self._weights.packed is None or self._tp.ranks > 1:
             return None
@@ -304,7 +304,7 @@ class RowLinear:
         if self._bias_within:
             yield _source_of_bias(self._part, self._cut, self._method, self._weights)
         if self._bias is not None:
-            yield from whole(f"{self.name}.bias", self._bias)
+            yield from replicated_source(f"{self.name}.bias", self._bias)
 
     def pack(self) -> None:
         """Called once all sources are loaded."""
@@ -321,8 +321,8 @@ class ReplicatedLinear(ColumnLinear):
         outputs: int,
         *,
         bias: bool,
-        build: Build,
+        build: BuildContext,
         method: LinearMethod,
     ) -> None:
-        part = Part(name, outputs, shards=1)
+        part = LinearPart(name, outputs, shards=1)
         super().__init__(name, inputs, (part,), bias=bias, build=build, method=method)

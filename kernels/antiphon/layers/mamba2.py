@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.states import StateSpec
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
 from antiphon.layers.recurrent import HeadVector, ShortConv
 from antiphon.layers.weights import WeightSource, void
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.block import Site
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
 
 Scales = tuple[float, float, float, float, float]
@@ -95,7 +95,7 @@ class Mamba2:
     Ranks share out heads; B and C of a group are on each rank that has heads of it.
     """
 
-    def __init__(self, site: Site, spec: Mamba2Spec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: Mamba2Spec) -> None:
         build, names, ranks = site.build, spec.names, site.build.tp.ranks
         self._layer = site.layer
         self._spec = spec
@@ -117,10 +117,10 @@ class Mamba2:
         self._skip = HeadVector(site, names.skip, spec.heads)
         self._step_bias = HeadVector(site, names.step_bias, spec.heads)
         self._norm = None if spec.norm_eps is None else build.empty(spec.width // ranks)
-        self._norm_name = site.named(names.norm)
+        self._norm_name = site.tensor_name(names.norm)
         self._first = build.tp.rank * (spec.width // ranks)
         self._out = RowLinear(
-            site.named(names.out),
+            site.tensor_name(names.out),
             spec.width,
             site.hidden,
             bias=spec.out_bias,
@@ -137,8 +137,8 @@ class Mamba2:
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
-        assert ctx.recur is not None, "a pass without states"
-        states, rows = ctx.recur(self._layer)
+        assert ctx.states_of is not None, "a pass without states"
+        states, rows = ctx.states_of(self._layer)
         projected = self._inputs(ctx, x)
         if self._scales is not None:
             projected = projected * self._scales
@@ -148,10 +148,10 @@ class Mamba2:
             projected[:, width : width + seen],
             self._conv.weight,
             self._conv.bias,
-            states.convolved,
+            states.conv_states,
             rows,
         )
-        y = ctx.ops.ssd(*self._recurrence(mixed, step), states.matrices, rows).flatten(1)
+        y = ctx.ops.ssd(*self._recurrence(mixed, step), states.recurrent_states, rows).flatten(1)
         return self._out(ctx, self._leave(ctx, y, gate))
 
     def sources(self) -> Iterator[WeightSource]:
@@ -194,20 +194,20 @@ class Mamba2:
         )
 
 
-def _parts(site: Site, spec: Mamba2Spec) -> tuple[Part, ...]:
+def _parts(site: LayerBuildContext, spec: Mamba2Spec) -> tuple[LinearPart, ...]:
     """Gate, x, B, C and step: their sizes and places in the one tensor of the checkpoint."""
-    ranks, name = site.build.tp.ranks, site.named(spec.names.inputs)
+    ranks, name = site.build.tp.ranks, site.tensor_name(spec.names.inputs)
     shared = spec.groups * spec.state_size
     sizes = (spec.width, spec.width, shared, shared, spec.heads)
     shards = (ranks, ranks, min(ranks, spec.groups), min(ranks, spec.groups), ranks)
     return tuple(
-        Part(name, size, shard, Stored(run=sum(sizes), first=sum(sizes[:place])))
+        LinearPart(name, size, shard, CheckpointLayout(run=sum(sizes), first=sum(sizes[:place])))
         for place, (size, shard) in enumerate(zip(sizes, shards, strict=True))
     )
 
 
 def _scales(
-    parts: tuple[Part, ...], scales: Scales, dtype: torch.dtype, device: torch.device
+    parts: tuple[LinearPart, ...], scales: Scales, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     if all(scale == 1.0 for scale in scales):
         return None

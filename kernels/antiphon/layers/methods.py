@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch.nn.functional as F  # noqa: N812 (its name in every torch program)
 
 from antiphon.kernels.cpu import extension
-from antiphon.kernels.cpu.linear import NUMBERS, Format, Linear, PackedWeight
-from antiphon.layers.quantization.storage import Steps, Whole, narrowed, numbers
+from antiphon.kernels.cpu.linear import DTYPE_NAMES, Format, CompiledLinear, PackedWeight
+from antiphon.layers.quantization.storage import Int8Weight, LoadedWeight, slice_weight, dequantized
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from antiphon.layers.weights import Build
+    from antiphon.layers.weights import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankSlice:
     """Which part of a whole checkpoint tensor goes where on this rank.
 
     Attributes:
@@ -53,11 +53,11 @@ class Cut:
     inputs: slice
     into: int
 
-    def of(self, field: str, tensor: Whole) -> Whole:
+    def of(self, field: str, tensor: LoadedWeight) -> LoadedWeight:
         """The part of a `weight` or a `bias`."""
         if field == "weight":
-            return narrowed(tensor, self.outputs, self.inputs)
-        return numbers(tensor)[self.outputs]
+            return slice_weight(tensor, self.outputs, self.inputs)
+        return dequantized(tensor)[self.outputs]
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class LinearMethod(Protocol):
         """Whether a row's bits depend on that row alone, however many are multiplied."""
         ...
 
-    def create(self, shape: LinearShape, build: Build) -> LinearWeights:
+    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
         """Room for the weights of a linear."""
         ...
 
-    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         """Put a part of the checkpoint's `weight` or `bias` into place."""
         ...
 
@@ -109,22 +109,22 @@ class LinearMethod(Protocol):
         ...
 
 
-class PlainLinear:
+class PlainLinearMethod:
     """Weights in the model's own number format, multiplied by torch."""
 
     invariant = False
     """Measured: in float32, rows fall into classes by their number: 1, 2 and 3, 4 and more."""
 
-    def create(self, shape: LinearShape, build: Build) -> LinearWeights:
+    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
         """A weight (O, I), and a bias (O,) if there is one."""
         tensors = {"weight": build.empty(shape.outputs, shape.inputs)}
         if shape.bias:
             tensors["bias"] = build.empty(shape.outputs)
         return LinearWeights(tensors)
 
-    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         """Copy the part, converted to the model's number format."""
-        part = numbers(cut.of(field, tensor))
+        part = dequantized(cut.of(field, tensor))
         weights.tensors[field][cut.into : cut.into + len(part)].copy_(part)
 
     def pack(self, weights: LinearWeights) -> None:
@@ -142,17 +142,17 @@ class PlainLinear:
         """Look up the weights of outputs (N,)  ->  (N, I)."""
         return F.embedding(outputs, weights.tensors["weight"])
 
-    def for_table(self) -> PlainLinear:
+    def for_table(self) -> PlainLinearMethod:
         """The same."""
         return self
 
-    def exact(self) -> PlainLinear:
+    def exact(self) -> PlainLinearMethod:
         """The same."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear:
+class PackedLinearMethod:
     """Weights packed for the CPU's own kernels, in one of their formats."""
 
     format: Format
@@ -162,7 +162,7 @@ class PackedLinear:
         """They are: the sum of an output runs in one order."""
         return True
 
-    def create(self, shape: LinearShape, build: Build) -> LinearWeights:
+    def create(self, shape: LinearShape, build: BuildContext) -> LinearWeights:
         """Panels of zeros; the weights are packed as they come, so there is never a second copy."""
         packed = PackedWeight(
             shape.inputs,
@@ -174,16 +174,16 @@ class PackedLinear:
         )
         return LinearWeights({}, packed)
 
-    def load(self, weights: LinearWeights, field: str, tensor: Whole, cut: Cut) -> None:
+    def load(self, weights: LinearWeights, field: str, tensor: LoadedWeight, cut: RankSlice) -> None:
         """Write the part into the panels, in the model's number format or quantized."""
         assert weights.packed is not None, "created by this method"
         part = cut.of(field, tensor)
         if field != "weight":
-            weights.packed.write_bias(cut.into, numbers(part))
-        elif isinstance(part, Steps) and self.format != "packed":
-            weights.packed.write_steps(cut.into, part.steps, part.scales)
+            weights.packed.write_bias(cut.into, dequantized(part))
+        elif isinstance(part, Int8Weight) and self.format != "packed":
+            weights.packed.write_int8(cut.into, part.steps, part.scales)
         else:
-            weights.packed.write(cut.into, numbers(part))
+            weights.packed.write(cut.into, dequantized(part))
 
     def pack(self, weights: LinearWeights) -> None:
         """Nothing: they came packed."""
@@ -200,35 +200,35 @@ class PackedLinear:
         """Look up the weights of outputs (N,)  ->  (N, I)."""
         return _linear(weights).rows(outputs)
 
-    def for_table(self) -> PackedLinear:
+    def for_table(self) -> PackedLinearMethod:
         """Hidden states that are scored keep their precision: only the table is rounded."""
-        return PackedLinear("int8") if self.format == "int8_dynamic" else self
+        return PackedLinearMethod("int8") if self.format == "int8_dynamic" else self
 
-    def exact(self) -> PackedLinear:
+    def exact(self) -> PackedLinearMethod:
         """Packed, and not rounded."""
-        return PackedLinear("packed")
+        return PackedLinearMethod("packed")
 
 
 METHODS: Mapping[str, LinearMethod] = {
-    "plain": PlainLinear(),
-    "packed": PackedLinear("packed"),
-    "int8": PackedLinear("int8"),
-    "int8_dynamic": PackedLinear("int8_dynamic"),
+    "plain": PlainLinearMethod(),
+    "packed": PackedLinearMethod("packed"),
+    "int8": PackedLinearMethod("int8"),
+    "int8_dynamic": PackedLinearMethod("int8_dynamic"),
 }
 """Every way, as `model.linear` names them."""
 
 
-def unfit(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a method of `METHODS` cannot run there, or None."""
     if name == "plain":
         return None
     if device.type != "cpu":
         return "it runs on the CPU only"
-    if dtype not in NUMBERS:
+    if dtype not in DTYPE_NAMES:
         return f"the CPU's own kernels do not compute in {str(dtype).removeprefix('torch.')}"
-    return extension.lacking()
+    return extension.unavailable_reason()
 
 
-def _linear(weights: LinearWeights) -> Linear:
+def _linear(weights: LinearWeights) -> CompiledLinear:
     assert weights.packed is not None, "created by this method"
     return weights.packed.linear

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.context import LatentManner
-from antiphon.layers.linear import ColumnLinear, Part, ReplicatedLinear, RowLinear, weight_sources
-from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.norm import NormSpec, norm_of
+from antiphon.layers.context import LatentAttentionParams
+from antiphon.layers.linear import ColumnLinear, LinearPart, ReplicatedLinear, RowLinear, weight_sources
+from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.norm import NormSpec, build_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.latent import LatentSizes
-    from antiphon.kernels.rotary import Rotary
-    from antiphon.layers.block import Site
+    from antiphon.kernels.rotary import RotarySpec
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearWeights
     from antiphon.layers.weights import WeightSource
@@ -66,8 +66,8 @@ class LatentSpec:
 
     sizes: LatentSizes
     scale: float
-    rotary: Rotary
-    neighbours: bool
+    rotary: RotarySpec
+    interleaved_rope: bool
     query_latent: int | None
     norm: NormSpec
     bias: bool = False
@@ -87,19 +87,19 @@ class LatentSpec:
 class LatentQueries:
     """Queries of all heads, by way of a bottleneck if there is one."""
 
-    def __init__(self, site: Site, spec: LatentSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, method, names = site.build, site.method, spec.names
         inputs, name = site.hidden, names.query
         self._down = self._norm = None
         if spec.query_latent is not None:
             inputs, name = spec.query_latent, names.query_up
-            down = site.named(names.query_down)
+            down = site.tensor_name(names.query_down)
             self._down = ReplicatedLinear(
                 down, site.hidden, inputs, bias=spec.bias, build=build, method=method
             )
-            self._norm = norm_of(spec.norm, site.named(names.query_norm), inputs, build)
+            self._norm = build_norm(spec.norm, site.tensor_name(names.query_norm), inputs, build)
         outputs = spec.sizes.heads * (spec.sizes.content + spec.sizes.position)
-        part = Part(site.named(name), outputs, build.tp.ranks)
+        part = LinearPart(site.tensor_name(name), outputs, build.tp.ranks)
         self._up = ColumnLinear(part.name, inputs, (part,), bias=False, build=build, method=method)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
@@ -121,16 +121,16 @@ class LatentQueries:
             self._down.pack()
 
 
-class LatentUp:
+class LatentUpProjection:
     """From a latent to the heads' keys and values, in both forms; a `LatentHeads`.
 
     The absorbed form multiplies by parts of the same weight, one head at a time and, for keys, the
     other way round; it keeps a copy of them.
     """
 
-    def __init__(self, site: Site, spec: LatentSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, method, sizes = site.build, site.method, spec.sizes
-        self._name, self._sizes = site.named(spec.names.up), sizes
+        self._name, self._sizes = site.tensor_name(spec.names.up), sizes
         self._tp, self._device = build.tp, build.device
         self._heads = build.share(sizes.heads, self._name)
         self._method = method = build.method((self._name,), method)
@@ -161,8 +161,8 @@ class LatentUp:
         """Its weight."""
         outputs = self._heads * self._per_head
         first = self._tp.rank * outputs
-        cut = Cut(slice(first, first + outputs), slice(None), into=0)
-        part = Part(self._name, self._sizes.heads * self._per_head, shards=1)
+        cut = RankSlice(slice(first, first + outputs), slice(None), into=0)
+        part = LinearPart(self._name, self._sizes.heads * self._per_head, shards=1)
         yield from weight_sources(
             part, self._sizes.latent, cut, self._build, self._method, self._weights
         )
@@ -177,7 +177,7 @@ class LatentUp:
             self._fill(self._restore[head], weight[self._sizes.content :])
 
     def _fill(self, weights: LinearWeights, weight: Tensor) -> None:
-        cut = Cut(slice(None), slice(None), into=0)
+        cut = RankSlice(slice(None), slice(None), into=0)
         self._exact.load(weights, "weight", weight.contiguous(), cut)
         self._exact.pack(weights)
 
@@ -194,30 +194,30 @@ class LatentAttention:
 
     operations = frozenset({"norm.rmsnorm", "attention.paged"})
 
-    def __init__(self, site: Site, spec: LatentSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: LatentSpec) -> None:
         build, names, sizes = site.build, spec.names, spec.sizes
         self._layer, self._spec = site.layer, spec
         self._heads = build.share(sizes.heads, site.name)
         self._query = LatentQueries(site, spec)
         self._down = ReplicatedLinear(
-            site.named(names.down),
+            site.tensor_name(names.down),
             site.hidden,
             sizes.head_size,
             bias=spec.bias,
             build=build,
             method=site.method,
         )
-        self._norm = norm_of(spec.norm, site.named(names.norm), sizes.latent, build)
-        self._up = LatentUp(site, spec)
+        self._norm = build_norm(spec.norm, site.tensor_name(names.norm), sizes.latent, build)
+        self._up = LatentUpProjection(site, spec)
         self._out = RowLinear(
-            site.named(names.out),
+            site.tensor_name(names.out),
             sizes.heads * sizes.value,
             site.hidden,
             bias=spec.bias,
             build=build,
             method=site.method,
         )
-        self._manner = LatentManner(scale=spec.scale, rotary=spec.rotary, heads=self._up)
+        self._manner = LatentAttentionParams(scale=spec.scale, rotary=spec.rotary, heads=self._up)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
@@ -250,6 +250,6 @@ class LatentAttention:
 
         Of the outputs and not of the weights: those may be rounded in blocks.
         """
-        if not self._spec.neighbours:
+        if not self._spec.interleaved_rope:
             return turned
         return torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.layers.linear import ColumnLinear, Part, RowLinear, Stored
+from antiphon.layers.linear import ColumnLinear, LinearPart, RowLinear, CheckpointLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.kernels.activation import Activation
-    from antiphon.kernels.cpu.linear import Linear
-    from antiphon.layers.block import Site
+    from antiphon.kernels.activation import ActivationKind
+    from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedSpec:
+class GatedMlpSpec:
     """down(activation(gate(x)) * up(x)).
 
     Attributes:
@@ -33,7 +33,7 @@ class GatedSpec:
     """
 
     width: int
-    activation: Activation = "silu"
+    activation: ActivationKind = "silu"
     bias: bool = False
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
@@ -45,21 +45,21 @@ class GatedSpec:
 class GatedMlp:
     """A gated block, gate and up as one linear."""
 
-    def __init__(self, site: Site, spec: GatedSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: GatedMlpSpec) -> None:
         build = site.build
         build.share(spec.width, f"{site.name}.mlp")
         names = (spec.gate, spec.up)
         fused = spec.gate == spec.up
         parts = tuple(
-            Part(
-                site.named(name),
+            LinearPart(
+                site.tensor_name(name),
                 spec.width,
                 build.tp.ranks,
-                Stored(first=place * spec.width, run=2 * spec.width) if fused else Stored(),
+                CheckpointLayout(first=place * spec.width, run=2 * spec.width) if fused else CheckpointLayout(),
             )
             for place, name in enumerate(names)
         )
-        self._activation: Activation = spec.activation
+        self._activation: ActivationKind = spec.activation
         self._scales = spec.scale_gate, spec.scale_out
         self._gate_up = ColumnLinear(
             f"{site.name}.mlp.gate_up",
@@ -71,7 +71,7 @@ class GatedMlp:
             halves=True,
         )
         self._down = RowLinear(
-            site.named(spec.down),
+            site.tensor_name(spec.down),
             spec.width,
             site.hidden,
             bias=spec.bias,
@@ -86,14 +86,14 @@ class GatedMlp:
         return frozenset({"activation.silu_mul" if silu else "activation.gate"})
 
     @property
-    def plain(self) -> bool:
+    def fusable(self) -> bool:
         """Whether its gate is the one that the CPU's own kernels know."""
         return self._activation == "silu" and self._scales == (1.0, 1.0)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> Tensor:
         """Transform x (T, hidden)  ->  (T, hidden)."""
         both = self._gate_up(ctx, x)
-        if self.plain:
+        if self.fusable:
             return self._down(ctx, ctx.ops.silu_mul(both))
         scale_gate, scale_out = self._scales
         if scale_gate != 1.0:
@@ -105,7 +105,7 @@ class GatedMlp:
         return y if scale_out == 1.0 else y * scale_out
 
     @property
-    def packed(self) -> tuple[Linear, Linear] | None:
+    def packed(self) -> tuple[CompiledLinear, CompiledLinear] | None:
         """Gate and up, and down, as the CPU's own kernels know them, if they do."""
         gate_up, down = self._gate_up.packed, self._down.packed
         return None if gate_up is None or down is None else (gate_up, down)
@@ -122,7 +122,7 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainSpec:
+class PlainMlpSpec:
     """down(activation(up(x))).
 
     Attributes:
@@ -133,7 +133,7 @@ class PlainSpec:
     """
 
     width: int
-    activation: Activation
+    activation: ActivationKind
     bias: bool = False
     transposed: bool = False
     up: str = "mlp.up_proj"
@@ -143,21 +143,21 @@ class PlainSpec:
 class PlainMlp:
     """Two linears with an activation between them."""
 
-    def __init__(self, site: Site, spec: PlainSpec) -> None:
-        stored = Stored(transposed=spec.transposed)
+    def __init__(self, site: LayerBuildContext, spec: PlainMlpSpec) -> None:
+        stored = CheckpointLayout(transposed=spec.transposed)
         ranks = site.build.tp.ranks
         site.build.share(spec.width, f"{site.name}.mlp")
-        self._activation: Activation = spec.activation
+        self._activation: ActivationKind = spec.activation
         self._up = ColumnLinear(
             f"{site.name}.mlp.up",
             site.hidden,
-            (Part(site.named(spec.up), spec.width, ranks, stored),),
+            (LinearPart(site.tensor_name(spec.up), spec.width, ranks, stored),),
             bias=spec.bias,
             build=site.build,
             method=site.method,
         )
         self._down = RowLinear(
-            site.named(spec.down),
+            site.tensor_name(spec.down),
             spec.width,
             site.hidden,
             bias=spec.bias,

@@ -10,8 +10,8 @@ import torch
 from antiphon.kernels.activation import sigmoid
 from antiphon.layers.experts import Experts, ExpertsSpec
 from antiphon.layers.linear import ReplicatedLinear
-from antiphon.layers.methods import Cut, LinearShape
-from antiphon.layers.mlp import GatedMlp, GatedSpec
+from antiphon.layers.methods import RankSlice, LinearShape
+from antiphon.layers.mlp import GatedMlp, GatedMlpSpec
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.routing import Routing
-    from antiphon.layers.block import Site
+    from antiphon.kernels.routing import RoutingSpec
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
 
 
@@ -38,12 +38,12 @@ class MoeSpec:
         shared_gate: Name of the linear whose sigmoid says how much of that counts; None: all.
     """
 
-    routing: Routing
+    routing: RoutingSpec
     experts: ExpertsSpec
     router: str = "mlp.gate"
     router_bias: bool = False
     correction: str | None = None
-    shared: GatedSpec | None = None
+    shared: GatedMlpSpec | None = None
     shared_gate: str | None = None
 
 
@@ -52,8 +52,8 @@ class Router:
 
     operations = frozenset({"moe.route"})
 
-    def __init__(self, site: Site, spec: MoeSpec) -> None:
-        self._spec, self._name = spec, site.named(spec.router)
+    def __init__(self, site: LayerBuildContext, spec: MoeSpec) -> None:
+        self._spec, self._name = spec, site.tensor_name(spec.router)
         self._size = (spec.experts.count, site.hidden)
         self._method = site.method.exact()
         wide = replace(site.build, dtype=torch.float32)
@@ -62,7 +62,7 @@ class Router:
         self._correction = self._correction_name = None
         if spec.correction is not None:
             self._correction = wide.empty(spec.experts.count)
-            self._correction_name = site.named(spec.correction)
+            self._correction_name = site.tensor_name(spec.correction)
 
     def __call__(self, ctx: ForwardContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose: x (T, D)  ->  experts (T, K) int64 and their shares (T, K) float32."""
@@ -83,7 +83,7 @@ class Router:
         self._method.pack(self._weights)
 
     def _source(self, field: str, size: tuple[int, ...]) -> WeightSource:
-        cut = Cut(slice(None), slice(None), into=0)
+        cut = RankSlice(slice(None), slice(None), into=0)
         return WeightSource(
             f"{self._name}.{field}",
             size,
@@ -94,14 +94,14 @@ class Router:
 class MixtureOfExperts:
     """A feed-forward part of many, of which each token meets a few. Axes: T tokens, D hidden."""
 
-    def __init__(self, site: Site, spec: MoeSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: MoeSpec) -> None:
         self._router = Router(site, spec)
         self._experts = Experts(site, spec.experts)
         self._shared = None if spec.shared is None else GatedMlp(site, spec.shared)
         self._gate = None
         if spec.shared_gate is not None:
             self._gate = ReplicatedLinear(
-                site.named(spec.shared_gate),
+                site.tensor_name(spec.shared_gate),
                 site.hidden,
                 1,
                 bias=False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from antiphon.layers.weights import Build, WeightSource, whole
+from antiphon.layers.weights import BuildContext, WeightSource, replicated_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ class Norm(Protocol):
         ...
 
 
-def norm_of(spec: NormSpec, name: str, size: int, build: Build) -> Norm:
+def build_norm(spec: NormSpec, name: str, size: int, build: BuildContext) -> Norm:
     """Build the norm that a spec describes; its tensors are `name`.weight and `name`.bias."""
     match spec.kind:
         case "rms":
@@ -74,7 +74,7 @@ class RmsNorm:
 
     operations = frozenset({"norm.rmsnorm", "norm.add_rmsnorm"})
 
-    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
+    def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
         self.eps = spec.eps
         self._affine = spec.affine
@@ -96,7 +96,7 @@ class RmsNorm:
     def sources(self) -> Iterator[WeightSource]:
         """Its weight."""
         if self._affine:
-            yield from whole(f"{self.name}.weight", self._weight)
+            yield from replicated_source(f"{self.name}.weight", self._weight)
 
 
 class WideRmsNorm:
@@ -104,7 +104,7 @@ class WideRmsNorm:
 
     operations = frozenset({"norm.rmsnorm_wide"})
 
-    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
+    def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
         self._eps = spec.eps
         self._plus = 1.0 if spec.kind == "rms_one_plus" else 0.0
@@ -135,7 +135,7 @@ class LayerNorm:
 
     operations = frozenset({"norm.layernorm"})
 
-    def __init__(self, spec: NormSpec, name: str, size: int, build: Build) -> None:
+    def __init__(self, spec: NormSpec, name: str, size: int, build: BuildContext) -> None:
         self.name = name
         self._eps = spec.eps
         self._weight = build.empty(size) if spec.affine else None
@@ -154,4 +154,4 @@ class LayerNorm:
         """Its weight and its bias."""
         for field, tensor in (("weight", self._weight), ("bias", self._bias)):
             if tensor is not None:
-                yield from whole(f"{self.name}.{field}", tensor)
+                yield from replicated_source(f"{self.name}.{field}", tensor)

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.block import Site
-    from antiphon.layers.linear import Part
+    from antiphon.layers.sublayer import LayerBuildContext
+    from antiphon.layers.linear import LinearPart
 
 
 class HeadVector:
     """A number of each head, kept in float32: this rank's heads."""
 
-    def __init__(self, site: Site, tensor: str, heads: int) -> None:
+    def __init__(self, site: LayerBuildContext, tensor: str, heads: int) -> None:
         tp = site.build.tp
-        share = site.build.share(heads, site.named(tensor))
+        share = site.build.share(heads, site.tensor_name(tensor))
         self.value = torch.empty(share, dtype=torch.float32, device=site.build.device)
-        self._name, self._heads = site.named(tensor), heads
+        self._name, self._heads = site.tensor_name(tensor), heads
         self._own = slice(tp.rank * share, (tp.rank + 1) * share)
 
     def sources(self) -> Iterator[WeightSource]:
@@ -39,13 +39,13 @@ class ShortConv:
     """The taps of a causal convolution whose channels are outputs of linears, side by side."""
 
     def __init__(
-        self, site: Site, tensor: str, taps: int, parts: tuple[Part, ...], *, bias: bool
+        self, site: LayerBuildContext, tensor: str, taps: int, parts: tuple[LinearPart, ...], *, bias: bool
     ) -> None:
         tp = site.build.tp
         channels = sum(part.piece() for part in parts)
         self.weight = site.build.empty(channels, taps)
         self.bias = site.build.empty(channels) if bias else None
-        self._name = site.named(tensor)
+        self._name = site.tensor_name(tensor)
         self._channels = sum(part.outputs for part in parts)
         starts = [part.start(tp.rank, tp.ranks) for part in parts]
         before = [sum(part.outputs for part in parts[:index]) for index in range(len(parts))]

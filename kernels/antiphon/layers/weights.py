@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.quantization.storage import Quantization, Storage
+    from antiphon.layers.quantization.storage import CheckpointQuantization, StorageLayout
     from antiphon.layers.tp import Tp
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ class WeightSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class BuildContext:
     """What every layer is built with: where its weights live, and which part of them.
 
     `quantization` says which linears the checkpoint stores otherwise than in plain numbers; unset:
@@ -56,15 +56,15 @@ class Build:
     tp: Tp
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization | None = None
+    quantization: CheckpointQuantization | None = None
     cache_dtype: torch.dtype | None = None
 
     @property
-    def kept(self) -> torch.dtype:
+    def kv_dtype(self) -> torch.dtype:
         """Number format of keys and values in the cache."""
         return self.cache_dtype or self.dtype
 
-    def storage(self, name: str) -> Storage | None:
+    def storage(self, name: str) -> StorageLayout | None:
         """How a linear of the checkpoint is stored; None: in plain numbers."""
         return None if self.quantization is None else self.quantization.storage(name)
 
@@ -89,7 +89,7 @@ class Build:
         return size // self.tp.ranks
 
 
-def whole(name: str, weight: Tensor) -> Iterator[WeightSource]:
+def replicated_source(name: str, weight: Tensor) -> Iterator[WeightSource]:
     """The source of a weight that every rank keeps whole."""
     yield WeightSource(name, tuple(weight.shape), lambda tensor: void(weight.copy_(tensor)))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from antiphon.detokenizer.incremental import Decode, IncrementalDecoder
-from antiphon.detokenizer.stop import Match, StopScanner
+from antiphon.detokenizer.stop import StopMatch, StopScanner
 from antiphon.detokenizer.thinking import ThinkingCounter
 from antiphon.wire.base import FinishReason
 from antiphon.wire.codec import id_count
@@ -29,7 +29,7 @@ PIECE_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ChoiceResult:
     """How a choice ended."""
 
     finish_reason: FinishReason
@@ -37,7 +37,7 @@ class End:
     error: ErrorReply | None = None
 
 
-class Choice:
+class ChoiceState:
     """The place where it is fixed which token is at which offset.
 
     Attributes:
@@ -50,10 +50,10 @@ class Choice:
     """
 
     def __init__(self, decode: Decode, stop: StopStrings, first: int = 0) -> None:
-        self.first = self.offset = self.settled = first
+        self.first = self.offset = self.emitted = first
         self.tokens = 0
         self.origins: tuple[Origin, ...] = ()
-        self.end: End | None = None
+        self.end: ChoiceResult | None = None
         self._details = DetailStore(first)
         self._decoder = IncrementalDecoder(decode, stop.skip_special_tokens)
         self._scanner = StopScanner(stop.strings, stop.include, stop.patterns)
@@ -85,9 +85,9 @@ class Choice:
             if self.end is not None:
                 self._details.truncate(self.offset)
             self.offset = self._details.end
-        self._settle()
+        self._update_emitted()
 
-    def come_from(self, worker: InstanceId, row: TokenRow) -> None:
+    def record_origin(self, worker: InstanceId, row: TokenRow) -> None:
         """Note where the tokens of a row come from, before they are accepted.
 
         A row that says nothing of it goes on where the one before it ended; one that has no new
@@ -111,23 +111,23 @@ class Choice:
         assert self.end is None, "a token after the end of its choice"
         self.offset += 1
         self.tokens += 1
-        self._show(self._decoder.push(token_id))
+        self._emit(self._decoder.push(token_id))
 
-    def finish(self, end: End) -> None:
+    def finish(self, end: ChoiceResult) -> None:
         """End the choice as the worker says, unless a stop string hides in what was held back."""
         if self.end is None:
-            self._show(self._decoder.flush())
+            self._emit(self._decoder.flush())
         if self.end is None:
             self._text += self._scanner.flush().encode()
             self.end = end
-        self._settle()
+        self._update_emitted()
 
-    def begins_at(self, text_offset: int, token_offset: int) -> bool:
+    def can_resume_at(self, text_offset: int, token_offset: int) -> bool:
         """Whether it may be told from here on: neither beyond our end, nor inside a character."""
-        inside = text_offset <= len(self._text) and self.first <= token_offset <= self.settled
+        inside = text_offset <= len(self._text) and self.first <= token_offset <= self.emitted
         return inside and self._border(text_offset) == text_offset
 
-    def pieces(self, text_offset: int) -> Iterator[tuple[int, str]]:
+    def text_chunks(self, text_offset: int) -> Iterator[tuple[int, str]]:
         """Yield the text beyond a byte offset as (offset, text); one piece at least, if empty."""
         while True:
             end = self._border(text_offset + PIECE_BYTES)
@@ -136,31 +136,31 @@ class Choice:
                 return
             text_offset = end
 
-    def detail_pieces(self, token_offset: int) -> Iterator[tuple[int, TokenDetails]]:
+    def token_output_chunks(self, token_offset: int) -> Iterator[tuple[int, TokenDetails]]:
         """Yield the details from a token offset on as (offset, details); one, if without tokens.
 
         They go as far as the text does.
         """
         step = max(1, PIECE_BYTES // max(1, self._details.token_bytes))
         while True:
-            end = min(self.settled, token_offset + step)
+            end = min(self.emitted, token_offset + step)
             yield token_offset, self._details.take(token_offset, end)
-            if end == self.settled:
+            if end == self.emitted:
                 return
             token_offset = end
 
-    def _settle(self) -> None:
+    def _update_emitted(self) -> None:
         if self.end is not None and self._thinking is not None:
             self._thinking.end(self.tokens)
-        if self.end is not None or not (self._decoder.holds or self._scanner.holds):
-            self.settled = self.offset
+        if self.end is not None or not (self._decoder.has_pending or self._scanner.has_pending):
+            self.emitted = self.offset
 
-    def _show(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if self._thinking is not None:
             self._thinking.push(text, self.tokens)
         shown = self._scanner.push(text)
-        if isinstance(shown, Match):
-            self.end = End(FinishReason.STOP, matched_stop=shown.stop)
+        if isinstance(shown, StopMatch):
+            self.end = ChoiceResult(FinishReason.STOP, matched_stop=shown.stop)
             shown = shown.text
         self._text += shown.encode()
 

@@ -44,7 +44,7 @@ class IncrementalDecoder:
         self._shown = ""  # what is out of the text of both
 
     @property
-    def holds(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether the text of some token is not out yet."""
         return bool(self._held)
 

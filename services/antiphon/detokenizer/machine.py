@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from antiphon.detokenizer.actions import Action, SendResend, SendStop, SendText
-from antiphon.detokenizer.choice import Choice, End
-from antiphon.detokenizer.request import Request
+from antiphon.detokenizer.choice import ChoiceState, ChoiceResult
+from antiphon.detokenizer.request import DetokenizerRequest
 from antiphon.detokenizer.texts import TokenTexts
 from antiphon.detokenizer.unfolding import Unfolding
 from antiphon.service.sequence import SeqSender
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPEAT_S = 0.5
+RESEND_INTERVAL_S = 0.5
 """How often the same thing is asked of a worker, as long as it does not heed."""
 FORGET_MS = 10_000
 """How long past its deadline a request is kept for an owner that has gone silent."""
@@ -62,7 +62,7 @@ class Reaction:
     actions: list[Action] = field(default_factory=list[Action])
     missing: bool = False
 
-    def say(self, gateway: Process, rows: Iterable[TextRow]) -> None:
+    def add_rows(self, gateway: Process, rows: Iterable[TextRow]) -> None:
         """Add rows to the gateway's next batches."""
         self.rows.setdefault(gateway, []).extend(rows)
 
@@ -87,7 +87,7 @@ class Detokenizer:
             tokens: What each token writes, where the tokenizer says so; see `TokenTexts`.
             our_time_ms: What our clock shows when that of a process shows a time.
         """
-        self.requests: dict[RequestId, Request] = {}
+        self.requests: dict[RequestId, DetokenizerRequest] = {}
         self._process = process
         self._decode = decode
         self._tokens = TokenTexts(decode, tokens)
@@ -96,11 +96,11 @@ class Detokenizer:
         self._seqs = SeqSender()
         self._unfolding = Unfolding()
         self._seen: dict[Process, int] = {}  # last seq of each worker's life
-        self._asked_at: dict[Process, float] = {}
-        self._owed: set[Process] = set()  # to be asked again, once that is not too soon
+        self._resend_requested_at: dict[Process, float] = {}
+        self._resend_pending: set[Process] = set()  # to be asked again, once that is not too soon
         self._refused_at: dict[tuple[RequestId, Attempt], float] = {}
         self._lists: dict[Process, int] = {}  # version of each owner's last list
-        self._gone: OrderedDict[Process, None] = OrderedDict()  # owners that have died
+        self._dead_owners: OrderedDict[Process, None] = OrderedDict()  # owners that have died
 
     @property
     def live(self) -> int:
@@ -118,7 +118,7 @@ class Detokenizer:
         self._seen[news.worker] = max(news.seq, last)
         batch = self._unfolding.batch(news)
         if batch is None:
-            return self._ask(news.worker, now)
+            return self._request_resend(news.worker, now)
         reaction = Reaction(missing=news.seq > last + 1)
         for row in batch.rows:
             try:
@@ -133,7 +133,7 @@ class Detokenizer:
                     log.exception("row failed", extra=extra)
                 self._fail(row, batch.worker, error, now, reaction)
         if reaction.missing:
-            reaction.actions += self._ask(batch.worker, now)
+            reaction.actions += self._request_resend(batch.worker, now)
         # A worker hears that a choice has stopped before its client hears the end: whoever asks the
         # worker afterwards finds it free.
         return [*reaction.actions, *self._batches(reaction)]
@@ -142,7 +142,7 @@ class Detokenizer:
         """Compare with the seq that a worker's heartbeat names: shows a lost tail."""
         if seq <= self._seen.get(worker, 0):
             return []
-        asked = self._ask(worker, now)
+        asked = self._request_resend(worker, now)
         if asked:
             # Reported once: a worker that has nothing to send again does not reaction.
             self._seen[worker] = seq
@@ -154,7 +154,7 @@ class Detokenizer:
         if open_list.version <= self._lists.get(owner, -1):
             return []
         self._lists[owner] = open_list.version
-        self._gone.pop(owner, None)
+        self._dead_owners.pop(owner, None)
         for request_id in open_list.closed:
             self._forget(request_id, owner)
         if not open_list.whole:
@@ -179,9 +179,9 @@ class Detokenizer:
                 told = place.token_offset if place else None
                 told = choice.first if told is None else told
                 # Elsewhere a gateway is only in another attempt's text: nothing to add to that.
-                if choice.begins_at(start, told):
+                if choice.can_resume_at(start, told):
                     request.origins_said.pop(index, None)
-                    reaction.say(resume.gateway, request.rows(index, start, told))
+                    reaction.add_rows(resume.gateway, request.rows(index, start, told))
         return sum(map(len, reaction.rows.values())), list(self._batches(reaction))
 
     def on_tick(self, now: float, unix_ms: int) -> list[Action]:
@@ -190,28 +190,28 @@ class Detokenizer:
             due_ms = self._our_time_ms(request.stream.deadline_unix_ms, request.owner)
             if unix_ms > due_ms + FORGET_MS:
                 del self.requests[request.id]
-        self._refused_at = {k: at for k, at in self._refused_at.items() if now - at < REPEAT_S}
-        return [action for worker in list(self._owed) for action in self._ask(worker, now)]
+        self._refused_at = {k: at for k, at in self._refused_at.items() if now - at < RESEND_INTERVAL_S}
+        return [action for worker in list(self._resend_pending) for action in self._request_resend(worker, now)]
 
-    def on_worker_gone(self, worker: Process) -> None:
+    def on_worker_died(self, worker: Process) -> None:
         """Forget the stream of a life that has ended."""
         self._seen.pop(worker, None)
         self._unfolding.forget(worker)
-        self._asked_at.pop(worker, None)
-        self._owed.discard(worker)
+        self._resend_requested_at.pop(worker, None)
+        self._resend_pending.discard(worker)
 
-    def on_owner_gone(self, owner: Process) -> list[Action]:
+    def on_owner_died(self, owner: Process) -> list[Action]:
         """Forget what nobody will read, and stop what still runs of it."""
         self._lists.pop(owner, None)
         # Its rows may still be under way: they must not begin its requests anew.
-        self._gone[owner] = None
-        if len(self._gone) > OWNERS_GONE_MAX:
-            self._gone.popitem(last=False)
+        self._dead_owners[owner] = None
+        if len(self._dead_owners) > OWNERS_GONE_MAX:
+            self._dead_owners.popitem(last=False)
         return [action for request in self._owned(owner) for action in self._drop(request)]
 
     def _find(
         self, row: TokenRow, worker: Process, now: float, reaction: Reaction
-    ) -> Request | None:
+    ) -> DetokenizerRequest | None:
         """Return the request that a row belongs to; None where the row cannot be used."""
         request = self.requests.get(row.request_id)
         if request is not None and row.attempt <= request.attempt:
@@ -220,32 +220,32 @@ class Detokenizer:
             reaction.actions += self._refuse(row, worker, now)
         elif row.stream is None:
             reaction.missing = True  # the row that begins the attempt was lost
-        elif row.stream.owner in self._gone:
+        elif row.stream.owner in self._dead_owners:
             pass  # its worker drops it too; should the owner only be late, it is sent again
         elif request is None and len(self.requests) >= self._requests_max:
             reaction.actions += self._refuse(row, worker, now)
             text = "the detokenizer holds as many requests as it may"
             full = Overloaded(text, retry_after_s=1.0)
-            reaction.say(row.stream.owner, [_ended(row, full)])
+            reaction.add_rows(row.stream.owner, [_ended(row, full)])
         else:
             return self._begin(row, row.stream, worker, now)
         return None
 
-    def _begin(self, row: TokenRow, stream: TokenStream, worker: Process, now: float) -> Request:
+    def _begin(self, row: TokenRow, stream: TokenStream, worker: Process, now: float) -> DetokenizerRequest:
         """Start an attempt. One that continues the current one keeps its ids and text."""
         previous = self.requests.get(row.request_id)
         if previous is not None and stream.continues == previous.attempt:
             choices = previous.choices
         else:
             first = stream.details_from or 0
-            choices = {i: Choice(self._decode, stream.stop, first) for i in range(stream.choices)}
-        request = Request(
+            choices = {i: ChoiceState(self._decode, stream.stop, first) for i in range(stream.choices)}
+        request = DetokenizerRequest(
             row.request_id, stream, row.attempt, worker, choices, self._tokens, listed_at=now
         )
         self.requests[row.request_id] = request
         return request
 
-    def _accept(self, request: Request, row: TokenRow, now: float, reaction: Reaction) -> None:
+    def _accept(self, request: DetokenizerRequest, row: TokenRow, now: float, reaction: Reaction) -> None:
         """Take what is new of a row, and say its text."""
         if request.error is not None:
             reaction.actions += self._refuse(row, request.worker, now)
@@ -260,16 +260,16 @@ class Detokenizer:
         if row.offset > choice.offset:
             reaction.missing = True
             return
-        shown, told = choice.text_bytes, choice.settled
-        choice.come_from(request.worker.instance, row)
+        shown, told = choice.text_bytes, choice.emitted
+        choice.record_origin(request.worker.instance, row)
         choice.accept(row.offset, unpack_ids(row.token_ids), row.details)
         if choice.end is not None:
             reaction.actions += self._stop(request, row.choice, now)
         if row.finish_reason is not None:
-            choice.finish(End(row.finish_reason, row.matched_stop, row.error))
-        tells = request.stream.details_from is not None and choice.settled > told
+            choice.finish(ChoiceResult(row.finish_reason, row.matched_stop, row.error))
+        tells = request.stream.details_from is not None and choice.emitted > told
         if choice.text_bytes > shown or tells or choice.end is not None:
-            reaction.say(request.owner, request.rows(row.choice, shown, told))
+            reaction.add_rows(request.owner, request.rows(row.choice, shown, told))
 
     def _fail(
         self, row: TokenRow, worker: Process, error: Exception, now: float, reaction: Reaction
@@ -279,9 +279,9 @@ class Detokenizer:
         request = self.requests.get(row.request_id)
         if request is not None and request.attempt == row.attempt:
             request.error = encode_error(told)
-            reaction.say(request.owner, request.rows(row.choice, 0, 0))
+            reaction.add_rows(request.owner, request.rows(row.choice, 0, 0))
         elif row.stream is not None:
-            reaction.say(row.stream.owner, [_ended(row, told)])
+            reaction.add_rows(row.stream.owner, [_ended(row, told)])
         reaction.actions += self._refuse(row, worker, now)
 
     def _batches(self, reaction: Reaction) -> Iterator[SendText]:
@@ -296,13 +296,13 @@ class Detokenizer:
                     )
                 )
 
-    def _ask(self, worker: Process, now: float) -> list[Action]:
+    def _request_resend(self, worker: Process, now: float) -> list[Action]:
         """Ask for everything beyond what we have of this worker's requests."""
-        if now - self._asked_at.get(worker, -REPEAT_S) < REPEAT_S:
-            self._owed.add(worker)
+        if now - self._resend_requested_at.get(worker, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
+            self._resend_pending.add(worker)
             return []
-        self._owed.discard(worker)
-        self._asked_at[worker] = now
+        self._resend_pending.discard(worker)
+        self._resend_requested_at[worker] = now
         places = tuple(
             TokenPlace(request_id=request.id, choice=index, offset=choice.offset)
             for request in self.requests.values()
@@ -312,9 +312,9 @@ class Detokenizer:
         resend = ResendTokens(worker=worker, detokenizer=self._process, places=places)
         return [SendResend(worker.instance, resend)]
 
-    def _stop(self, request: Request, index: int, now: float) -> list[Action]:
+    def _stop(self, request: DetokenizerRequest, index: int, now: float) -> list[Action]:
         """Tell the worker where a choice has ended here."""
-        if now - request.stopped_at.get(index, -REPEAT_S) < REPEAT_S:
+        if now - request.stopped_at.get(index, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
         request.stopped_at[index] = now
         stop = StopChoice(
@@ -329,13 +329,13 @@ class Detokenizer:
     def _refuse(self, row: TokenRow, worker: Process, now: float) -> list[Action]:
         """Stop an attempt that is superseded, or that there is no room for."""
         key = (row.request_id, row.attempt)
-        if now - self._refused_at.get(key, -REPEAT_S) < REPEAT_S:
+        if now - self._refused_at.get(key, -RESEND_INTERVAL_S) < RESEND_INTERVAL_S:
             return []
         self._refused_at[key] = now
         stop = StopChoice(request_id=row.request_id, attempt=row.attempt, detokenizer=self._process)
         return [SendStop(worker.instance, stop)]
 
-    def _drop(self, request: Request) -> list[Action]:
+    def _drop(self, request: DetokenizerRequest) -> list[Action]:
         """Forget a request whose owner does not want it, stopping it if it runs."""
         del self.requests[request.id]
         if request.ended:
@@ -348,7 +348,7 @@ class Detokenizer:
         if request is not None and request.owner == owner:
             del self.requests[request_id]
 
-    def _owned(self, owner: Process) -> list[Request]:
+    def _owned(self, owner: Process) -> list[DetokenizerRequest]:
         return [request for request in self.requests.values() if request.owner == owner]
 
 

@@ -12,7 +12,7 @@ from antiphon.wire.text import TextRow
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from antiphon.detokenizer.choice import Choice
+    from antiphon.detokenizer.choice import ChoiceState
     from antiphon.detokenizer.texts import TokenTexts
     from antiphon.wire.errors import ErrorReply
     from antiphon.wire.ids import RequestId
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Request:
+class DetokenizerRequest:
     """A live request, or one that has ended and is not forgotten yet.
 
     Attributes:
@@ -36,7 +36,7 @@ class Request:
     stream: TokenStream
     attempt: Attempt
     worker: Process
-    choices: dict[int, Choice]
+    choices: dict[int, ChoiceState]
     tokens: TokenTexts
     listed_at: float
     stopped_at: dict[int, float] = field(default_factory=dict[int, float])
@@ -83,12 +83,12 @@ class Request:
             )
             return
         choice = self.choices[index]
-        texts = list(choice.pieces(text_start))
+        texts = list(choice.text_chunks(text_start))
         pieces = self._detail_pieces(choice, token_start)
         texts += [(choice.text_bytes, "")] * (len(pieces) - len(texts))
         # Each row says how far the details go, so that whoever has the end sees what it lacks.
         if pieces:
-            rest = DetailPiece(offset=choice.settled, details=TokenDetails())
+            rest = DetailPiece(offset=choice.emitted, details=TokenDetails())
             pieces += [rest] * (len(texts) - len(pieces))
         for number, (text_offset, text) in enumerate(texts):
             end = choice.end if number == len(texts) - 1 else None
@@ -107,7 +107,7 @@ class Request:
                 error=end.error if end else None,
             )
 
-    def _origins(self, index: int, choice: Choice) -> tuple[Origin, ...]:
+    def _origins(self, index: int, choice: ChoiceState) -> tuple[Origin, ...]:
         """The origins, if there is one more than was said, or nothing more will be."""
         origins = choice.origins
         if self.origins_said.get(index) == len(origins) and choice.end is None:
@@ -115,12 +115,12 @@ class Request:
         self.origins_said[index] = len(origins)
         return origins
 
-    def _detail_pieces(self, choice: Choice, token_start: int) -> list[DetailPiece]:
+    def _detail_pieces(self, choice: ChoiceState, token_start: int) -> list[DetailPiece]:
         if self.stream.details_from is None:
             return []
         return [
             self._detail_piece(offset, details)
-            for offset, details in choice.detail_pieces(token_start)
+            for offset, details in choice.token_output_chunks(token_start)
         ]
 
     def _detail_piece(self, offset: int, details: TokenDetails) -> DetailPiece:
@@ -132,5 +132,5 @@ class Request:
             offset=offset,
             details=details,
             texts=self.tokens.texts(ids),
-            written=self.tokens.written(ids, skips_special=stop.skip_special_tokens),
+            written=self.tokens.token_bytes(ids, skips_special=stop.skip_special_tokens),
         )

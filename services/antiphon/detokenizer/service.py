@@ -55,7 +55,7 @@ class DetokenizerService:
         """Load the tokenizer, then keep time: what is owed, and what is overdue."""
         folder = await asyncio.to_thread(tokenizer_folder, self._settings)
         tokenizer = await asyncio.to_thread(open_tokenizer, folder)
-        tokens = await asyncio.to_thread(_written, folder)
+        tokens = await asyncio.to_thread(_read_token_bytes, folder)
 
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
             return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -128,9 +128,9 @@ class DetokenizerService:
         process, now = peer.process, self._runtime.clock.now()
         match change, peer.beat.role:
             case Change.DIED, Role.WORKER:
-                self._machine.on_worker_gone(process)
+                self._machine.on_worker_died(process)
             case Change.DIED, Role.GATEWAY:
-                self._do(self._machine.on_owner_gone(process))
+                self._do(self._machine.on_owner_died(process))
             case _, Role.WORKER:
                 for stream in peer.beat.streams:
                     if stream.receiver == self._runtime.process.instance:
@@ -180,7 +180,7 @@ class DetokenizerService:
                 log.exception("tick failed")
 
 
-def _written(folder: Path) -> Sequence[bytes]:
+def _read_token_bytes(folder: Path) -> Sequence[bytes]:
     """What each token writes; nothing if the tokenizer does not say so."""
     try:
         return read_vocabulary(folder).tokens

@@ -10,7 +10,7 @@ from antiphon.wire.tokens import TokenStep
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from antiphon.detokenizer.request import Request
+    from antiphon.detokenizer.request import DetokenizerRequest
     from antiphon.wire.ids import RequestId
     from antiphon.wire.tokens import TokenNews
 
@@ -32,7 +32,7 @@ class TextSpans:
             opened = span("detokenizer.text", stream.traceparent, request_id=row.request_id)
             self._open[row.request_id] = opened.start()
 
-    def end(self, requests: Mapping[RequestId, Request]) -> None:
+    def end(self, requests: Mapping[RequestId, DetokenizerRequest]) -> None:
         """End the spans of requests that have ended, or are not held any more."""
         if not self._open:
             return

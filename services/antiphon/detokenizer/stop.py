@@ -8,7 +8,7 @@ from antiphon.wire.patterns import Follower, automaton
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class StopMatch:
     """A stop was found. `text` is what may still be shown before the end."""
 
     stop: str
@@ -28,11 +28,11 @@ class StopScanner:
         self._held_at = 0  # where it begins in the whole text
 
     @property
-    def holds(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether some text is held back."""
         return bool(self._held)
 
-    def push(self, text: str) -> str | Match:
+    def push(self, text: str) -> str | StopMatch:
         """Take more text; return what may be shown, or the earliest match.
 
         Of two stops that begin at the same place, the one named first in the request wins, and a
@@ -46,8 +46,8 @@ class StopScanner:
         if places:
             start, end, stop = min(places, key=lambda place: place[0])
             self._held = ""
-            return Match(stop, text[: end if self._include else start])
-        held = max((overlap(text, stop) for stop in self._strings), default=0)
+            return StopMatch(stop, text[: end if self._include else start])
+        held = max((partial_match_length(text, stop) for stop in self._strings), default=0)
         end_at = self._held_at + len(text)
         begun = (end_at - follower.held_from for _, follower in self._patterns)
         held = max(held, *begun, 0)
@@ -75,7 +75,7 @@ class StopScanner:
         ]
 
 
-def overlap(text: str, stop: str) -> int:
+def partial_match_length(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

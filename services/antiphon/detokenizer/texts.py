@@ -37,7 +37,7 @@ class TokenTexts:
         """The text of each, special tokens included."""
         return {token: self._text(token) for token in ids}
 
-    def written(self, ids: Iterable[int], *, skips_special: bool) -> dict[int, bytes]:
+    def token_bytes(self, ids: Iterable[int], *, skips_special: bool) -> dict[int, bytes]:
         """The bytes of those that write something else than their text by itself."""
         told: dict[int, bytes] = {}
         for token in ids:

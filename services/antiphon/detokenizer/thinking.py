@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from antiphon.detokenizer.stop import overlap
+from antiphon.detokenizer.stop import partial_match_length
 from antiphon.wire.thinking import SPACE_MAX
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ThinkingCounter:
             pass
         self.tokens = self._counted
         if self._thinks:
-            unsure = max((overlap(self._text, cut) for cut in self._marks.cuts), default=0)
+            unsure = max((partial_match_length(self._text, cut) for cut in self._marks.cuts), default=0)
             self.tokens += self._reach(self._at + len(self._text) - unsure) - self._from
 
     def end(self, tokens: int) -> None:
@@ -61,7 +61,7 @@ class ThinkingCounter:
         places = [(self._text.find(mark), mark) for mark in (marks.end, *marks.cuts)]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is None:
-            self._drop(len(self._text) - max(overlap(self._text, mark) for _, mark in places))
+            self._drop(len(self._text) - max(partial_match_length(self._text, mark) for _, mark in places))
             return False
         place, mark = found
         stop = place + len(mark) if mark == marks.end else place
@@ -77,7 +77,7 @@ class ThinkingCounter:
         if self._marks.again:
             place = self._text.find(begin)
             if place < 0:
-                self._drop(len(self._text) - overlap(self._text, begin))
+                self._drop(len(self._text) - partial_match_length(self._text, begin))
                 return False
             self._drop(place)
             # The token that has ended the thinking before may begin this, too.

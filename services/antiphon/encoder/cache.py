@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Embedding:
+class CachedEmbedding:
     """What a tower says of one image.
 
     Attributes:
@@ -32,21 +32,21 @@ class EmbeddingCache:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._embeddings: OrderedDict[bytes, Embedding] = OrderedDict()
+        self._embeddings: OrderedDict[bytes, CachedEmbedding] = OrderedDict()
         self.bytes_held = 0
         self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._embeddings)
 
-    def get(self, digest: bytes) -> Embedding | None:
+    def get(self, digest: bytes) -> CachedEmbedding | None:
         """Return an embedding, which is the most recently used one now."""
         embedding = self._embeddings.get(digest)
         if embedding is not None:
             self._embeddings.move_to_end(digest)
         return embedding
 
-    def put(self, digest: bytes, embedding: Embedding) -> None:
+    def put(self, digest: bytes, embedding: CachedEmbedding) -> None:
         """Keep an embedding, if it fits at all, in place of the least recently used ones."""
         if len(embedding.data) > self._bytes_max or digest in self._embeddings:
             return

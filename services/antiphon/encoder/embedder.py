@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor, Future
 
-    from antiphon.encoder.cache import Embedding, EmbeddingCache
+    from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _EmbedJob:
     """One image that is embedded, or waits for that, and how many wait for it."""
 
-    work: Future[Embedding]
-    result: asyncio.Future[Embedding]
+    work: Future[CachedEmbedding]
+    result: asyncio.Future[CachedEmbedding]
     waiting: int = 0
 
 
@@ -32,16 +32,16 @@ class Embedder:
 
     def __init__(
         self,
-        embed: Callable[[bytes | bytearray], Embedding],
+        embed: Callable[[bytes | bytearray], CachedEmbedding],
         cache: EmbeddingCache,
         thread: Executor,
     ) -> None:
         self._embed = embed
         self._cache = cache
         self._thread = thread
-        self._jobs: dict[bytes, _Job] = {}
+        self._jobs: dict[bytes, _EmbedJob] = {}
 
-    async def embed(self, digest: bytes, image: bytes | bytearray) -> Embedding:
+    async def embed(self, digest: bytes, image: bytes | bytearray) -> CachedEmbedding:
         """Return the embedding of an image whose SHA-256 is `digest`.
 
         Whoever is cancelled takes only its own wait away. An image for which nobody waits any more
@@ -62,12 +62,12 @@ class Embedder:
             if not job.waiting and job.work.cancel():
                 self._forget(digest, job)
 
-    def _begin(self, digest: bytes, image: bytes | bytearray) -> _Job:
+    def _begin(self, digest: bytes, image: bytes | bytearray) -> _EmbedJob:
         work = self._thread.submit(self._embed, image)
-        job = _Job(work, asyncio.wrap_future(work))
+        job = _EmbedJob(work, asyncio.wrap_future(work))
         self._jobs[digest] = job
 
-        def done(result: asyncio.Future[Embedding]) -> None:
+        def done(result: asyncio.Future[CachedEmbedding]) -> None:
             self._forget(digest, job)
             # Asking for the exception marks it as seen, where nobody waits for it any more.
             if not result.cancelled() and result.exception() is None:
@@ -76,6 +76,6 @@ class Embedder:
         job.result.add_done_callback(done)
         return job
 
-    def _forget(self, digest: bytes, job: _Job) -> None:
+    def _forget(self, digest: bytes, job: _EmbedJob) -> None:
         if self._jobs.get(digest) is job:
             del self._jobs[digest]

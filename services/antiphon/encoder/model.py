@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.config.device import this_device
-from antiphon.encoder.cache import Embedding
+from antiphon.encoder.cache import CachedEmbedding
 from antiphon.encoder.preprocess import Preprocessor
-from antiphon.encoder.recipe import read_recipe
+from antiphon.encoder.preprocessor_config import read_preprocessor_config
 from antiphon.encoder.spec import read_spec
-from antiphon.encoder.tower import Tower
+from antiphon.encoder.tower import VisionTower
 from antiphon.encoder.weights import read_weights
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class VisionModel:
     """Preprocessing and tower as one. Blocks; belongs in one thread."""
 
-    def __init__(self, preprocessor: Preprocessor, tower: Tower) -> None:
+    def __init__(self, preprocessor: Preprocessor, tower: VisionTower) -> None:
         self._preprocess = preprocessor
         self._tower = tower
 
@@ -32,7 +32,7 @@ class VisionModel:
         """Bytes of every embedding."""
         return self._tower.spec.tokens * self._tower.spec.hidden * 4
 
-    def embed(self, image: bytes | bytearray) -> Embedding:
+    def embed(self, image: bytes | bytearray) -> CachedEmbedding:
         """Embed an encoded image.
 
         Raises:
@@ -43,7 +43,7 @@ class VisionModel:
         (embedding,) = self._tower(pixels[None])  # (T, C)
         data = embedding.numpy().astype("<f4", copy=False).tobytes()
         tokens, hidden = embedding.shape
-        return Embedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
+        return CachedEmbedding(data, tokens, hidden, checksum=hashlib.sha256(data).digest())
 
 
 def open_model(settings: Settings) -> VisionModel:
@@ -55,7 +55,7 @@ def open_model(settings: Settings) -> VisionModel:
     torch.set_num_threads(settings.model.threads or this_device().cores)
     folder = Path(settings.encoder.model_path).expanduser()
     spec = read_spec(folder)
-    recipe = read_recipe(folder, spec)
-    tower = Tower(spec, read_weights(folder, spec))
+    recipe = read_preprocessor_config(folder, spec)
+    tower = VisionTower(spec, read_weights(folder, spec))
     preprocessor = Preprocessor(recipe, pixels_max=settings.encoder.pixels_max)
     return VisionModel(preprocessor, tower)

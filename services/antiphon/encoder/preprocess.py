@@ -15,7 +15,7 @@ from antiphon.wire.errors import InvalidRequest, RequestTooLarge
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from antiphon.encoder.recipe import Recipe
+    from antiphon.encoder.preprocessor_config import PreprocessorConfig
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What the web shows. Every other decoder of Pillow stays out of reach of strangers."""
@@ -47,7 +47,7 @@ class Preprocessor:
         pixels_max: Most pixels of an image, as it comes and as it is scaled.
     """
 
-    def __init__(self, recipe: Recipe, *, pixels_max: int) -> None:
+    def __init__(self, recipe: PreprocessorConfig, *, pixels_max: int) -> None:
         self._recipe = recipe
         self._pixels_max = pixels_max
         self._mean = np.array(recipe.mean, dtype=np.float32)

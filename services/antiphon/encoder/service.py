@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.cache import Embedding, EmbeddingCache
+from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
 from antiphon.encoder.metrics import EncoderMetrics
 from antiphon.service.deadline import check
@@ -62,7 +62,7 @@ class EncoderService:
                 self._cache = EmbeddingCache(self._config.cache_bytes_max)
                 self._metrics = EncoderMetrics(runtime.metrics, self._cache)
 
-                def embed(image: bytes | bytearray) -> Embedding:
+                def embed(image: bytes | bytearray) -> CachedEmbedding:
                     with self._metrics.embed_seconds.time():
                         return model.embed(image)
 
@@ -94,13 +94,13 @@ class EncoderService:
         self._in_flight += 1
         try:
             async with asyncio.timeout(left_s):
-                return await self._answer(request, left_s)
+                return await self._embed(request, left_s)
         except TimeoutError:
             raise DeadlineExceeded("the image was not embedded in time") from None
         finally:
             self._in_flight -= 1
 
-    async def _answer(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
+    async def _embed(self, request: EncodeImage, left_s: float) -> ImageEmbedding:
         digest = _digest(request)
         self._metrics.looked_up.inc()
         embedding = self._cache.get(digest)
@@ -128,7 +128,7 @@ class EncoderService:
             raise RequestTooLarge.of(size_bytes=len(request.image), bytes_max=bytes_max)
         return request.image
 
-    def _claim(self, embedding: Embedding) -> Claim:
+    def _claim(self, embedding: CachedEmbedding) -> Claim:
         """Let an embedding wait, once for all who ask within half of the time that it waits."""
         claim, wait_s = embedding.claim, self._config.claim_s
         if claim is None or claim.expires_unix_ms < self._runtime.clock.unix_ms() + wait_s * 500:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 Size = Annotated[int, Meta(ge=1)]
 
 
-class Family(StrEnum):
+class VisionFamily(StrEnum):
     """The two architectures, which differ in a few places of the tower."""
 
     CLIP = "clip"
     SIGLIP = "siglip"
 
 
-class Activation(StrEnum):
+class VisionActivation(StrEnum):
     """Of the feed-forward layers, under the names that config.json uses."""
 
     QUICK_GELU = "quick_gelu"
@@ -33,17 +33,17 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TowerSpec:
+class VisionTowerSpec:
     """The shape of a tower."""
 
-    family: Family
+    family: VisionFamily
     hidden: int
     intermediate: int
     layers: int
     heads: int
     image_size: int
     patch_size: int
-    activation: Activation
+    activation: VisionActivation
     norm_eps: float
 
     @property
@@ -54,10 +54,10 @@ class TowerSpec:
     @property
     def tokens(self) -> int:
         """Rows of the embedding: the patches, and the class token that CLIP puts before them."""
-        return self.patches + (self.family is Family.CLIP)
+        return self.patches + (self.family is VisionFamily.CLIP)
 
 
-def read_spec(folder: Path) -> TowerSpec:
+def read_spec(folder: Path) -> VisionTowerSpec:
     """Read the config.json of a vision model, or of a model of both text and images.
 
     Raises:
@@ -85,7 +85,7 @@ def read_spec(folder: Path) -> TowerSpec:
         raise ConfigError(
             f"{file}: patch_size = {config.patch_size} exceeds image_size = {config.image_size}"
         )
-    return TowerSpec(
+    return VisionTowerSpec(
         family=family,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -116,7 +116,7 @@ class _Clip(msgspec.Struct):
     image_size: Size = 224
     patch_size: Size = 32
     num_channels: Annotated[int, Meta(ge=3, le=3)] = 3
-    hidden_act: Activation = Activation.QUICK_GELU
+    hidden_act: VisionActivation = VisionActivation.QUICK_GELU
     layer_norm_eps: float = 1e-5
 
 
@@ -124,14 +124,14 @@ class _Siglip(_Clip):
     """What is not written in the file is what SigLIP's authors chose."""
 
     patch_size: Size = 16
-    hidden_act: Activation = Activation.GELU_TANH
+    hidden_act: VisionActivation = VisionActivation.GELU_TANH
     layer_norm_eps: float = 1e-6
 
 
-_KINDS: dict[str, tuple[Family, type[_Clip], bool]] = {
-    "clip_vision_model": (Family.CLIP, _Clip, False),
-    "clip": (Family.CLIP, _Clip, True),
-    "siglip_vision_model": (Family.SIGLIP, _Siglip, False),
-    "siglip": (Family.SIGLIP, _Siglip, True),
+_KINDS: dict[str, tuple[VisionFamily, type[_Clip], bool]] = {
+    "clip_vision_model": (VisionFamily.CLIP, _Clip, False),
+    "clip": (VisionFamily.CLIP, _Clip, True),
+    "siglip_vision_model": (VisionFamily.SIGLIP, _Siglip, False),
+    "siglip": (VisionFamily.SIGLIP, _Siglip, True),
 }
 """By `model_type`: what it is, how it is read, and whether the tower is in `vision_config`."""

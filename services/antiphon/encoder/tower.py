@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its name in every torch program
 from torch import Tensor
 
-from antiphon.encoder.spec import Activation, TowerSpec
+from antiphon.encoder.spec import VisionActivation, VisionTowerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class VisionLayerWeights:
     """The weights of one layer. Query, key and value are one linear, (3 C, C)."""
 
     norm1: Affine
@@ -43,7 +43,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class TowerWeights:
+class VisionTowerWeights:
     """All weights. The first three that may be unset tell CLIP (a class token) from SigLIP.
 
     Attributes:
@@ -59,7 +59,7 @@ class TowerWeights:
     class_token: Tensor | None
     positions: Tensor
     norm_before: Affine | None
-    layers: tuple[Layer, ...]
+    layers: tuple[VisionLayerWeights, ...]
     norm_after: Affine | None
 
 
@@ -68,17 +68,17 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.QUICK_GELU: quick_gelu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+ACTIVATIONS: dict[VisionActivation, Callable[[Tensor], Tensor]] = {
+    VisionActivation.QUICK_GELU: quick_gelu,
+    VisionActivation.GELU: F.gelu,
+    VisionActivation.GELU_TANH: partial(F.gelu, approximate="tanh"),
 }
 
 
-class Tower:
+class VisionTower:
     """Turns pixels into one embedding a token, as `last_hidden_state` of the original models."""
 
-    def __init__(self, spec: TowerSpec, weights: TowerWeights) -> None:
+    def __init__(self, spec: VisionTowerSpec, weights: VisionTowerWeights) -> None:
         self.spec = spec
         self._weights = weights
         self._activation = ACTIVATIONS[spec.activation]
@@ -96,13 +96,13 @@ class Tower:
             x = self._norm(x, weights.norm_before)
         for layer in weights.layers:
             x = x + self._attend(self._norm(x, layer.norm1), layer)
-            x = x + self._think(self._norm(x, layer.norm2), layer)
+            x = x + self._mlp(self._norm(x, layer.norm2), layer)
         return x if weights.norm_after is None else self._norm(x, weights.norm_after)
 
     def _norm(self, x: Tensor, norm: Affine) -> Tensor:
         return F.layer_norm(x, (self.spec.hidden,), norm.weight, norm.bias, self.spec.norm_eps)
 
-    def _attend(self, x: Tensor, layer: Layer) -> Tensor:
+    def _attend(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
         """Let every token attend to every token: (B, T, C)  ->  (B, T, C)."""
         qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
         split = qkv.view(len(x), self.spec.tokens, 3, self.spec.heads, -1)  # (B, T, 3, N, D)
@@ -110,6 +110,6 @@ class Tower:
         mixed = F.scaled_dot_product_attention(q, k, v)
         return F.linear(mixed.transpose(1, 2).flatten(2), layer.out.weight, layer.out.bias)
 
-    def _think(self, x: Tensor, layer: Layer) -> Tensor:
+    def _mlp(self, x: Tensor, layer: VisionLayerWeights) -> Tensor:
         wide = self._activation(F.linear(x, layer.up.weight, layer.up.bias))
         return F.linear(wide, layer.down.weight, layer.down.bias)

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.spec import Family, TowerSpec
-from antiphon.encoder.tower import Affine, Layer, TowerWeights
+from antiphon.encoder.spec import VisionFamily, VisionTowerSpec
+from antiphon.encoder.tower import Affine, VisionLayerWeights, VisionTowerWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ INNER = "vision_model."
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def read_weights(folder: Path, spec: TowerSpec) -> TowerWeights:
+def read_weights(folder: Path, spec: VisionTowerSpec) -> VisionTowerWeights:
     """Read a tower, as float32; what else the files hold (text, projections, heads) is left.
 
     Raises:
@@ -36,7 +36,7 @@ def read_weights(folder: Path, spec: TowerSpec) -> TowerWeights:
         return _read(_Checkpoint(files, open_files), spec)
 
 
-class _File(Protocol):
+class _OpenSafetensors(Protocol):
     """An open safetensors file, which the package does not describe to type checkers."""
 
     def keys(self) -> list[str]: ...
@@ -48,7 +48,7 @@ class _Checkpoint:
     """Tensors by name, in whichever file."""
 
     def __init__(self, files: list[Path], open_files: ExitStack) -> None:
-        self._homes: dict[str, tuple[Path, _File]] = {}
+        self._homes: dict[str, tuple[Path, _OpenSafetensors]] = {}
         for file in files:
             try:
                 opened = cast("_File", open_files.enter_context(safe_open(file, framework="pt")))
@@ -58,7 +58,7 @@ class _Checkpoint:
         self._folder = files[0].parent
         self._prefix = INNER if any(name.startswith(INNER) for name in self._homes) else ""
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def read(self, name: str, *shape: int) -> Tensor:
         """Read one tensor of the tower."""
         name = self._prefix + name
         if name not in self._homes:
@@ -73,14 +73,14 @@ class _Checkpoint:
 
     def affine(self, name: str, *shape: int) -> Affine:
         """Read a weight and its bias, which is as long as the weight's first axis."""
-        return Affine(self.take(f"{name}.weight", *shape), self.take(f"{name}.bias", shape[0]))
+        return Affine(self.read(f"{name}.weight", *shape), self.read(f"{name}.bias", shape[0]))
 
 
-def _read(checkpoint: _Checkpoint, spec: TowerSpec) -> TowerWeights:
-    clip = spec.family is Family.CLIP
+def _read(checkpoint: _Checkpoint, spec: VisionTowerSpec) -> VisionTowerWeights:
+    clip = spec.family is VisionFamily.CLIP
     hidden, patch = spec.hidden, spec.patch_size
-    take, affine = checkpoint.take, checkpoint.affine
-    return TowerWeights(
+    take, affine = checkpoint.read, checkpoint.affine
+    return VisionTowerWeights(
         patch=take("embeddings.patch_embedding.weight", hidden, 3, patch, patch),
         patch_bias=None if clip else take("embeddings.patch_embedding.bias", hidden),
         class_token=take("embeddings.class_embedding", hidden) if clip else None,
@@ -92,10 +92,10 @@ def _read(checkpoint: _Checkpoint, spec: TowerSpec) -> TowerWeights:
     )
 
 
-def _layer(checkpoint: _Checkpoint, name: str, spec: TowerSpec) -> Layer:
+def _layer(checkpoint: _Checkpoint, name: str, spec: VisionTowerSpec) -> VisionLayerWeights:
     hidden, wide, affine = spec.hidden, spec.intermediate, checkpoint.affine
     q, k, v = (affine(f"{name}.self_attn.{part}_proj", hidden, hidden) for part in "qkv")
-    return Layer(
+    return VisionLayerWeights(
         norm1=affine(f"{name}.layer_norm1", hidden),
         qkv=Affine(torch.cat((q.weight, k.weight, v.weight)), torch.cat((q.bias, k.bias, v.bias))),
         out=affine(f"{name}.self_attn.out_proj", hidden, hidden),

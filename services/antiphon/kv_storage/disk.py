@@ -54,7 +54,7 @@ class DiskTier:
                 with contextlib.suppress(OSError):  # a file that is gone is found out when read
                     os.utime(self._path(digest))
 
-    def put(self, page: Page, keep: Container[bytes] = ()) -> bool:
+    def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
         """Write a page; False where it does not fit beside `keep`, or the disk refuses."""
         if page.digest in self._sizes:
             self._sizes.move_to_end(page.digest)
@@ -66,7 +66,7 @@ class DiskTier:
         for old in self._sizes:
             if free >= size:
                 break
-            if old not in keep:
+            if old not in protected:
                 leaving.append(old)
                 free += self._sizes[old]
         if free < size:

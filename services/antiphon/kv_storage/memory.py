@@ -46,7 +46,7 @@ class MemoryTier:
         if digest in self._pages:
             self._pages.move_to_end(digest)
 
-    def put(self, page: Page, keep: Container[bytes] = ()) -> list[Page] | None:
+    def put(self, page: Page, protected: Container[bytes] = ()) -> list[Page] | None:
         """Take a page in; return what had to leave, or None if there is no room for it.
 
         Nothing leaves for a page that would not fit even then, and none of `keep` does.
@@ -59,7 +59,7 @@ class MemoryTier:
         for old in self._pages.values():
             if free >= len(page.data):
                 break
-            if not self._pins[old.digest] and old.digest not in keep:
+            if not self._pins[old.digest] and old.digest not in protected:
                 leaving.append(old)
                 free += len(old.data)
         if free < len(page.data):

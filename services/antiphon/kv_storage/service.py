@@ -113,12 +113,12 @@ class KvStorageService:
             fetched = await self._fetch(lacking, due_at)
             for offer in offers:
                 reachable = offer.parent is None or offer.parent in self._store
-                if reachable and await self._keep(offer, fetched, stored):
+                if reachable and await self._store_page(offer, fetched, stored):
                     stored.append(offer.digest)
         await self._store.touch(stored)
         return PagesStored(stored=tuple(stored))
 
-    async def _keep(
+    async def _store_page(
         self, offer: PageOffer, fetched: Mapping[bytes, bytearray], stored: Sequence[bytes]
     ) -> bool:
         if offer.digest in self._store:

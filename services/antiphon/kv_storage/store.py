@@ -34,13 +34,13 @@ class PageStore:
         """Count the pages of the chain that are held, up to the first that is not."""
         return next((i for i, digest in enumerate(chain) if digest not in self), len(chain))
 
-    async def put(self, page: Page, keep: Container[bytes] = ()) -> bool:
+    async def put(self, page: Page, protected: Container[bytes] = ()) -> bool:
         """Keep a page; False if nothing has room for it beside `keep`."""
         # What leaves memory for a disk is still held.
-        leaving = self._memory.put(page, keep if self._disk is None else ())
+        leaving = self._memory.put(page, protected if self._disk is None else ())
         if leaving is None:
-            return await self._to_disk([page], keep)
-        await self._to_disk(leaving, keep)
+            return await self._to_disk([page], protected)
+        await self._to_disk(leaving, protected)
         return True
 
     async def touch(self, chain: Sequence[bytes]) -> None:

@@ -27,7 +27,7 @@ class SendNotice:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class RequestBound:
     """A request has got its worker.
 
     Attributes:
@@ -45,7 +45,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class RequestRequeued:
     """A request has been given back by its worker, and is placed anew."""
 
     request_id: RequestId
@@ -53,10 +53,10 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class RequestRemoved:
     """A request has left the ledger: it ended, or it was given up."""
 
     request_id: RequestId
 
 
-Action = SendCommands | SendNotice | Bound | Returned | Gone
+Action = SendCommands | SendNotice | RequestBound | RequestRequeued | RequestRemoved

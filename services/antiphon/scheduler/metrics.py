@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from antiphon.telemetry import catalog
 
 if TYPE_CHECKING:
-    from antiphon.scheduler.actions import Bound
-    from antiphon.scheduler.caches import Caches
+    from antiphon.scheduler.actions import RequestBound
+    from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.telemetry.metrics import Metrics
 
 
@@ -18,7 +18,7 @@ class SchedulerMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self.leads = metrics.gauge(catalog.SCHEDULER_LEADERS)
         self.waiting = metrics.gauge(catalog.NUM_QUEUE_REQS)
-        self.kept = metrics.gauge(catalog.SCHEDULER_REQS)
+        self.open_requests = metrics.gauge(catalog.SCHEDULER_REQS)
         self.wait_seconds = metrics.histogram(catalog.QUEUE_TIME)
         self.bound = metrics.counter(catalog.SCHEDULED_REQS)
         self.returned = metrics.counter(catalog.REQUEUED_REQS)
@@ -32,12 +32,12 @@ class SchedulerMetrics:
         self.lost = metrics.counter(catalog.LOST_REQS)
         self.credit = metrics.gauge(catalog.WORKER_CAPACITY)
 
-    def place(self, bound: Bound) -> None:
+    def place(self, bound: RequestBound) -> None:
         """A request has got its worker."""
         self._blocks.inc(bound.blocks)
         self._cached_blocks.inc(bound.cached_blocks)
 
-    def follow(self, caches: Caches) -> None:
+    def follow(self, caches: WorkerCaches) -> None:
         """Show how much is known of the workers' caches."""
         self._known_blocks.set(caches.blocks)
         self._replays.inc(caches.replays - self._replays_seen)

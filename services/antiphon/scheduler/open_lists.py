@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Owned:
+class GatewayOpenRequests:
     """One gateway's open requests, as of its message `version`."""
 
     version: int
-    heard_at: float
+    received_at: float
     requests: dict[RequestId, OpenRequest] = field(default_factory=dict[RequestId, OpenRequest])
 
 
@@ -26,7 +26,7 @@ class OpenLists:
     """The open requests of every live gateway."""
 
     def __init__(self) -> None:
-        self._owned: dict[Process, Owned] = {}
+        self._owned: dict[Process, GatewayOpenRequests] = {}
 
     def apply(self, change: OpenList, now: float) -> bool:
         """Take in a message. False where a later one of the same owner was applied before.
@@ -35,12 +35,12 @@ class OpenLists:
         """
         owned = self._owned.get(change.owner)
         if owned is None:
-            owned = self._owned[change.owner] = Owned(change.version - 1, now)
+            owned = self._owned[change.owner] = GatewayOpenRequests(change.version - 1, now)
         if change.version <= owned.version:
             return False
         owned.version = change.version
         if change.whole:
-            owned.heard_at = now
+            owned.received_at = now
             owned.requests = {line.request_id: line for line in change.opened}
         else:
             owned.requests.update((line.request_id, line) for line in change.opened)
@@ -48,10 +48,10 @@ class OpenLists:
             owned.requests.pop(request_id, None)
         return True
 
-    def spoke_since(self, owner: Process, since: float) -> bool:
+    def reported_since(self, owner: Process, since: float) -> bool:
         """Whether a gateway has sent its whole list since then."""
         owned = self._owned.get(owner)
-        return owned is not None and owned.heard_at > since
+        return owned is not None and owned.received_at > since
 
     def find(self, request_id: RequestId) -> tuple[Process, OpenRequest] | None:
         """Return the owner of an open request and its line."""

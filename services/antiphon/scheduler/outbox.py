@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.scheduler.actions import Action, SendCommands, SendNotice
-from antiphon.scheduler.rules import GRACE_BEATS, Rules
+from antiphon.scheduler.leader_config import GRACE_BEATS, LeaderConfig
 from antiphon.service.sequence import SeqSender
 from antiphon.wire.command import Admit, ChoiceOutput, Command, CommandBatch
 from antiphon.wire.notice import LostRequest, NoticeBatch
@@ -17,7 +17,7 @@ from antiphon.wire.parts import parts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.scheduler.ledger import Entry
+    from antiphon.scheduler.request_table import RequestEntry
     from antiphon.service.clock import Clock
     from antiphon.wire.base import Attempt, Process, Term
     from antiphon.wire.errors import ErrorReply
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 ENVELOPE_BYTES = 8 * 1024
 """More than an admit needs besides its prompt, stop strings and sampling parameters."""
-LACKING_MAX = 1_000
+RESUBMISSIONS_MAX = 1_000
 """How many requests a gateway is asked for at once; the others have their turn at its next list."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class FailedRequest:
     """A request that was given up, until its owner no longer lists it."""
 
     request_id: RequestId
@@ -41,16 +41,16 @@ class Lost:
     deadline_unix_ms: int
 
 
-class Outbox:
+class CommandOutbox:
     """Collects what one event leads to, so that each worker gets one batch of it."""
 
-    def __init__(self, term: Term, clock: Clock, rules: Rules) -> None:
+    def __init__(self, term: Term, clock: Clock, rules: LeaderConfig) -> None:
         self._term = term
         self._clock = clock
         self._rules = rules
         self._seqs = SeqSender()
         self._commands: dict[Process, list[Command]] = {}
-        self._lost: dict[Process, dict[RequestId, Lost]] = {}
+        self._lost: dict[Process, dict[RequestId, FailedRequest]] = {}
         self._lacking: dict[Process, tuple[RequestId, ...]] = {}
         self._actions: list[Action] = []
 
@@ -58,19 +58,19 @@ class Outbox:
         """Add to the worker's next batch."""
         self._commands.setdefault(worker, []).append(command)
 
-    def notice(self, lost: Lost) -> None:
+    def notice(self, lost: FailedRequest) -> None:
         """Add to the gateway's next notice."""
         self._lost.setdefault(lost.owner, {})[lost.request_id] = lost
 
-    def lack(self, gateway: Process, requests: Sequence[RequestId]) -> None:
+    def request_resubmission(self, gateway: Process, requests: Sequence[RequestId]) -> None:
         """Tell the gateway in its next notice that these are not known here."""
-        self._lacking[gateway] = tuple(requests[:LACKING_MAX])
+        self._lacking[gateway] = tuple(requests[:RESUBMISSIONS_MAX])
 
-    def note(self, action: Action) -> None:
+    def add_action(self, action: Action) -> None:
         """Add anything else."""
         self._actions.append(action)
 
-    def take(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """Return everything collected, and begin anew."""
         actions = [*self._batches(), *self._notices(), *self._actions]
         self._commands, self._lost, self._lacking, self._actions = {}, {}, {}, []
@@ -116,7 +116,7 @@ class Outbox:
         return self._clock.unix_ms() + round(self._rules.beats(GRACE_BEATS) * 1000)
 
 
-def admit_of(entry: Entry, now: float) -> Admit:
+def admit_command(entry: RequestEntry, now: float) -> Admit:
     """Make the command that runs a bound request."""
     binding, submit = entry.binding, entry.submit
     assert binding is not None

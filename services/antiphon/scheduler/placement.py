@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.credit import Account, Charge, pages_needed
+from antiphon.scheduler.capacity import WorkerCapacity, RequestCost, pages_needed
 from antiphon.wire.base import Process, Role, State
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import DIGEST_BYTES
@@ -15,9 +15,9 @@ from antiphon.wire.tokens import TokenStep
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
-    from antiphon.scheduler.caches import Caches
-    from antiphon.scheduler.ledger import Ledger
-    from antiphon.scheduler.rules import Rules
+    from antiphon.scheduler.worker_caches import WorkerCaches
+    from antiphon.scheduler.request_table import RequestTable
+    from antiphon.scheduler.leader_config import LeaderConfig
     from antiphon.service.peers import Peer, Peers
     from antiphon.wire.heartbeat import WorkerLoad
     from antiphon.wire.ids import InstanceId, ModelName
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacementTarget:
     """Where a request goes.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place:
     worker: Process
     detokenizer: InstanceId
     steps: bool
-    charge: Charge
+    charge: RequestCost
     cached_blocks: int
 
 
@@ -47,7 +47,7 @@ class Candidate:
 
     worker: Process
     load: WorkerLoad
-    account: Account
+    account: WorkerCapacity
 
 
 class Placement:
@@ -61,7 +61,7 @@ class Placement:
     Each worker keeps one detokenizer: so what a step produces is one message.
     """
 
-    def __init__(self, model: ModelName, peers: Peers, rules: Rules, caches: Caches) -> None:
+    def __init__(self, model: ModelName, peers: Peers, rules: LeaderConfig, caches: WorkerCaches) -> None:
         self._model = model
         self._peers = peers
         self._rules = rules
@@ -82,11 +82,11 @@ class Placement:
     def choose(
         self,
         submit: SubmitRequest,
-        ledger: Ledger,
+        ledger: RequestTable,
         *,
         avoid: Container[Process] = (),
         kept: Container[Process] = (),
-    ) -> Place | None:
+    ) -> PlacementTarget | None:
         """Find a place for a request; None while it must wait.
 
         Args:
@@ -99,13 +99,13 @@ class Placement:
         candidates = [
             one
             for one in able
-            if one.account.takes(one.load, self._rules, charge_of(submit, one.load))
+            if one.account.fits(one.load, self._rules, request_cost(submit, one.load))
         ]
         return self._best(
             submit, [one for one in candidates if one.worker not in avoid] or candidates
         )
 
-    def choose_over(self, submit: SubmitRequest, ledger: Ledger) -> Place | None:
+    def choose_preempting(self, submit: SubmitRequest, ledger: RequestTable) -> PlacementTarget | None:
         """Find a worker that has no place for a request, but runs some that give way to it."""
         precedence = self._rules.precedence
         if not precedence.priority:
@@ -114,32 +114,32 @@ class Placement:
         candidates: list[Candidate] = []
         for one in self._able(submit, ledger):
             yielding = ledger.preempted(one.worker, rank, precedence)
-            charge = charge_of(submit, one.load)
-            if yielding and one.account.takes(one.load, self._rules, charge, yielding):
+            charge = request_cost(submit, one.load)
+            if yielding and one.account.fits(one.load, self._rules, charge, yielding):
                 candidates.append(one)
         return self._best(submit, candidates)
 
-    def able(self, submit: SubmitRequest, ledger: Ledger) -> set[Process]:
+    def able(self, submit: SubmitRequest, ledger: RequestTable) -> set[Process]:
         """The workers that could run a request, had they a place for it."""
         return {one.worker for one in self._able(submit, ledger)}
 
-    def open_beside(self, kept: Container[Process], ledger: Ledger) -> bool:
+    def has_free_slots_outside(self, kept: Container[Process], ledger: RequestTable) -> bool:
         """Whether there is a place anywhere else."""
         return any(
-            not one.account.shut and one.account.places(one.load, self._rules.look_ahead)
+            not one.account.suspended and one.account.free_slots(one.load, self._rules.look_ahead)
             for one in self._healthy(ledger)
             if one.worker not in kept
         )
 
-    def queued(self, ledger: Ledger) -> int:
+    def queued(self, ledger: RequestTable) -> int:
         """Count the requests that are bound and wait at their workers for a slot."""
         return sum(
-            ledger.account(peer.process).queued(peer.beat.worker)
+            ledger.capacity(peer.process).queued(peer.beat.worker)
             for peer in self._peers.of(Role.WORKER)
             if peer.beat.model == self._model and peer.beat.worker is not None
         )
 
-    def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> Place | None:
+    def _best(self, submit: SubmitRequest, candidates: list[Candidate]) -> PlacementTarget | None:
         """Choose among workers of which each takes the request."""
         if not candidates:
             return None
@@ -149,7 +149,7 @@ class Placement:
         # By their names among equals, so that a simulation repeats itself.
         best = min(
             candidates,
-            key=lambda one: cost(
+            key=lambda one: placement_cost(
                 blocks - cached.get(one.worker, 0), one.account, one.load, running_most, self._rules
             ),
         )
@@ -157,10 +157,10 @@ class Placement:
         if detokenizer is None:
             return None
         found = cached.get(best.worker, 0)
-        charge = charge_of(submit, best.load, blocks - found)
-        return Place(best.worker, detokenizer, self._reads_steps(detokenizer), charge, found)
+        charge = request_cost(submit, best.load, blocks - found)
+        return PlacementTarget(best.worker, detokenizer, self._reads_steps(detokenizer), charge, found)
 
-    def _able(self, submit: SubmitRequest, ledger: Ledger) -> list[Candidate]:
+    def _able(self, submit: SubmitRequest, ledger: RequestTable) -> list[Candidate]:
         """Workers that hold all of a request: its prompt, and the longest answer to it.
 
         Where nobody holds so long an answer, it is cut as the longest of them cuts it.
@@ -171,11 +171,11 @@ class Placement:
             tokens = min(tokens, tokens_max)
         return [one for one in self._healthy(ledger) if tokens <= one.load.context_tokens]
 
-    def _healthy(self, ledger: Ledger) -> Iterator[Candidate]:
+    def _healthy(self, ledger: RequestTable) -> Iterator[Candidate]:
         for peer in self._working(Role.WORKER):
             load = peer.beat.worker
             if load is not None and not load.paused and not stalled(load, self._rules.stall_s):
-                yield Candidate(peer.process, load, ledger.account(peer.process))
+                yield Candidate(peer.process, load, ledger.capacity(peer.process))
 
     def _tokens_max(self) -> int | None:
         """The longest prompt and answer of a worker that lives; None while some are not known."""
@@ -211,8 +211,8 @@ class Placement:
         return [peer for peer in self._peers.working(role) if peer.beat.model == self._model]
 
 
-def cost(
-    blocks_lacking: int, account: Account, load: WorkerLoad, running_most: int, rules: Rules
+def placement_cost(
+    blocks_lacking: int, account: WorkerCapacity, load: WorkerLoad, running_most: int, rules: LeaderConfig
 ) -> float:
     """What one more request costs on a worker, in blocks of a prompt.
 
@@ -228,9 +228,9 @@ def cost(
     return rules.prefill_weight * to_compute + rules.request_blocks * share
 
 
-def charge_of(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> Charge:
+def request_cost(submit: SubmitRequest, load: WorkerLoad, blocks: int = 0) -> RequestCost:
     """What a request takes of a worker that has to compute so many blocks for it."""
-    return Charge(
+    return RequestCost(
         choices=submit.choices,
         pages=pages_needed(submit.prompt_ids, load.page_tokens),
         blocks=blocks,

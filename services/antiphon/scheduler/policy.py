@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from antiphon.config.worker import Policy
-from antiphon.scheduler.blocks import cut
+from antiphon.scheduler.block_index import split_digests
 from antiphon.wire.digests import DIGEST_BYTES
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class QueuePolicy:
         """Whether the order changes with what the caches hold; see `order`."""
         return self._policy in CACHE_POLICIES
 
-    def standing(self, submit: SubmitRequest) -> float:
+    def static_key(self, submit: SubmitRequest) -> float:
         """Where a request stands among those of its rank: drawn once, the lowest is next."""
         match self._policy:
             case Policy.LOF:
@@ -68,7 +68,7 @@ class QueuePolicy:
             case _:
                 return 0.0
 
-    def order(self, waiting: Iterable[tuple[RequestId, bytes]], now: float) -> dict[RequestId, int]:
+    def cache_order(self, waiting: Iterable[tuple[RequestId, bytes]], now: float) -> dict[RequestId, int]:
         """Number waiting requests by the cache, the lowest is next; newer ones are not in it.
 
         Args:
@@ -86,7 +86,7 @@ class QueuePolicy:
     def _cached(self, digests: bytes) -> list[bytes]:
         """The first blocks of a prompt that some worker holds."""
         most = max(self._overlaps(digests).values(), default=0)
-        return list(cut(digests[: most * DIGEST_BYTES]))
+        return list(split_digests(digests[: most * DIGEST_BYTES]))
 
 
 def _longest_first(cached: tuple[RequestId, list[bytes]]) -> int:

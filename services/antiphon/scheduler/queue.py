@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.scheduler.policy import QueuePolicy
     from antiphon.wire.ids import RequestId
 
-Place = tuple[int, float, float, int]
+SchedulerQueueKey = tuple[int, float, float, int]
 
 WINDOW = 64
 RETRY_AFTER_MIN_S = 1.0
@@ -24,7 +24,7 @@ RETRY_AFTER_MAX_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """One who waits.
 
     Attributes:
@@ -34,11 +34,11 @@ class Waiting:
     """
 
     request_id: RequestId
-    place: Place
+    key: SchedulerQueueKey
     digests: bytes = b""
 
 
-class Queue:
+class SchedulerQueue:
     """By rank, of equals by the policy, and then first come, first served.
 
     Whoever was overtaken for too long takes turns with those who outrank it: so low priorities get
@@ -47,9 +47,9 @@ class Queue:
 
     def __init__(self, overtake_s_max: float, policy: QueuePolicy | None = None) -> None:
         self._policy = policy
-        self._waiting: dict[RequestId, Waiting] = {}
-        self._order: list[Waiting] = []  # by place
-        self._overtaken = Overtaken[Waiting](overtake_s_max, self._waits)
+        self._waiting: dict[RequestId, QueuedRequest] = {}
+        self._order: list[QueuedRequest] = []  # by place
+        self._overtaken = Overtaken[QueuedRequest](overtake_s_max, self._waits)
         self._overdue: dict[RequestId, None] = {}  # the longest overtaken first
         self._overdue_next = True
 
@@ -60,17 +60,17 @@ class Queue:
         return request_id in self._waiting
 
     @property
-    def names(self) -> KeysView[RequestId]:
+    def request_ids(self) -> KeysView[RequestId]:
         """Who waits, for whoever asks of many: a call for each costs as much as the answer."""
         return self._waiting.keys()
 
-    def put(self, request_id: RequestId, place: Place, digests: bytes = b"") -> None:
+    def put(self, request_id: RequestId, place: SchedulerQueueKey, digests: bytes = b"") -> None:
         """Add at its place. The leader checks the bound before: a request may come back here."""
-        waiting = self._waiting[request_id] = Waiting(request_id, place, digests)
+        waiting = self._waiting[request_id] = QueuedRequest(request_id, place, digests)
         insort(self._order, waiting, key=_place)
         self._overtaken.enter(_came(waiting), waiting)
 
-    def line(self, now: float) -> Iterator[RequestId]:
+    def in_order(self, now: float) -> Iterator[RequestId]:
         """Who is next, and who is after that if nobody moves. Good until somebody does."""
         self._overdue.update((one.request_id, None) for one in self._overtaken.take_overdue(now))
         first = next(iter(self._overdue), None) if self._overdue_next else None
@@ -93,36 +93,36 @@ class Queue:
         """Take out, wherever it stands. Unknown ids are fine."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            del self._order[bisect_left(self._order, waiting.place, key=_place)]
+            del self._order[bisect_left(self._order, waiting.key, key=_place)]
             self._overdue.pop(request_id, None)
 
     def position(self, request_id: RequestId) -> int:
         """Count who is before it by their places; 0 also for one that does not wait."""
         waiting = self._waiting.get(request_id)
-        return 0 if waiting is None else bisect_left(self._order, waiting.place, key=_place)
+        return 0 if waiting is None else bisect_left(self._order, waiting.key, key=_place)
 
-    def _ordered(self, now: float) -> list[Waiting]:
+    def _ordered(self, now: float) -> list[QueuedRequest]:
         """The requests by their places; within a rank by the cache, if the policy says so."""
         policy = self._policy
         if policy is None or not policy.by_cache or len(self._order) > CACHE_WAITING_MAX:
             return self._order
-        numbers = policy.order(((one.request_id, one.digests) for one in self._order), now)
+        numbers = policy.cache_order(((one.request_id, one.digests) for one in self._order), now)
         # Those that came since the caches were looked at go last, in order of arrival.
         last = len(numbers)
         return sorted(
-            self._order, key=lambda one: (one.place[0], numbers.get(one.request_id, last))
+            self._order, key=lambda one: (one.key[0], numbers.get(one.request_id, last))
         )
 
-    def _waits(self, waiting: Waiting) -> bool:
+    def _waits(self, waiting: QueuedRequest) -> bool:
         return self._waiting.get(waiting.request_id) is waiting
 
 
-def _place(waiting: Waiting) -> Place:
-    return waiting.place
+def _place(waiting: QueuedRequest) -> SchedulerQueueKey:
+    return waiting.key
 
 
-def _came(waiting: Waiting) -> float:
-    return waiting.place[2]
+def _came(waiting: QueuedRequest) -> float:
+    return waiting.key[2]
 
 
 class DrainRate:
@@ -131,7 +131,7 @@ class DrainRate:
     def __init__(self) -> None:
         self._left: deque[float] = deque(maxlen=WINDOW)
 
-    def leave(self, now: float) -> None:
+    def record(self, now: float) -> None:
         """One request has got its worker."""
         self._left.append(now)
 

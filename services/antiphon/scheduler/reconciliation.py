@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.holdings import Held, Holdings
-from antiphon.scheduler.ledger import Entry
-from antiphon.scheduler.rules import FREE_AFTER_MS, GIVE_UP_BEATS, GRACE_BEATS, Rules
+from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
+from antiphon.scheduler.request_table import RequestEntry
+from antiphon.scheduler.leader_config import FREE_AFTER_MS, ATTEMPT_TIMEOUT_BEATS, GRACE_BEATS, LeaderConfig
 from antiphon.wire.base import State
 from antiphon.wire.errors import WorkerLost
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from antiphon.scheduler.open_lists import OpenLists
-    from antiphon.scheduler.outbox import Lost
-    from antiphon.scheduler.tenure import Tenure
+    from antiphon.scheduler.outbox import FailedRequest
+    from antiphon.scheduler.leader_term import LeaderTerm
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peer, Peers
     from antiphon.wire.base import Attempt, Process
@@ -42,51 +42,51 @@ class Reconciliation:
 
     def __init__(
         self,
-        tenure: Tenure,
+        tenure: LeaderTerm,
         *,
-        rules: Rules,
+        rules: LeaderConfig,
         clock: Clock,
         peers: Peers,
-        holdings: Holdings,
+        holdings: WorkerAssignments,
         lists: OpenLists,
     ) -> None:
-        self._tenure = tenure
+        self._leader_term = tenure
         self._ledger = tenure.ledger
         self._rules = rules
         self._clock = clock
         self._peers = peers
-        self._holdings = holdings
+        self._assignments = holdings
         self._lists = lists
         self._unowned_since: dict[Process, dict[RequestId, float]] = {}
         self._unlisted: dict[Process, dict[RequestId, int]] = {}  # whole lists in a row without it
-        self._silenced: dict[InstanceId, float] = {}  # dead detokenizers, and since when
-        self._told_at = clock.now()
+        self._dead_detokenizers: dict[InstanceId, float] = {}  # dead detokenizers, and since when
+        self._resent_at = clock.now()
 
-    def worker_spoke(self, peer: Peer) -> None:
+    def on_worker_report(self, peer: Peer) -> None:
         """Compare what a worker holds with what it should."""
         worker, load = peer.process, peer.beat.worker
         assert load is not None, "a worker's heartbeat has its load"
-        held, ended = self._holdings.of(worker), self._holdings.ended(worker)
+        held, ended = self._assignments.of(worker), self._assignments.ended(worker)
         unowned = self._unowned_since.get(worker, {})
         self._unowned_since[worker] = {}
         for request_id, attempt in held.items():
-            self._place(request_id, Held(attempt, worker), unowned)
+            self._reconcile_held(request_id, HeldAttempt(attempt, worker), unowned)
         for entry in self._ledger.bound_to(worker):
             assert entry.binding is not None
             if held.get(entry.request_id) == entry.binding.attempt:
                 if entry.request_id not in ended:
                     entry.seen_at = self._clock.now()
-            elif self._tenure.settled:
+            elif self._leader_term.ready:
                 self._miss(entry, peer)
-        self._ledger.account(worker).report(load.running)
-        if load.refused is not None and load.refused.leader == self._tenure.term:
-            self._take_back_refused(worker, held)
+        self._ledger.capacity(worker).report(load.running)
+        if load.refused is not None and load.refused.leader == self._leader_term.term:
+            self._requeue_refused(worker, held)
         for line in load.running:
             if line.returned:
-                self._take_back(line, worker)
-        self._tenure.bind_waiting()
+                self._requeue_returned(line, worker)
+        self._leader_term.bind_waiting()
 
-    def list_changed(self, change: OpenList) -> None:
+    def on_open_list(self, change: OpenList) -> None:
         """Compare what a gateway has open with what was accepted from it."""
         for request_id in change.closed:
             self._close(request_id, change.owner)
@@ -95,20 +95,20 @@ class Reconciliation:
         else:
             for line in change.opened:
                 self._line(change.owner, line)
-        self._tenure.bind_waiting()
+        self._leader_term.bind_waiting()
 
-    def worker_died(self, worker: Process) -> None:
+    def on_worker_died(self, worker: Process) -> None:
         """Begin again, or give up, what it ran."""
         self._unowned_since.pop(worker, None)
-        self._tenure.lose_worker(worker)
+        self._leader_term.on_worker_died(worker)
 
-    def detokenizer_died(self, detokenizer: InstanceId) -> None:
+    def on_detokenizer_died(self, detokenizer: InstanceId) -> None:
         """Note since when it cannot speak. It may return in time: workers send it all again."""
-        self._silenced.setdefault(detokenizer, self._clock.now())
+        self._dead_detokenizers.setdefault(detokenizer, self._clock.now())
 
-    def detokenizer_spoke(self, detokenizer: InstanceId) -> None:
+    def on_detokenizer_heartbeat(self, detokenizer: InstanceId) -> None:
         """It, or its next life, is there."""
-        self._silenced.pop(detokenizer, None)
+        self._dead_detokenizers.pop(detokenizer, None)
 
     def tick(self) -> None:
         """Do what time alone brings: deadlines, and waiting that has lasted too long.
@@ -117,29 +117,29 @@ class Reconciliation:
         took 3 % of a core.
         """
         now, unix_ms = self._clock.now(), self._clock.unix_ms()
-        beat = now - self._told_at >= self._rules.beat_s
+        beat = now - self._resent_at >= self._rules.beat_s
         self._end_due(unix_ms)
         self._end_orphans(now)
-        if self._tenure.settled:  # before, what seems to wait may run
+        if self._leader_term.ready:  # before, what seems to wait may run
             self._end_waits(now, beat=beat)
-        self._tenure.tombstones.expire(unix_ms)
-        self._forget_lost(
+        self._leader_term.tombstones.expire(unix_ms)
+        self._drop_failed(
             lambda lost: (
                 unix_ms >= lost.deadline_unix_ms + FREE_AFTER_MS
                 or not self._peers.lives(lost.owner)
             )
         )
         if beat:
-            self._told_at = now
-            self._tenure.tell_lost()
-        self._tenure.bind_waiting()
+            self._resent_at = now
+            self._leader_term.resend_failures()
+        self._leader_term.bind_waiting()
 
     def _end_due(self, unix_ms: int) -> None:
-        waiting = self._tenure.queue.names
+        waiting = self._leader_term.queue.request_ids
         for entry in self._ledger.take_due(unix_ms):
             waits = entry.request_id in waiting
             if waits or unix_ms >= entry.deadline_unix_ms + FREE_AFTER_MS:
-                self._tenure.drop(entry)
+                self._leader_term.drop(entry)
 
     def _end_orphans(self, now: float) -> None:
         """End what belongs to owners that do not live."""
@@ -150,10 +150,10 @@ class Reconciliation:
             for entry in list(self._ledger.owned(owner).values()):
                 # A submit may come before the first heartbeat of its gateway, and after the last.
                 if now - entry.since >= self._rules.beats(GRACE_BEATS):
-                    self._tenure.drop(entry)
+                    self._leader_term.drop(entry)
 
     def _end_waits(self, now: float, *, beat: bool) -> None:
-        waiting, bound = self._tenure.queue.names, self._ledger.bound()
+        waiting, bound = self._leader_term.queue.request_ids, self._ledger.bound()
         if beat and self._rules.queue_timeout_s is not None:
             for entry in self._ledger.entries():
                 if entry.request_id in waiting:
@@ -163,50 +163,50 @@ class Reconciliation:
         for entry in bound:
             self._check_age(entry)
 
-    def _place(self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]) -> None:
+    def _reconcile_held(self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]) -> None:
         """Find out whether a worker should hold what it holds."""
         entry = self._ledger.find(request_id)
-        if request_id in self._tenure.tombstones or request_id in self._tenure.lost:
+        if request_id in self._leader_term.tombstones or request_id in self._leader_term.failed:
             self._abort(request_id, held)
         elif entry is None:
-            self._place_unknown(request_id, held, unowned)
+            self._reconcile_unknown_held(request_id, held, unowned)
         elif entry.binding is None:
             if entry.followed in (None, held.attempt):
-                self._tenure.adopt(entry, held)
+                self._leader_term.adopt(entry, held)
             else:
                 self._abort(request_id, held)
         elif held.worker == entry.binding.worker:
             pass  # an attempt that the worker is about to replace, or the right one
         elif held.attempt == entry.followed:
-            self._tenure.adopt(entry, held)
+            self._leader_term.adopt(entry, held)
         elif held.attempt < entry.binding.attempt:
             self._abort(request_id, held)
 
-    def _take_back(self, line: RunningRequest, worker: Process) -> None:
+    def _requeue_returned(self, line: RunningRequest, worker: Process) -> None:
         """A worker gives a request back, and says so until it is told to forget the attempt."""
         entry = self._ledger.find(line.request_id)
         binding = None if entry is None else entry.binding
-        ended = line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost
+        ended = line.request_id in self._leader_term.tombstones or line.request_id in self._leader_term.failed
         if entry is None and not ended:
             return  # of a leader before us: its owner submits it again, or lists it no more
         if entry is None or binding is None or binding.attempt != line.attempt:
-            self._abort(line.request_id, Held(line.attempt, worker))
-        elif entry.restartable and self._tenure.settled:
-            self._tenure.take_back(entry, worker)
+            self._abort(line.request_id, HeldAttempt(line.attempt, worker))
+        elif entry.restartable and self._leader_term.ready:
+            self._leader_term.requeue(entry, worker)
 
-    def _take_back_refused(self, worker: Process, held: Mapping[RequestId, Attempt]) -> None:
+    def _requeue_refused(self, worker: Process, held: Mapping[RequestId, Attempt]) -> None:
         """A worker does not obey our commands: others run what it lacks, and it gets nothing new.
 
         It says so for some seconds; afterwards it is tried again.
         """
-        if self._tenure.settled:
+        if self._leader_term.ready:
             for entry in self._ledger.bound_to(worker):
                 if entry.restartable and entry.request_id not in held:
-                    self._tenure.take_back(entry, worker)
-        self._ledger.account(worker).shut = True
+                    self._leader_term.requeue(entry, worker)
+        self._ledger.capacity(worker).suspended = True
 
-    def _place_unknown(
-        self, request_id: RequestId, held: Held, unowned: dict[RequestId, float]
+    def _reconcile_unknown_held(
+        self, request_id: RequestId, held: HeldAttempt, unowned: dict[RequestId, float]
     ) -> None:
         found = self._lists.find(request_id)
         if found is not None:
@@ -217,7 +217,7 @@ class Reconciliation:
         if self._clock.now() - since >= self._rules.beats(GRACE_BEATS):
             self._abort(request_id, held)
 
-    def _miss(self, entry: Entry, peer: Peer) -> None:
+    def _miss(self, entry: RequestEntry, peer: Peer) -> None:
         """A worker lacks what is bound to it: the admit was lost or refused, or it has ended."""
         binding = entry.binding
         assert binding is not None
@@ -226,28 +226,28 @@ class Reconciliation:
         if not entry.restartable:
             return  # it has run, so it ended; its age decides
         if binding.detokenizer is None or peer.beat.state is not State.READY:
-            self._tenure.restart(entry)
+            self._leader_term.restart(entry)
         else:
-            self._tenure.admit(entry)
+            self._leader_term.admit(entry)
 
-    def _check_wait(self, entry: Entry, now: float) -> None:
+    def _check_wait(self, entry: RequestEntry, now: float) -> None:
         timeout_s = self._rules.queue_timeout_s
         if timeout_s is not None and now - entry.queued_at >= timeout_s:
-            self._tenure.expire(entry)
+            self._leader_term.expire(entry)
 
-    def _check_age(self, entry: Entry) -> None:
+    def _check_age(self, entry: RequestEntry) -> None:
         """End the patience with what nobody runs, or what nobody puts into words."""
         now = self._clock.now()
         detokenizer = entry.binding.detokenizer if entry.binding else None
-        silent_since = self._silenced.get(detokenizer, now) if detokenizer else now
-        give_up_s = self._rules.beats(GIVE_UP_BEATS)
+        silent_since = self._dead_detokenizers.get(detokenizer, now) if detokenizer else now
+        give_up_s = self._rules.beats(ATTEMPT_TIMEOUT_BEATS)
         # Of another leader's, or of an owner that was dead for a while: whoever lives and runs it
         # says so within the silence that a process may keep.
         unheld_s = self._rules.beats(self._rules.dead_beats + 1)
         if now - entry.seen_at >= (give_up_s if entry.binding else unheld_s):
-            self._tenure.lose(entry, WorkerLost("no worker runs the request any more"))
+            self._leader_term.fail_attempt(entry, WorkerLost("no worker runs the request any more"))
         elif now - silent_since >= give_up_s:
-            self._tenure.lose(entry, WorkerLost("the detokenizer of the request has died"))
+            self._leader_term.fail_attempt(entry, WorkerLost("the detokenizer of the request has died"))
 
     def _compare(self, change: OpenList) -> None:
         """Hold a whole list against what is kept of its owner.
@@ -264,8 +264,8 @@ class Reconciliation:
         ]
         self._drop_unlisted(change.owner, listed)
         # Whoever has only just begun to lead is sent everything anyway.
-        if lacking and self._tenure.settled:
-            self._tenure.ask(change.owner, lacking)
+        if lacking and self._leader_term.ready:
+            self._leader_term.request_resubmission(change.owner, lacking)
 
     def _line(self, owner: Process, line: OpenRequest) -> bool:
         """Take in one line of an open list. False where only a submit can tell what it is."""
@@ -275,7 +275,7 @@ class Reconciliation:
         if entry.owner == owner:
             self._unlisted.get(owner, {}).pop(line.request_id, None)
             if line.attempt is not None:
-                self._tenure.follow(entry, line.attempt)
+                self._leader_term.follow(entry, line.attempt)
         return True
 
     def _open_unknown(self, owner: Process, line: OpenRequest) -> bool:
@@ -283,13 +283,13 @@ class Reconciliation:
 
         False for one that does neither.
         """
-        if line.request_id in self._tenure.tombstones or line.request_id in self._tenure.lost:
+        if line.request_id in self._leader_term.tombstones or line.request_id in self._leader_term.failed:
             return True
-        held = self._holdings.find(line.request_id, line.attempt)
+        held = self._assignments.find(line.request_id, line.attempt)
         if held is None and line.attempt is None:
             return False
         now = self._clock.now()
-        entry = Entry(
+        entry = RequestEntry(
             line.request_id,
             owner,
             self._peers.our_time_ms(line.deadline_unix_ms, owner),
@@ -301,17 +301,17 @@ class Reconciliation:
         )
         self._ledger.add(entry)
         if held is not None:
-            self._tenure.adopt(entry, held)
+            self._leader_term.adopt(entry, held)
         return True
 
     def _close(self, request_id: RequestId, owner: Process) -> None:
         """The owner has ended a request. Its submit may still be under way."""
         entry = self._ledger.find(request_id)
         if entry is not None and entry.owner == owner:
-            self._tenure.forget(entry)
-        self._forget_lost(lambda lost: (lost.owner, lost.request_id) == (owner, request_id))
+            self._leader_term.forget(entry)
+        self._drop_failed(lambda lost: (lost.owner, lost.request_id) == (owner, request_id))
         until = self._clock.unix_ms() + round(self._rules.tombstone_s * 1000)
-        self._tenure.tombstones.bury(request_id, owner, until)
+        self._leader_term.tombstones.add(request_id, owner, until)
 
     def _drop_unlisted(self, owner: Process, listed: set[RequestId]) -> None:
         owned, before = self._ledger.owned(owner), self._unlisted.pop(owner, {})
@@ -320,14 +320,14 @@ class Reconciliation:
             self._unlisted[owner] = {name: before.get(name, 0) + 1 for name in unlisted}
         for name, lists in self._unlisted.get(owner, {}).items():
             if lists >= GRACE_BEATS:
-                self._tenure.drop(owned[name])
-        self._forget_lost(lambda lost: lost.owner == owner and lost.request_id not in listed)
+                self._leader_term.drop(owned[name])
+        self._drop_failed(lambda lost: lost.owner == owner and lost.request_id not in listed)
 
-    def _forget_lost(self, ended: Callable[[Lost], bool]) -> None:
-        for lost in list(self._tenure.lost.values()):
+    def _drop_failed(self, ended: Callable[[FailedRequest], bool]) -> None:
+        for lost in list(self._leader_term.failed.values()):
             if ended(lost):
-                del self._tenure.lost[lost.request_id]
+                del self._leader_term.failed[lost.request_id]
 
-    def _abort(self, request_id: RequestId, held: Held) -> None:
-        if self._tenure.settled:
-            self._tenure.abort(request_id, held)
+    def _abort(self, request_id: RequestId, held: HeldAttempt) -> None:
+        if self._leader_term.ready:
+            self._leader_term.abort(request_id, held)

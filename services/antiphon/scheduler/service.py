@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.bus.errors import BusDown
-from antiphon.scheduler.actions import Action, Bound, Gone, Returned, SendCommands, SendNotice
-from antiphon.scheduler.caches import ASK_AGAIN_S
-from antiphon.scheduler.leader import Leader
+from antiphon.scheduler.actions import Action, RequestBound, RequestRemoved, RequestRequeued, SendCommands, SendNotice
+from antiphon.scheduler.worker_caches import REPLAY_RETRY_S
+from antiphon.scheduler.core import SchedulerCore
 from antiphon.scheduler.metrics import SchedulerMetrics
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import served_name
 from antiphon.service.service import Report, Runtime
@@ -66,21 +66,21 @@ class SchedulerService:
         self._news = asyncio.Event()
         self._emptied = asyncio.Event()
         self._spans: dict[RequestId, Span] = {}
-        self._doors: list[Subscription] = []
-        self._term_said: Term | None = None
+        self._subscriptions: list[Subscription] = []
+        self._announced_term: Term | None = None
 
     @asynccontextmanager
     async def lifespan(self, runtime: Runtime) -> AsyncGenerator[None]:
         """Stand by, and lead when nobody does."""
         self._runtime = runtime
         self._metrics = SchedulerMetrics(runtime.metrics)
-        self._leader = Leader(
-            runtime.process, self._model, Rules.of(self._settings), runtime.clock, runtime.peers
+        self._core = SchedulerCore(
+            runtime.process, self._model, LeaderConfig.of(self._settings), runtime.clock, runtime.peers
         )
         runtime.metrics.settle_with(self._measure)
         runtime.peers.watch(self._note_peer)
         runtime.group.create_task(self._tick(), name="tick")
-        runtime.group.create_task(self._speak(), name="speak")
+        runtime.group.create_task(self._publish_actions(), name="speak")
         yield
 
     def endpoints(self) -> Sequence[Endpoint]:
@@ -97,64 +97,64 @@ class SchedulerService:
 
     def report(self) -> Report:
         """How much is in flight, and the term if we lead."""
-        term = self._leader.term
-        return Report(load=self._leader.kept, leads=term if term == self._term_said else None)
+        term = self._core.term
+        return Report(load=self._core.open_requests, leads=term if term == self._announced_term else None)
 
     async def drain(self) -> None:
         """Bind what still waits, unless a standby can do it; then lead no more."""
         if not self._runtime.peers.working(Role.SCHEDULER):
-            while self._leader.waiting:
+            while self._core.waiting:
                 self._emptied.clear()
                 await self._emptied.wait()
-        self._leader.resign()
+        self._core.resign()
         self._runtime.health.changed()
 
     async def _submit(self, request: SubmitRequest, _: object) -> SubmitAccepted:
-        if not self._leader.keeps(request.request_id):
+        if not self._core.has_request(request.request_id):
             waits = span("scheduler.schedule", request.traceparent).start()
             self._spans[request.request_id] = waits
             request = msgspec.structs.replace(request, traceparent=waits.traceparent)
         try:
-            return self._leader.submit(request)
+            return self._core.submit(request)
         except EngineError as error:
             self._metrics.refused.labels(error.code).inc()
-            if not self._leader.keeps(request.request_id):
+            if not self._core.has_request(request.request_id):
                 self._end_span(request.request_id, error)
             raise
         finally:
             self._news.set()
 
     async def _cancel(self, request: CancelRequest, _: object) -> CancelAccepted:
-        accepted = self._leader.cancel(request)
+        accepted = self._core.cancel(request)
         self._news.set()
         return accepted
 
     def _on_open(self, change: OpenList) -> None:
-        if not self._leader.list_arrived(change):
+        if not self._core.on_open_list(change):
             self._runtime.metrics.late.labels(OPEN.name).inc()
         self._news.set()
 
     def _on_kv_events(self, message: KvEvents) -> None:
-        self._leader.caches.hear(message)
-        self._ask_for_replays()
+        self._core.caches.apply_events(message)
+        self._request_replays()
 
-    def _ask_for_replays(self) -> None:
+    def _request_replays(self) -> None:
         if self._runtime.bus.link.up:
-            for worker, ask in self._leader.caches.asks(self._runtime.clock.now()):
+            for worker, ask in self._core.caches.due_replays(self._runtime.clock.now()):
                 replay = isolated(self._replay, worker, ask)
                 self._runtime.group.create_task(replay, name="replay")
 
     async def _replay(self, worker: Process, ask: ReplayKv) -> None:
         """Ask a worker for the events that are missing, until none is."""
-        call = self._runtime.bus.call(KV_REPLAY, ask, timeout_s=ASK_AGAIN_S, worker=worker.instance)
+        call = self._runtime.bus.call(KV_REPLAY, ask, timeout_s=REPLAY_RETRY_S, worker=worker.instance)
         try:
             reply = await call
         except EngineError as error:
             # Asked again a second later, while the worker lives.
             log.debug("no KV events", extra={"worker": worker.instance, "code": error.code})
             return
-        self._leader.caches.replayed(worker, reply)
-        self._ask_for_replays()
+        self._core.caches.apply_replay(worker, reply)
+        self._request_replays()
 
     def _note_peer(self, _: Change, __: Peer) -> None:
         # The leader watches too, and has seen it before us.
@@ -165,30 +165,30 @@ class SchedulerService:
         pause_s = self._settings.service.heartbeat_s / TICKS_A_BEAT
         while True:
             try:
-                self._leader.tick(link_up=link.up, joins=link.joins)
-                self._ask_for_replays()
+                self._core.tick(link_up=link.up, joins=link.joins)
+                self._request_replays()
             except Exception as error:  # noqa: BLE001  # logged there
                 self._start_over(error)
             self._news.set()
             await asyncio.sleep(pause_s)
 
-    async def _speak(self) -> None:
+    async def _publish_actions(self) -> None:
         """Publish what the leader wants said: from one task, so that commands stay in order."""
         while True:
             await self._news.wait()
             self._news.clear()
             try:
-                await self._mind_doors()
-                for action in self._leader.take():
+                await self._update_subscriptions()
+                for action in self._core.take_actions():
                     self._act(action)
             except Exception as error:  # noqa: BLE001  # logged there
                 self._start_over(error)
-            if not self._leader.waiting:
+            if not self._core.waiting:
                 self._emptied.set()
 
     def _start_over(self, error: Exception) -> None:
         """Give up the term after a failure. One that goes on while none leads is logged once."""
-        pause_s = self._leader.start_over()
+        pause_s = self._core.start_over()
         if pause_s is not None:
             self._metrics.failed.inc()
             log.error("leading failed", exc_info=error, extra={"pause_s": round(pause_s, 3)})
@@ -204,13 +204,13 @@ class SchedulerService:
                     self._metrics.lost.inc(len(batch.requests))
                     gateway = batch.gateway.instance
                     self._runtime.bus.publish(NOTICE, batch, gateway=gateway)
-                case Bound():
+                case RequestBound():
                     self._note_bound(action)
-                case Returned(request_id, worker):
+                case RequestRequeued(request_id, worker):
                     self._metrics.returned.labels(worker.instance).inc()
                     fields = {"request_id": request_id, "worker": worker.instance}
                     log.info("request given back", extra=fields)
-                case Gone(request_id):
+                case RequestRemoved(request_id):
                     self._end_span(request_id)
         except BusDown:
             return  # whatever it was, it is said again from state
@@ -220,7 +220,7 @@ class SchedulerService:
             # The actions after it are of other requests, or of other receivers.
             log.exception("action failed", extra={"action": type(action).__name__})
 
-    def _note_bound(self, bound: Bound) -> None:
+    def _note_bound(self, bound: RequestBound) -> None:
         self._metrics.bound.labels(bound.worker.instance).inc()
         self._metrics.wait_seconds.observe(bound.waited_s)
         self._metrics.place(bound)
@@ -242,25 +242,25 @@ class SchedulerService:
         if waits is not None:
             waits.end(error)
 
-    async def _mind_doors(self) -> None:
+    async def _update_subscriptions(self) -> None:
         """Listen to the calls if we lead, and only then; whoever hears that we lead may call."""
-        term = self._leader.term
+        term = self._core.term
         if term is None:
-            await self._close_doors()
-        elif not await self._open_doors():
+            await self._unsubscribe()
+        elif not await self._subscribe():
             return
-        if term != self._term_said:
-            self._term_said = term
+        if term != self._announced_term:
+            self._announced_term = term
             self._runtime.health.changed()
 
-    async def _open_doors(self) -> bool:
+    async def _subscribe(self) -> bool:
         try:
-            for door in self._answers()[len(self._doors) :]:
-                self._doors.append(await self._runtime.listen(door))
+            for door in self._answers()[len(self._subscriptions) :]:
+                self._subscriptions.append(await self._runtime.listen(door))
         except BusDown:
             return False  # tried again at the next tick
         except Unavailable:
-            self._leader.resign()  # we are draining: another shall lead
+            self._core.resign()  # we are draining: another shall lead
             return False
         return True
 
@@ -271,18 +271,18 @@ class SchedulerService:
             Answer(route=CANCEL, handler=self._cancel, address=address, while_draining=True),
         )
 
-    async def _close_doors(self) -> None:
-        doors, self._doors = self._doors, []
+    async def _unsubscribe(self) -> None:
+        doors, self._subscriptions = self._subscriptions, []
         for door in doors:
             await door.drain()
         for request_id in list(self._spans):
             self._end_span(request_id)
 
     def _measure(self) -> None:
-        self._metrics.leads.set(self._leader.term is not None)
-        self._metrics.waiting.set(self._leader.waiting)
-        self._metrics.kept.set(self._leader.kept)
-        self._metrics.follow(self._leader.caches)
+        self._metrics.leads.set(self._core.term is not None)
+        self._metrics.waiting.set(self._core.waiting)
+        self._metrics.open_requests.set(self._core.open_requests)
+        self._metrics.follow(self._core.caches)
         self._metrics.credit.clear()
-        for worker, credit in self._leader.credits().items():
+        for worker, credit in self._core.capacities().items():
             self._metrics.credit.labels(worker).set(credit)

@@ -13,7 +13,7 @@ TOMBSTONES_MAX = 65_536
 """Most ids kept; beyond it the one that expires first goes."""
 
 
-class Tombstones:
+class SchedulerTombstones:
     """Dead ids, each until a wall-clock time."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._dead)
 
-    def bury(self, request_id: RequestId, owner: Process, until_unix_ms: int) -> None:
+    def add(self, request_id: RequestId, owner: Process, until_unix_ms: int) -> None:
         """Keep an id dead for at least so long."""
         _, until = self._dead.get(request_id, (owner, 0))
         if until_unix_ms <= until:
@@ -36,7 +36,7 @@ class Tombstones:
         while len(self._expiry) > TOMBSTONES_MAX:
             self._pop()
 
-    def killed_by(self, request_id: RequestId, owner: Process) -> bool:
+    def was_ended_by(self, request_id: RequestId, owner: Process) -> bool:
         """Whether this owner's request of this id is dead. Another's clash of ids is not."""
         dead = self._dead.get(request_id)
         return dead is not None and dead[0] == owner

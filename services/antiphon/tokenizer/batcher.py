@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Job(Generic[T, R]):
+class BatchJob(Generic[T, R]):
     """One item and who waits for it."""
 
     item: T
@@ -43,12 +43,12 @@ class Batcher(Generic[T, R]):
         self._work = work
         self._executor = executor
         self._batch_max = batch_max
-        self._jobs: list[Job[T, R]] = []
+        self._jobs: list[BatchJob[T, R]] = []
         self._arrived = asyncio.Event()
 
     async def submit(self, item: T) -> R:
         """Return the result of one item. A caller that is cancelled is skipped."""
-        job = Job[T, R](item, asyncio.get_running_loop().create_future())
+        job = BatchJob[T, R](item, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self._arrived.set()
         return await job.result

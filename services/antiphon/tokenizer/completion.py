@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from antiphon.config.completion_template import CompletionTemplate
 
 
-def template_of(tokenizer: Tokenizer, said: str) -> CompletionTemplate | None:
+def choose_completion_template(tokenizer: Tokenizer, name_or_file: str) -> CompletionTemplate | None:
     """Take the template that the operator said, or the only one whose marks are all tokens here.
 
     Args:
@@ -24,8 +24,8 @@ def template_of(tokenizer: Tokenizer, said: str) -> CompletionTemplate | None:
         ConfigError: The template cannot be read, or this tokenizer lacks a mark of it.
     """
     tokens = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    if said:
-        template = read_template(said)
+    if name_or_file:
+        template = read_template(name_or_file)
         missing = [mark for mark in template.marks if mark not in tokens]
         if missing:
             text = f"the tokenizer has no token {', '.join(missing)}"

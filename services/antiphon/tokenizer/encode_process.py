@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.service.process_pool import ProcessPool, serve
-from antiphon.tokenizer import vocabulary
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer import model_tokenizer as vocabulary
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
 from antiphon.wire.errors import EngineError, ErrorReply, Internal, decode_error, encode_error
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def encoder(self) -> TextEncoder:
         """Read the vocabulary, and make the encoder."""
-        words = vocabulary.read(
+        words = vocabulary.read_model_tokenizer(
             Path(self.folder),
             self.chat_template,
             self.completion_template,
@@ -50,10 +50,10 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
         return TextEncoder(words, self.root, self.text_bytes_max, self.context_tokens)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class EncodeOutcome(msgspec.Struct, frozen=True):
     """What came of a text."""
 
-    encoded: Encoded | None = None
+    encoded: EncodedPrompt | None = None
     error: ErrorReply | None = None
 
 
@@ -76,7 +76,7 @@ class EncodeProcesses:
     async def __aexit__(self, *_: object) -> None:
         await self.pool.__aexit__()
 
-    async def encode(self, text: Text, *, timeout_s: float, tenant: TenantId) -> Encoded:
+    async def encode(self, text: EncodeInput, *, timeout_s: float, tenant: TenantId) -> EncodedPrompt:
         """Encode a text of a tenant; tenants take turns.
 
         If the caller is cancelled, a text that is being encoded keeps its process until its end.
@@ -86,7 +86,7 @@ class EncodeProcesses:
         """
         job = msgspec.msgpack.encode(text)
         result = await self.pool.run(job, timeout_s=timeout_s, owner=tenant)
-        outcome = msgspec.msgpack.decode(result, type=Outcome)
+        outcome = msgspec.msgpack.decode(result, type=EncodeOutcome)
         if outcome.error is not None:
             raise decode_error(outcome.error)
         assert outcome.encoded is not None, "a text is encoded or refused"
@@ -99,11 +99,11 @@ def main(arguments: list[str]) -> None:
     encoder = msgspec.json.decode(shown, type=EncoderSettings).encoder()
 
     def work(job: bytes) -> bytes:
-        (result,) = encoder.encode([msgspec.msgpack.decode(job, type=Text)])
-        if isinstance(result, Encoded):
-            return msgspec.msgpack.encode(Outcome(encoded=result))
+        (result,) = encoder.encode([msgspec.msgpack.decode(job, type=EncodeInput)])
+        if isinstance(result, EncodedPrompt):
+            return msgspec.msgpack.encode(EncodeOutcome(encoded=result))
         error = result if isinstance(result, EngineError) else Internal("internal error")
-        return msgspec.msgpack.encode(Outcome(error=encode_error(error)))
+        return msgspec.msgpack.encode(EncodeOutcome(error=encode_error(error)))
 
     serve(work, parent_pid, memory_bytes_max)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
-    from antiphon.tokenizer.vocabulary import Vocabulary
+    from antiphon.tokenizer.model_tokenizer import ModelTokenizer
     from antiphon.wire.tokenize import DecodeRequest
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ TEXT_END = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class EncodeInput:
     """What is to be encoded: a conversation, or text as it is; `pair` is a second one after it.
 
     With a `suffix` there is a gap to fill between the prompt and that. With `truncate` only the
@@ -79,7 +79,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedPrompt:
     """A prompt's ids (int32, little-endian), its blocks' digests, and how a template ended it.
 
     `second_from` is where the second text of a pair begins, if the tokenizer tells the two apart.
@@ -98,7 +98,7 @@ class TextEncoder:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: ModelTokenizer,
         root: bytes,
         text_bytes_max: int,
         context_tokens: int | None = None,
@@ -108,11 +108,11 @@ class TextEncoder:
         self._text_bytes_max = text_bytes_max
         self._context_tokens = context_tokens
 
-    def encode(self, texts: Sequence[Text]) -> list[Encoded | Exception]:
+    def encode(self, texts: Sequence[EncodeInput]) -> list[EncodedPrompt | Exception]:
         """Encode each text; an error in one is its own result and hurts no other."""
         return [self._encode_one(text) for text in texts]
 
-    def _encode_one(self, text: Text) -> Encoded | EngineError:
+    def _encode_one(self, text: EncodeInput) -> EncodedPrompt | EngineError:
         try:
             return self._encoded(text)
         except EngineError as error:
@@ -123,8 +123,8 @@ class TextEncoder:
             log.exception("encoding failed")
             return Internal("internal error")
 
-    def _encoded(self, text: Text) -> Encoded:
-        written = self._written(text)
+    def _encoded(self, text: EncodeInput) -> EncodedPrompt:
+        written = self._render(text)
         size = len(written.encode()) + len((text.pair or "").encode())
         if size > self._text_bytes_max:
             raise RequestTooLarge.of(size_bytes=size, bytes_max=self._text_bytes_max)
@@ -140,9 +140,9 @@ class TextEncoder:
             second_from = encoding.type_ids.index(1)
         digests = block_digests(salted(self._root, text.cache_salt), token_ids)
         whole = None if kept is None else len(encoding.ids)
-        return Encoded(token_ids, digests, text_end, second_from, whole)
+        return EncodedPrompt(token_ids, digests, text_end, second_from, whole)
 
-    def _tokens_kept(self, text: Text, encoding: Encoding) -> int | None:
+    def _tokens_kept(self, text: EncodeInput, encoding: Encoding) -> int | None:
         """Return how many ids a text is truncated to; None: it stays whole."""
         most = self._context_tokens
         if not text.truncate or most is None or len(encoding.ids) <= most:
@@ -151,7 +151,7 @@ class TextEncoder:
             return None  # nothing would be left of the second text: too long, then
         return most
 
-    def check_length(self, text: Text, characters: int) -> None:
+    def check_length(self, text: EncodeInput, characters: int) -> None:
         """Refuse a text that cannot fit before it is encoded, which may take seconds.
 
         Raises:
@@ -171,11 +171,11 @@ class TextEncoder:
                 param="prompt" if text.messages is None else "messages",
             )
 
-    def _written(self, text: Text) -> str:
+    def _render(self, text: EncodeInput) -> str:
         if text.messages is None:
             if text.prompt is None:
                 raise InvalidRequest("neither messages nor a prompt is given")
-            return text.prompt if text.suffix is None else self._around(text.prompt, text.suffix)
+            return text.prompt if text.suffix is None else self._render_fill_in_middle(text.prompt, text.suffix)
         if text.suffix is not None:
             raise InvalidRequest("suffix: a conversation has no gap to fill", param="suffix")
         if text.prompt is not None:
@@ -190,7 +190,7 @@ class TextEncoder:
             )
         return template.render(text.messages, text.template, continue_final=text.continue_final)
 
-    def _around(self, prompt: str, suffix: str) -> str:
+    def _render_fill_in_middle(self, prompt: str, suffix: str) -> str:
         template = self._vocabulary.completion
         if template is None:
             raise Unsupported(
@@ -201,7 +201,7 @@ class TextEncoder:
         return template.write(prompt, suffix)
 
 
-def decode(vocabulary: Vocabulary, request: DecodeRequest) -> tuple[str, ...]:
+def decode(vocabulary: ModelTokenizer, request: DecodeRequest) -> tuple[str, ...]:
     """Write each row of ids as text. Called in a thread.
 
     Raises:

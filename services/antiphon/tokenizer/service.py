@@ -16,10 +16,10 @@ from antiphon.service.endpoint import Answer, Endpoint, Follow
 from antiphon.service.model import model_files, served_name, tokenizer_folder
 from antiphon.service.service import Report, Runtime
 from antiphon.telemetry.tracing import span
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.batcher import Batcher
 from antiphon.tokenizer.encode_process import EncodeProcesses, EncoderSettings
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder, decode
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder, decode
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count
 from antiphon.wire.digests import namespace
@@ -51,7 +51,7 @@ class _Running:
     """The call that encodes a request's text, and what calls after it wait for."""
 
     task: asyncio.Task[object]
-    result: asyncio.Future[Encoded]
+    result: asyncio.Future[EncodedPrompt]
 
 
 class TokenizerService:
@@ -77,7 +77,7 @@ class TokenizerService:
         self._pooling = None if pooling is None else _pooling(pooling)
         folder = await asyncio.to_thread(tokenizer_folder, settings)
         self._vocabulary = words = await asyncio.to_thread(
-            vocabulary.read,
+            vocabulary.read_model_tokenizer,
             folder,
             settings.model.chat_template,
             settings.model.completion_template,
@@ -101,7 +101,7 @@ class TokenizerService:
             threads,
         )
         with ThreadPoolExecutor(threads, thread_name_prefix="encode") as executor:
-            self._batcher = Batcher[Text, Encoded](
+            self._batcher = Batcher[EncodeInput, EncodedPrompt](
                 encoder.encode, executor, settings.tokenizer.batch_max
             )
             self._executor = executor
@@ -132,7 +132,7 @@ class TokenizerService:
 
     async def _encode(self, request: EncodeRequest, _: object) -> EncodeReply:
         check(request, self._runtime.clock)
-        text = Text(
+        text = EncodeInput(
             request.messages,
             request.prompt,
             request.continue_final_message,
@@ -179,7 +179,7 @@ class TokenizerService:
             untruncated_tokens=encoded.untruncated_tokens,
         )
 
-    async def _encoded_once(self, request: EncodeRequest, text: Text) -> Encoded:
+    async def _encoded_once(self, request: EncodeRequest, text: EncodeInput) -> EncodedPrompt:
         """Encode a text, or wait for the call with the same request id that does it already.
 
         A gateway calls again if this process seems to be gone, and it may only have been busy.
@@ -206,7 +206,7 @@ class TokenizerService:
         finally:
             del self._running[request.request_id]
 
-    async def _encode_text(self, request: EncodeRequest, text: Text) -> Encoded:
+    async def _encode_text(self, request: EncodeRequest, text: EncodeInput) -> EncodedPrompt:
         self._encoder.check_length(text, text.characters)
         if not text.is_heavy:
             return await self._batcher.submit(text)

@@ -48,7 +48,7 @@ _CONTINUED = "\N{OBJECT REPLACEMENT CHARACTER}to be continued "
 assistant says take its last character."""
 
 
-class Generation(Extension):
+class GenerationBlock(Extension):
     """Renders what stands inside `{% generation %}`: the mark matters to training only."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
@@ -150,7 +150,7 @@ def _without_developer(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]
 def _environment() -> ImmutableSandboxedEnvironment:
     """What a template may use, beside the messages."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, LoopControlExtension]
     )
     environment.filters.update(tojson=_to_json)  # pyright: ignore[reportUnknownMemberType]
     environment.tests.update(none=_is_none, string=_is_string)  # pyright: ignore[reportUnknownMemberType]
@@ -207,7 +207,7 @@ class NoContent(str):
     __hash__ = str.__hash__
 
 
-class Arguments(dict[str, object]):
+class ToolCallArguments(dict[str, object]):
     """The arguments of a call: an object to templates that look into it, and text to others.
 
     Some write `arguments | tojson` or go through the items, others `'...' + arguments`: trained on
@@ -228,14 +228,14 @@ class Arguments(dict[str, object]):
         return other + self._text
 
 
-def _arguments(text: str) -> Arguments:
+def _arguments(text: str) -> ToolCallArguments:
     """Read the arguments of a call.
 
     Raises:
         InvalidRequest: They are no JSON object.
     """
     try:
-        return Arguments(text or "{}")
+        return ToolCallArguments(text or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(
             f"the arguments of a tool call are no JSON object: {error}", param="messages"

@@ -22,10 +22,10 @@ from rich.table import Table
 from tests.bench.figures import Figure, Machine, machine
 from tests.bench.kernels.linears import SWEEP_BYTES, alternate
 
-from antiphon.kernels.attention import AttentionRows, KvShape
+from antiphon.kernels.attention import AttentionMetadata, KvShape
 from antiphon.kernels.cpu import extension
 from antiphon.kernels.cpu.attention import paged_attention
-from antiphon.kernels.cpu.elementwise import ready_heads
+from antiphon.kernels.cpu.elementwise import qk_norm_rope_store
 from antiphon.kernels.cpu.memory import huge_zeros
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def decode(
     table = np.random.default_rng(0).permutation(batch * each).astype(np.int32)
     caches = [a_cache(format_, batch * each, shape) for _ in range(layers)]
     q = torch.randn(batch, shape.heads * shape.group, shape.size).bfloat16()
-    rows = AttentionRows(
+    rows = AttentionMetadata(
         KvShape(PAGE_TOKENS, shape.heads, shape.group, shape.size, torch.bfloat16),
         table.reshape(batch, each),
         np.ones(batch, np.int32),
@@ -124,7 +124,7 @@ def store(shape: Shape, format_: torch.dtype) -> Callable[[], object]:
     heads = torch.randn(TOKENS, shape.heads * (shape.group + 2), shape.size).bfloat16()
     turns = torch.rand(TOKENS, 1, shape.size).bfloat16()
     places = torch.arange(TOKENS)
-    return partial(ready_heads, heads, turns, turns, *cache, places, None)
+    return partial(qk_norm_rope_store, heads, turns, turns, *cache, places, None)
 
 
 def measure() -> Report:

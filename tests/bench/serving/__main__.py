@@ -68,7 +68,7 @@ class Place:
 
     @property
     def over(self) -> str:
-        """As in `Run.over`."""
+        """As in `ScanSpan.over`."""
         return "nats" if self.nats else "chat" if self.chat else "http"
 
     def target(self) -> Target:

@@ -68,13 +68,13 @@ def parts(compiled: CompiledGrammar, vocab_size: int, rows: int) -> dict[str, fl
     import torch  # noqa: PLC0415
 
     from antiphon.kernels import ops  # noqa: PLC0415
-    from antiphon.kernels.op import Device  # noqa: PLC0415
+    from antiphon.kernels.op import DeviceCapability  # noqa: PLC0415
     from antiphon.model_worker.batching.logits import LogitsProcessors  # noqa: PLC0415
     from antiphon.model_worker.grammar.executor import MatcherTask, ThreadedMatcherExecutor  # noqa: PLC0415
     from antiphon.model_worker.grammar.matcher import GrammarMatcher  # noqa: PLC0415
 
     clock, dice, walker = Clock(), np.random.default_rng(0), ThreadedMatcherExecutor(patience_s=1.0)
-    steering, chosen = LogitsProcessors(rows, vocab_size), ops.select(Device("cpu"))
+    steering, chosen = LogitsProcessors(rows, vocab_size), ops.select(DeviceCapability("cpu"))
     guides = [
         GrammarMatcher(compiled.start(()), vocab_size, compiled.eos_ids(())) for _ in range(rows)
     ]

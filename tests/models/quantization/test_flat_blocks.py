@@ -11,8 +11,8 @@ from tests.models.quantization.rows import ROWS, write
 from tests.models.test_llama_parity import assert_close, logits_of, prompts
 
 from antiphon.layers.quantization.four_bit import BitsAndBytesStorage
-from antiphon.layers.quantization.gather import stored_sources
-from antiphon.layers.quantization.storage import Part, Whole, numbers
+from antiphon.layers.quantization.assemble import quantized_sources
+from antiphon.layers.quantization.storage import WeightSlice, LoadedWeight, dequantized
 from antiphon.model_worker.runner.open import open_model
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def test_inputs_need_not_be_whole_blocks(
     for rows, columns in ((slice(0, outputs), slice(0, inputs)), half):
         into = torch.full((rows.stop - rows.start, columns.stop - columns.start), float("nan"))
 
-        def take(_: int, row: int, piece: Whole, into: torch.Tensor = into) -> None:
-            into[row : row + len(piece)] = numbers(piece)
+        def take(_: int, row: int, piece: LoadedWeight, into: torch.Tensor = into) -> None:
+            into[row : row + len(piece)] = dequantized(piece)
 
         storage = BitsAndBytesStorage(kind, nested)
-        for source in stored_sources("a", storage, (outputs, inputs), Part(rows, columns), take):
+        for source in quantized_sources("a", storage, (outputs, inputs), WeightSlice(rows, columns), take):
             tensor = made.stored[source.name.removeprefix("a")]
             assert source.shape in (tuple(tensor.shape), (-1,)), source.name
             source.load(tensor)

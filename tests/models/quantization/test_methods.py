@@ -22,12 +22,12 @@ from antiphon.config.quantization import Quantize, Scheme, chosen
 from antiphon.config.quantization_file import read_quantization
 from antiphon.config.resolve import resolve
 from antiphon.kernels.cpu import extension
-from antiphon.layers.linear import RowLinear, Stored
+from antiphon.layers.linear import RowLinear, CheckpointLayout
 from antiphon.layers.methods import METHODS
 from antiphon.layers.quantization import storage as parts
-from antiphon.layers.quantization.gather import stored_sources
+from antiphon.layers.quantization.assemble import quantized_sources
 from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import Build
+from antiphon.layers.weights import BuildContext
 from antiphon.model_worker.model import load as loading
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from antiphon.layers.methods import LinearMethod
 
-LACKING = extension.lacking()
+LACKING = extension.unavailable_reason()
 ALL = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 Folders = dict[str, tuple["Path", "Path"]]
 
@@ -79,23 +79,23 @@ def linears(folder: Path) -> dict[str, tuple[int, int]]:
 class Wrong:
     """A reader that makes something else of some tensors."""
 
-    right: parts.Storage
+    right: parts.StorageLayout
     changes: Mapping[str, Change]
 
-    def fields(self, outputs: int, inputs: int) -> parts.Fields:
+    def fields(self, outputs: int, inputs: int) -> parts.WeightFields:
         return self.right.fields(outputs, inputs)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> parts.Whole:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> parts.LoadedWeight:
         same = dict(stored)
         changed = {suffix: change(same[suffix]) for suffix, change in self.changes.items()}
-        return self.right.whole(same | changed, outputs, inputs)
+        return self.right.dequantize(same | changed, outputs, inputs)
 
 
 def read(
     written: tuple[Path, Path],
     row: Row,
     changes: Mapping[str, Change] | None = None,
-    part: parts.Part | None = None,
+    part: parts.WeightSlice | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every stored weight as the reader has it, and as it should be."""
     stored, plain = written
@@ -109,18 +109,18 @@ def read(
         if scheme is None:
             assert name == SKIPPED
             continue
-        storage: parts.Storage = storage_of(scheme)
+        storage: parts.StorageLayout = storage_of(scheme)
         if changes:
             storage = Wrong(storage, changes)
-        cut = part or parts.Part(slice(0, outputs), slice(0, inputs))
-        cut = parts.Part(_within(cut.outputs, outputs), _within(cut.inputs, inputs))
+        cut = part or parts.WeightSlice(slice(0, outputs), slice(0, inputs))
+        cut = parts.WeightSlice(_within(cut.outputs, outputs), _within(cut.inputs, inputs))
         into = torch.full((_length(cut.outputs), _length(cut.inputs)), float("nan"))
 
-        def take(_: int, row: int, piece: parts.Whole, into: Tensor = into) -> None:
-            numbers = parts.numbers(piece)
+        def take(_: int, row: int, piece: parts.LoadedWeight, into: Tensor = into) -> None:
+            numbers = parts.dequantized(piece)
             into[row : row + len(numbers)] = numbers
 
-        sources = list(stored_sources(name, storage, (outputs, inputs), cut, take))
+        sources = list(quantized_sources(name, storage, (outputs, inputs), cut, take))
         checkpoint.load(sources)
         found[name] = into
         one = whole.tensors[f"{name}.weight"]
@@ -169,16 +169,16 @@ def found_out(found: dict[str, Tensor], expected: dict[str, Tensor], limit: floa
 
 
 CUTS = {
-    "outputs": parts.Part(slice(96, 192), slice(0, 10**6)),
-    "inputs": parts.Part(slice(0, 10**6), slice(64, 128)),
-    "through words and groups": parts.Part(slice(37, 101), slice(3, 129)),
+    "outputs": parts.WeightSlice(slice(96, 192), slice(0, 10**6)),
+    "inputs": parts.WeightSlice(slice(0, 10**6), slice(64, 128)),
+    "through words and groups": parts.WeightSlice(slice(37, 101), slice(3, 129)),
 }
 
 
 @ALL
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 def test_a_part_of_a_weight_is_that_part_wherever_it_is_cut(
-    row: Row, written, cut: parts.Part
+    row: Row, written, cut: parts.WeightSlice
 ) -> None:
     assert_weights(*read(written, row, part=cut))
 
@@ -328,13 +328,13 @@ def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
     stack = {s: torch.stack([one.stored[s] for one in made]) for s in ("_scales", "_blocks")}
     into = torch.full((3, 48, 32), float("nan"))
 
-    def take(expert: int, at: int, piece: parts.Whole) -> None:
-        numbers = parts.numbers(piece)
+    def take(expert: int, at: int, piece: parts.LoadedWeight) -> None:
+        numbers = parts.dequantized(piece)
         into[expert, at : at + len(numbers)] = numbers
 
-    part = parts.Part(slice(48, 96), slice(32, 64))
+    part = parts.WeightSlice(slice(48, 96), slice(32, 64))
     storage = storage_of(MXFP4)
-    for source in stored_sources("experts.up", storage, (96, 64), part, take, experts=3):
+    for source in quantized_sources("experts.up", storage, (96, 64), part, take, experts=3):
         source.load(stack[source.name.removeprefix("experts.up")])
     expected = torch.stack([one.whole[48:, 32:] for one in made])
     assert torch.equal(into, expected)
@@ -344,41 +344,41 @@ def test_a_stack_of_experts_is_read_as_its_experts(tmp_path: Path) -> None:
 class Everywhere:
     """Every linear is stored so."""
 
-    one: parts.Storage
+    one: parts.StorageLayout
     method: LinearMethod
 
-    def storage(self, name: str) -> parts.Storage:
+    def storage(self, name: str) -> parts.StorageLayout:
         return self.one
 
 
-FUSED = Stored(run=96, first=32, runs=2), Stored(run=64, runs=3, neighbours=32, head_size=64)
+FUSED = CheckpointLayout(run=96, first=32, runs=2), CheckpointLayout(run=64, runs=3, interleaved_size=32, head_size=64)
 
 
 @ALL
 @pytest.mark.parametrize("stored", FUSED, ids=["a part of each run", "rotated by neighbours"])
 def test_a_linear_that_is_a_part_of_a_stored_tensor_is_taken_from_it(
-    row: Row, stored: Stored
+    row: Row, stored: CheckpointLayout
 ) -> None:
     outputs = 64 if stored.first else 192
     weight = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
     made = row.make(weight)
     scheme = storage_of(row_scheme(row))
-    build = Build(SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN))
+    build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), Everywhere(scheme, PLAIN))
     linear = RowLinear("a", 256, outputs, bias=False, build=build, method=PLAIN, stored=stored)
     suffixes = {".weight_scale": ".weight_scale_inv"}
     for source in linear.sources():
         suffix = source.name.removeprefix("a")
         tensor = made.stored.get(suffix)
         source.load(made.stored[suffixes[suffix]] if tensor is None else tensor)
-    expected = stored.pick("weight", outputs, made.whole)
+    expected = stored.extract("weight", outputs, made.whole)
     assert torch.equal(linear._weights.tensors["weight"], expected)
 
 
 def test_transposed_tensors_are_not_quantized() -> None:
-    build = Build(
+    build = BuildContext(
         SingleRank(), torch.float32, torch.device("cpu"), Everywhere(storage_of(MXFP4), PLAIN)
     )
-    stored = Stored(transposed=True)
+    stored = CheckpointLayout(transposed=True)
     linear = RowLinear("a", 64, 64, bias=False, build=build, method=PLAIN, stored=stored)
     with pytest.raises(ValueError, match=r"a: weights stored as \(inputs, outputs\) are not"):
         list(linear.sources())

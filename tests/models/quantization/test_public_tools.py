@@ -21,8 +21,8 @@ from tests.models.test_llama_parity import assert_close, logits_of
 from torch import Tensor
 
 from antiphon.config.card import read_card
-from antiphon.layers.quantization.gather import stored_sources
-from antiphon.layers.quantization.storage import Part, Whole, numbers
+from antiphon.layers.quantization.assemble import quantized_sources
+from antiphon.layers.quantization.storage import WeightSlice, LoadedWeight, dequantized
 from antiphon.model_worker.model.quantization import storage_of
 from antiphon.model_worker.model.weights import Checkpoint
 from antiphon.model_worker.runner.open import open_model
@@ -66,13 +66,13 @@ def read(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
     assert scheme is not None, name
     into = torch.full(shape, float("nan"))
 
-    def take(_: int, row: int, piece: Whole) -> None:
-        into[row : row + len(piece)] = numbers(piece)
+    def take(_: int, row: int, piece: LoadedWeight) -> None:
+        into[row : row + len(piece)] = dequantized(piece)
 
     checkpoint = Checkpoint.open(folder)
     checkpoint.rename_endings(said.spelled)
-    everything = Part(slice(0, shape[0]), slice(0, shape[1]))
-    checkpoint.load(stored_sources(name, storage_of(scheme), shape, everything, take))
+    everything = WeightSlice(slice(0, shape[0]), slice(0, shape[1]))
+    checkpoint.load(quantized_sources(name, storage_of(scheme), shape, everything, take))
     return into
 
 

@@ -31,11 +31,11 @@ from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.grammar.xgrammar_backend import XgrammarCompiler
 from antiphon.model_worker.startup import checksums
 from antiphon.model_worker.startup.engine_core import open_engine_core
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.model import model_files, served_name, tokenizer_place
 from antiphon.service.vocabulary import read_vocabulary
 from antiphon.telemetry import log as logs
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.codec import id_count
 from antiphon.wire.errors import Forbidden, Unauthorized
 from antiphon.wire.grammar import GrammarKind
@@ -177,7 +177,7 @@ def test_disable_priority_preemption_keeps_running_requests() -> None:
     lowest, highest = -(2**63), 2**63 - 1
 
     def preempts(settings: Settings) -> bool:
-        precedence = Rules.of(settings).precedence
+        precedence = LeaderConfig.of(settings).precedence
         return precedence.preempts(precedence.rank(highest), precedence.rank(lowest))
 
     given, without = compare(
@@ -205,7 +205,7 @@ def test_radix_eviction_policy_chooses_the_strategy() -> None:
 )
 def test_argument_limits_the_scheduler(flag: str, value: str, rule: str, expected: object) -> None:
     given, without = compare(
-        flag, value, observe=lambda settings: getattr(Rules.of(settings), rule)
+        flag, value, observe=lambda settings: getattr(LeaderConfig.of(settings), rule)
     )
     assert given == expected != without
 
@@ -308,7 +308,7 @@ def test_chat_template_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
 
     def rendered(settings: Settings) -> str:
-        read = vocabulary.read(tokenizer_place(settings), settings.model.chat_template)
+        read = vocabulary.read_model_tokenizer(tokenizer_place(settings), settings.model.chat_template)
         assert read.template is not None
         turn = ChatMessage(role="user", content="hi")
         return read.template.render((turn,), continue_final=False)
@@ -401,7 +401,7 @@ def test_completion_template_needs_its_marks() -> None:
     def read(settings: Settings) -> str:
         folder = tokenizer_place(settings)
         try:
-            return str(vocabulary.read(folder, "", settings.model.completion_template).completion)
+            return str(vocabulary.read_model_tokenizer(folder, "", settings.model.completion_template).completion)
         except ConfigError as error:
             return str(error)
 

@@ -37,14 +37,14 @@ from antiphon.config.cluster import ClusterConfig
 from antiphon.config.errors import ConfigError
 from antiphon.config.resolve import resolve
 from antiphon.detokenizer.machine import Detokenizer
-from antiphon.kernels.latent import LatentRows, Part
+from antiphon.kernels.latent import LatentMetadata, LatentPart
 from antiphon.model_worker.batching.loop import BatchingLoop, StepReport
 from antiphon.model_worker.batching.mailbox import Mail, Mailbox
 from antiphon.model_worker.batching.request import ChoiceKey, RequestState
 from antiphon.model_worker.grammar.source import GrammarSource
 from antiphon.model_worker.startup.engine import Engine, open_engine
 from antiphon.service.sockets import CannotStart
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids, unpack_ids
@@ -182,16 +182,16 @@ def test_shared_experts_are_a_block_of_their_own(mixture: Path) -> None:
 def test_cached_latents_of_a_prompt_are_read_in_one_piece(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = cast("Any", LatentRows.parts).func
+    parts = cast("Any", LatentMetadata.parts).func
     passes: list[tuple[list[int], list[int]]] = []
 
-    def noted(rows: LatentRows) -> tuple[Part, ...]:
+    def noted(rows: LatentMetadata) -> tuple[LatentPart, ...]:
         made = parts(rows)
         read = sorted(int(keys) for part in made for keys in part.rows.kv_len)
         passes.append((sorted(map(int, rows.rows.kv_len)), read))
         return made
 
-    monkeypatch.setattr(LatentRows, "parts", property(noted))
+    monkeypatch.setattr(LatentMetadata, "parts", property(noted))
 
     def keys_read(settings: Settings) -> list[tuple[list[int], list[int]]]:
         """The keys of each row of a pass, and those that attention reads at once for a row."""
@@ -431,7 +431,7 @@ async def test_tokenizer_encodes_the_requests_that_wait_as_one_batch(
     encode, model = TextEncoder.encode, ModelName("toy")
     sizes: list[int] = []
 
-    def noted(encoder: TextEncoder, texts: Sequence[Text]) -> Sequence[Encoded | Exception]:
+    def noted(encoder: TextEncoder, texts: Sequence[EncodeInput]) -> Sequence[EncodedPrompt | Exception]:
         sizes.append(len(texts))
         if len(sizes) == 1:
             assert first.wait(TIMEOUT_S)

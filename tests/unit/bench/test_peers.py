@@ -199,8 +199,8 @@ def test_each_kind_of_processor_has_its_table(tmp_path: Path) -> None:
 
 
 def test_results_are_kept_by_the_instructions_that_the_kernels_choose() -> None:
-    if extension.lacking() is None:
-        assert instructions() == extension.arithmetic()["isa"]
+    if extension.unavailable_reason() is None:
+        assert instructions() == extension.numerics_info()["isa"]
 
 
 def test_work_of_our_children_is_ours_and_leaves_nothing_for_others() -> None:

@@ -191,7 +191,7 @@ def test_text_whose_tokens_all_end_inside_a_character_comes_out_whole_and_in_tim
     )
     pieces = [decoder.push(token) for token in range(len(cuts))]
     assert pieces == ["", *text]
-    assert not decoder.holds
+    assert not decoder.has_pending
 
 
 @given(st.lists(st.tuples(st.sampled_from("aé漢😀👍🏽"), st.integers(1, 5)), max_size=40))

@@ -222,7 +222,7 @@ def test_seq_goes_on_for_a_gateway_that_was_thought_dead():
     """It would take a new beginning for old news, and not see the loss of a tail."""
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
-    m.on_owner_gone(GATEWAY)
+    m.on_owner_died(GATEWAY)
     m.on_open_list(open_list(1, REQUEST), 8.0)
     (said,) = [a for a in m.on_tokens(batch(2, row("ab", n=2)), 9.0) if isinstance(a, SendText)]
     assert said.batch.seq == 2
@@ -375,7 +375,7 @@ def test_text_is_whole_whatever_is_lost_repeated_or_late(seed: int):
 def test_rows_that_outlive_their_gateway_do_not_begin_its_requests_anew():
     m = machine()
     m.on_tokens(batch(1, row("abc")), 0.0)
-    m.on_owner_gone(GATEWAY)
+    m.on_owner_died(GATEWAY)
     assert m.on_tokens(batch(2, row("abcd")), 1.0) == []
     assert m.requests == {}
     m.on_open_list(open_list(1, REQUEST), 2.0)  # it was only frozen
@@ -460,6 +460,6 @@ def test_a_step_that_follows_nothing_heard_is_asked_for_until_it_comes(lost: Tok
 def test_a_step_of_a_worker_that_was_never_heard_is_asked_for():
     m = machine()
     m.on_tokens(batch(1, row("ab")), 0.0)
-    m.on_worker_gone(WORKER)
+    m.on_worker_died(WORKER)
     (asked,) = m.on_tokens(step(2, "c"), 1.0)
     assert isinstance(asked, SendResend)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.detokenizer.stop import Match, StopScanner
+from antiphon.detokenizer.stop import StopMatch, StopScanner
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.patterns import Follower, automaton, check_patterns
 
@@ -20,7 +20,7 @@ def scan(pieces: list[str], stops: tuple[str, ...], *, include: bool = False):
     shown = ""
     for piece in pieces:
         result = scanner.push(piece)
-        if isinstance(result, Match):
+        if isinstance(result, StopMatch):
             return shown + result.text, result.stop
         shown += result
     return shown + scanner.flush(), None
@@ -79,7 +79,7 @@ def match(pattern: str, text: str, *, include: bool = False):
     shown = ""
     for letter in text:
         result = scanner.push(letter)
-        if isinstance(result, Match):
+        if isinstance(result, StopMatch):
             return shown + result.text, result.stop
         shown += result
     return shown + scanner.flush(), None
@@ -114,7 +114,7 @@ def test_a_pattern_that_may_yet_come_true_is_held_back_and_no_more():
 
 def test_a_string_and_a_pattern_at_one_place_end_as_the_string_says():
     scanner = StopScanner(("ab",), include=True, patterns=("abc?",))
-    assert scanner.push("xab") == Match("ab", "xab")
+    assert scanner.push("xab") == StopMatch("ab", "xab")
 
 
 @pytest.mark.parametrize(

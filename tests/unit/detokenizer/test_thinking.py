@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.detokenizer.choice import Choice, End
+from antiphon.detokenizer.choice import ChoiceState, ChoiceResult
 from antiphon.gateway.parsing.answer import AnswerParser, parse
 from antiphon.gateway.parsing.reasoning.registry import REASONING_FORMATS, reasoning_format
 from antiphon.gateway.parsing.tools.registry import tool_format
@@ -39,13 +39,13 @@ def counts(
 ) -> list[int]:
     """The count after each token, and after the end."""
     stop = StopStrings(strings=strings, thinking=marks)
-    choice = Choice(Tokens(pieces).decode, stop)
+    choice = ChoiceState(Tokens(pieces).decode, stop)
     told: list[int] = []
     for token in range(len(pieces)):
         if choice.end is None:
             choice.accept(token, [token], None)
             told.append(choice.reasoning_tokens)
-    choice.finish(End(FinishReason.STOP))
+    choice.finish(ChoiceResult(FinishReason.STOP))
     return [*told, choice.reasoning_tokens]
 
 
@@ -87,9 +87,9 @@ def test_what_may_be_a_call_counts_once_it_is_none():
 def test_parts_of_a_character_are_tokens_too():
     four = Tokens(["x"])
     four._pieces = [b"<think>", *("👋".encode()[n : n + 1] for n in range(4)), b"</think>", b"a"]  # pyright: ignore[reportPrivateUsage]
-    choice = Choice(four.decode, StopStrings(thinking=MARKS))
+    choice = ChoiceState(four.decode, StopStrings(thinking=MARKS))
     choice.accept(0, range(7), None)
-    choice.finish(End(FinishReason.LENGTH))
+    choice.finish(ChoiceResult(FinishReason.LENGTH))
     assert choice.reasoning_tokens == 6
 
 

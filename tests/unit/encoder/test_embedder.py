@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.wait import until
 
-from antiphon.encoder.cache import Embedding, EmbeddingCache
+from antiphon.encoder.cache import CachedEmbedding, EmbeddingCache
 from antiphon.encoder.embedder import Embedder
 from antiphon.wire.errors import InvalidRequest
 
@@ -24,8 +24,8 @@ BYTES = 10
 BROKEN = b"broken"
 
 
-def embedding(size: int = BYTES) -> Embedding:
-    return Embedding(bytes(size), tokens=1, hidden=1, checksum=b"")
+def embedding(size: int = BYTES) -> CachedEmbedding:
+    return CachedEmbedding(bytes(size), tokens=1, hidden=1, checksum=b"")
 
 
 def digest(image: bytes) -> bytes:
@@ -39,7 +39,7 @@ class SlowModel:
         self.let = threading.Event()
         self.begun: Counter[bytes] = Counter()
 
-    def embed(self, image: bytes | bytearray) -> Embedding:
+    def embed(self, image: bytes | bytearray) -> CachedEmbedding:
         self.begun[bytes(image)] += 1
         assert self.let.wait(5), "never let"
         if image == BROKEN:
@@ -53,7 +53,7 @@ class World:
         self.cache = EmbeddingCache(1000)
         self.embedder = Embedder(self.model.embed, self.cache, thread)
 
-    async def embed(self, image: bytes) -> Embedding:
+    async def embed(self, image: bytes) -> CachedEmbedding:
         return await self.embedder.embed(digest(image), image)
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from antiphon.bus.bus import Bus
     from antiphon.config.settings import Settings
-    from antiphon.encoder.cache import Embedding
+    from antiphon.encoder.cache import CachedEmbedding
     from antiphon.wire.claim import Claim
 
 CLOCK = SystemClock()
@@ -127,7 +127,7 @@ class Brake:
         self._released = threading.Event()
         embed = VisionModel.embed
 
-        def slowly(model: VisionModel, image: bytes | bytearray) -> Embedding:
+        def slowly(model: VisionModel, image: bytes | bytearray) -> CachedEmbedding:
             self.reached.set()
             assert self._released.wait(5), "never released"
             return embed(model, image)

@@ -110,7 +110,7 @@ def test_words_keep_their_spaces_and_bytes_are_bytes(sentence_pieces: Path) -> N
 
     texts = TokenTexts(decode, read_vocabulary(sentence_pieces).tokens)
     ids = [1, 2, *(3 + byte for byte in " \N{GRINNING FACE}".encode())]
-    written = texts.written(ids, skips_special=True)
+    written = texts.token_bytes(ids, skips_special=True)
     assert (written[1], written[2]) == (b" Hi", b" there")
     by_id = {id_: written.get(id_, text.encode()) for id_, text in texts.texts(ids).items()}
     said = b"".join(by_id[id_] for id_ in ids).decode()
@@ -120,5 +120,5 @@ def test_words_keep_their_spaces_and_bytes_are_bytes(sentence_pieces: Path) -> N
 
 def test_without_a_vocabulary_a_token_writes_its_text() -> None:
     texts = TokenTexts(lambda ids, _: f"<{ids[0]}>")
-    assert texts.written([1, 2], skips_special=True) == {}
+    assert texts.token_bytes([1, 2], skips_special=True) == {}
     assert texts.texts([1, 2]) == {1: "<1>", 2: "<2>"}

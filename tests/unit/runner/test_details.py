@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import (
     LogprobsBatch,
@@ -70,7 +70,7 @@ EVERYTHING = LogprobsRequest(
 
 
 def told(wanted: LogprobsRequest | None = EVERYTHING, **options: int) -> LogprobsBatch | None:
-    teller = LogprobsComputer(select(Device("cpu")), **options)
+    teller = LogprobsComputer(select(DeviceCapability("cpu")), **options)
     logits = STATES[list(LOGIT_TOKENS)] @ HEAD
     accepted = (ints(*STARTS), ints(*ACCEPTED))
     return teller.compute(plan_of(wanted), STATES, logits, lambda states: states @ HEAD, accepted)
@@ -135,7 +135,7 @@ def test_rows_that_want_no_logprobs_cost_no_logits() -> None:
         named_ids=ints(),
         hidden=np.ones(3, np.bool_),
     )
-    teller = LogprobsComputer(select(Device("cpu")))
+    teller = LogprobsComputer(select(DeviceCapability("cpu")))
 
     def head(states: torch.Tensor) -> torch.Tensor:
         raise AssertionError(f"{len(states)} rows of logits that nobody wants")

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Penalties
 from antiphon.model_worker.runner.penalties import TokenCounts
 
-OPS = select(Device("cpu"))
+OPS = select(DeviceCapability("cpu"))
 VOCABULARY = 9
 SLOTS = 20
 

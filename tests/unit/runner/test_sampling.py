@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.kernels.op import Device
+from antiphon.kernels.op import DeviceCapability
 from antiphon.kernels.ops import select
 from antiphon.model_worker.batching.plan import Biases, Penalties, SamplingColumns, StepPlan
 from antiphon.model_worker.batching.token_masks import pack
@@ -97,7 +97,7 @@ def biases(rows: int) -> Biases:
 
 def drawn(plan: StepPlan, positions: np.ndarray | None = None) -> np.ndarray:
     rows = len(plan.slot)
-    sampler = Sampler(select(Device("cpu")))
+    sampler = Sampler(select(DeviceCapability("cpu")))
     logits = torch.as_tensor(np.tile(LOGITS, (rows, 1)))
     every = np.arange(rows)
     sampler.process_logits(plan, every, logits)
@@ -250,7 +250,7 @@ COLUMNS = ("temperature", "top_p", "min_p", "top_k", "seed", "choice")
 
 
 def test_what_is_accepted_is_penalised_from_the_next_step_on() -> None:
-    sampler = Sampler(select(Device("cpu")))
+    sampler = Sampler(select(DeviceCapability("cpu")))
     plan = plan_of(columns(1, 0.0), penalties=penalties(1, 2.0, 2.0, 1.0))
     for count in range(1, 4):
         logits = torch.zeros(1, VOCABULARY)
@@ -273,7 +273,7 @@ def test_rows_left_without_a_token_are_named() -> None:
         ),
     )
     logits = torch.zeros(3, VOCABULARY)
-    barren = Sampler(select(Device("cpu"))).process_logits(plan, np.arange(3), logits)
+    barren = Sampler(select(DeviceCapability("cpu"))).process_logits(plan, np.arange(3), logits)
     assert barren is not None
     assert barren.tolist() == [False, True, False]
 
@@ -282,14 +282,14 @@ def test_rows_that_verify_drafts_are_not_steered() -> None:
     plan = plan_of(columns(2), penalties=penalties(2, 1.0, 0.0, 1.0))
     logits = torch.zeros(3, VOCABULARY)
     with pytest.raises(PlanRefused, match="one token each"):
-        Sampler(select(Device("cpu"))).process_logits(plan, np.array([0, 0, 1]), logits)
+        Sampler(select(DeviceCapability("cpu"))).process_logits(plan, np.array([0, 0, 1]), logits)
 
 
 @pytest.mark.parametrize("peak", [1e4, -1e4])
 def test_a_low_temperature_makes_no_infinity_of_a_large_logit(peak: float) -> None:
-    ops = select(Device("cpu"))
+    ops = select(DeviceCapability("cpu"))
     logits = torch.full((1, 500), peak - 50.0)
     logits[0, 300] = peak
     one = torch.ones(1)
-    drawn = ops.draw(logits, one.double() / 2, one * 1e-36, torch.tensor([0]), one, one * 0)
+    drawn = ops.sample(logits, one.double() / 2, one * 1e-36, torch.tensor([0]), one, one * 0)
     assert drawn.tolist() == [300]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.support.clock import ManualClock
 
-from antiphon.scheduler.actions import Action, Bound, SendCommands, SendNotice
-from antiphon.scheduler.leader import Leader
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.actions import Action, RequestBound, SendCommands, SendNotice
+from antiphon.scheduler.core import SchedulerCore
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.peers import Patience, Peers
 from antiphon.wire.base import Attempt, Process, Role, State, Term
 from antiphon.wire.codec import pack_ids
@@ -86,7 +86,7 @@ class Actor:
 
     def list(self, *, whole: bool, closed: tuple[RequestId, ...] = (), version: int = 0) -> None:
         self._version += 1
-        self._stage.leader.list_arrived(
+        self._stage.leader.on_open_list(
             OpenList(
                 model=MODEL,
                 owner=self.process,
@@ -112,11 +112,11 @@ class Actor:
 class Stage:
     """The leader under test, its peers, and what it has said since `heard` was last cleared."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, rules: LeaderConfig | None = None) -> None:
         self.clock = ManualClock()
         patience = Patience(heartbeat_s=BEAT_S, suspect_beats=3, dead_beats=5, owner_s=15.0)
         self.peers = Peers(ME, "digest", self.clock, patience)
-        self.leader = Leader(ME, MODEL, rules or Rules(), self.clock, self.peers)
+        self.leader = SchedulerCore(ME, MODEL, rules or LeaderConfig(), self.clock, self.peers)
         self.heard: list[Action] = []
         self.actors: list[Actor] = []
         self.link_up = True
@@ -152,7 +152,7 @@ class Stage:
             self.listen()
 
     def listen(self) -> None:
-        self.heard += self.leader.take()
+        self.heard += self.leader.take_actions()
 
     def submit(
         self, name: str, gateway: Process = GATEWAY, deadline_s: float = 60.0, **fields: object
@@ -220,8 +220,8 @@ class Stage:
     def batches(self) -> list[CommandBatch]:
         return [action.batch for action in self.heard if isinstance(action, SendCommands)]
 
-    def bound(self) -> list[Bound]:
-        return [action for action in self.heard if isinstance(action, Bound)]
+    def bound(self) -> list[RequestBound]:
+        return [action for action in self.heard if isinstance(action, RequestBound)]
 
 
 def running(admit: Admit, *, ended: bool = False) -> RunningRequest:

@@ -10,7 +10,7 @@ from tests.unit.scheduler.stage import process
 
 from antiphon.model_worker.cache.events import ClearedEvent, RemovedEvent, StoredEvent
 from antiphon.model_worker.protocol.kv_events import KvEventPublisher
-from antiphon.scheduler.caches import ASK_AGAIN_S, DUMP_AGAIN_S, Caches
+from antiphon.scheduler.worker_caches import REPLAY_RETRY_S, FULL_REPLAY_RETRY_S, WorkerCaches
 from antiphon.wire.digests import DIGEST_BYTES
 from antiphon.wire.kv_events import BlocksStored, KvEvents, ReplayKv
 
@@ -32,81 +32,81 @@ def said(seq: int, *numbers: int, worker: Process = W) -> KvEvents:
 
 
 def test_events_that_follow_each_other_need_no_replay() -> None:
-    caches = Caches(100)
-    caches.beat(W, 0)
-    caches.hear(said(1, 1, 2))
-    caches.hear(said(2, 3))
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, 0)
+    caches.apply_events(said(1, 1, 2))
+    caches.apply_events(said(2, 3))
     assert caches.overlaps(block(1) + block(2) + block(3)) == {W: 3}
-    assert caches.asks(0.0) == []
+    assert caches.due_replays(0.0) == []
 
 
 def test_events_of_a_life_that_no_heartbeat_has_named_are_passed_over() -> None:
-    caches = Caches(100)
-    caches.hear(said(1, 1))
+    caches = WorkerCaches(100)
+    caches.apply_events(said(1, 1))
     assert caches.blocks == 0
 
 
 def test_of_a_worker_that_tells_of_nothing_nothing_is_expected() -> None:
-    caches = Caches(100)
-    caches.beat(W, None)
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, None)
     caches.expect(W, block(1), 0.0)
     assert caches.blocks == 0
-    assert caches.asks(0.0) == []
+    assert caches.due_replays(0.0) == []
 
 
 def test_a_gap_is_asked_for_once_and_again_when_nobody_answers() -> None:
-    caches = Caches(100)
-    caches.beat(W, 0)
-    caches.hear(said(1, 1))
-    caches.hear(said(3, 3))
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, 0)
+    caches.apply_events(said(1, 1))
+    caches.apply_events(said(3, 3))
     assert caches.overlaps(block(3)) == {}
-    assert caches.asks(0.0) == [(W, ReplayKv(after=1))]
-    assert caches.asks(0.5 * ASK_AGAIN_S) == []
-    assert caches.asks(ASK_AGAIN_S) == [(W, ReplayKv(after=1))]
+    assert caches.due_replays(0.0) == [(W, ReplayKv(after=1))]
+    assert caches.due_replays(0.5 * REPLAY_RETRY_S) == []
+    assert caches.due_replays(REPLAY_RETRY_S) == [(W, ReplayKv(after=1))]
 
 
 def test_a_lost_tail_shows_when_the_next_heartbeat_finds_it_missing_still() -> None:
-    caches = Caches(100)
-    caches.beat(W, 0)
-    caches.beat(W, 1)  # the event may be behind it
-    assert caches.asks(0.0) == []
-    caches.beat(W, 1)
-    assert caches.asks(0.0) == [(W, ReplayKv(after=0))]
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, 0)
+    caches.on_heartbeat(W, 1)  # the event may be behind it
+    assert caches.due_replays(0.0) == []
+    caches.on_heartbeat(W, 1)
+    assert caches.due_replays(0.0) == [(W, ReplayKv(after=0))]
 
 
 def test_who_begins_to_follow_late_asks_for_everything() -> None:
     announcer = KvEventPublisher(W, 10)
     announcer.add([StoredEvent(ROOT, (block(1), block(2)))])
-    caches = Caches(100)
-    caches.beat(W, announcer.seq)
-    ((worker, ask),) = caches.asks(0.0)
-    caches.replayed(worker, announcer.replay(ask))
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, announcer.seq)
+    ((worker, ask),) = caches.due_replays(0.0)
+    caches.apply_replay(worker, announcer.replay(ask))
     assert caches.overlaps(block(1) + block(2)) == {W: 2}
-    assert caches.asks(9.0) == []
+    assert caches.due_replays(9.0) == []
 
 
 def test_a_dead_worker_is_forgotten_and_its_next_life_begins_with_nothing() -> None:
-    caches = Caches(100)
-    caches.beat(W, 0)
-    caches.hear(said(1, 1))
+    caches = WorkerCaches(100)
+    caches.on_heartbeat(W, 0)
+    caches.apply_events(said(1, 1))
     caches.forget(W)
     assert caches.blocks == 0
     again = process("worker-0", life=2)
-    caches.beat(again, 0)
-    caches.hear(said(2, 2))  # of the life before
+    caches.on_heartbeat(again, 0)
+    caches.apply_events(said(2, 2))  # of the life before
     assert caches.blocks == 0
-    caches.hear(said(1, 5, worker=again))
+    caches.apply_events(said(1, 5, worker=again))
     assert caches.overlaps(block(5)) == {again: 1}
 
 
 def test_an_answer_of_another_life_changes_nothing() -> None:
-    caches = Caches(100)
+    caches = WorkerCaches(100)
     again = process("worker-0", life=2)
-    caches.beat(again, 3)
-    ((_, ask),) = caches.asks(0.0)
+    caches.on_heartbeat(again, 3)
+    ((_, ask),) = caches.due_replays(0.0)
     announcer = KvEventPublisher(W, 10)
     announcer.add([StoredEvent(ROOT, (block(1),))])
-    caches.replayed(again, announcer.replay(ask))
+    caches.apply_replay(again, announcer.replay(ask))
     assert caches.blocks == 0
 
 
@@ -114,24 +114,24 @@ def stored(announcer: KvEventPublisher, *chain: int) -> None:
     announcer.add([StoredEvent(ROOT, tuple(map(block, chain)))])
 
 
-def read(caches: Caches, announcer: KvEventPublisher, now: float) -> int:
+def read(caches: WorkerCaches, announcer: KvEventPublisher, now: float) -> int:
     """Answer what is asked for at a time; return how many replays that took."""
     count = 0
-    while asks := caches.asks(now):
+    while asks := caches.due_replays(now):
         for worker, ask in asks:
             count += 1
-            caches.replayed(worker, announcer.replay(ask))
+            caches.apply_replay(worker, announcer.replay(ask))
     return count
 
 
-def follow(caches: Caches, announcer: KvEventPublisher) -> None:
+def follow(caches: WorkerCaches, announcer: KvEventPublisher) -> None:
     for message in announcer.take():
-        caches.hear(message)
+        caches.apply_events(message)
 
 
 def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() -> None:
-    announcer, caches = KvEventPublisher(W, 100), Caches(16)
-    caches.beat(W, 0)
+    announcer, caches = KvEventPublisher(W, 100), WorkerCaches(16)
+    caches.on_heartbeat(W, 0)
     stored(announcer, *range(10))
     stored(announcer, *range(100, 110))
     follow(caches, announcer)
@@ -143,13 +143,13 @@ def test_blocks_evicted_at_the_bound_are_asked_for_again_when_there_is_room() ->
     follow(caches, announcer)
     assert read(caches, announcer, 2.0) == 1
     assert caches.overlaps(first) == {W: 10}
-    assert read(caches, announcer, 2.0 + 10 * DUMP_AGAIN_S) == 0, "nothing is missing any more"
+    assert read(caches, announcer, 2.0 + 10 * FULL_REPLAY_RETRY_S) == 0, "nothing is missing any more"
 
 
 def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
     """A worker whose cache goes up and down around the bound is dumped once in a while."""
-    announcer, caches = KvEventPublisher(W, 100_000), Caches(16)
-    caches.beat(W, 0)
+    announcer, caches = KvEventPublisher(W, 100_000), WorkerCaches(16)
+    caches.on_heartbeat(W, 0)
     stored(announcer, *range(10))
     dumps = 0
     for turn in range(600):
@@ -157,31 +157,31 @@ def test_blocks_evicted_at_the_bound_cause_no_storm_of_dumps() -> None:
         announcer.add([StoredEvent(ROOT, extra), RemovedEvent(extra)])
         follow(caches, announcer)
         dumps += read(caches, announcer, turn / 10)
-    assert 1 <= dumps <= 60 / DUMP_AGAIN_S + 1
+    assert 1 <= dumps <= 60 / FULL_REPLAY_RETRY_S + 1
     assert caches.overlaps(b"".join(map(block, range(10)))) == {W: 6}
 
 
 def test_partial_workers_are_dumped_one_at_a_time_and_again_when_the_reply_is_lost() -> None:
-    caches = Caches(16)
+    caches = WorkerCaches(16)
     workers = [process(f"worker-{number}") for number in range(2)]
     announcers = {worker: KvEventPublisher(worker, 100) for worker in workers}
     for number, worker in enumerate(workers):
-        caches.beat(worker, 0)
+        caches.on_heartbeat(worker, 0)
         stored(announcers[worker], *range(100 * number, 100 * number + 12))
         follow(caches, announcers[worker])
-    assert caches.asks(1.0) == []
+    assert caches.due_replays(1.0) == []
     gone = tuple(map(block, range(4, 12)))
     for worker in workers:
         blocks = tuple(block(100 * workers.index(worker) + number) for number in range(4, 12))
         announcers[worker].add([RemovedEvent(blocks)])
         follow(caches, announcers[worker])
     assert len(gone) == 8
-    ((first, ask),) = caches.asks(2.0)
+    ((first, ask),) = caches.due_replays(2.0)
     assert ask.after == -1
-    assert caches.asks(2.5) == []
-    assert caches.asks(2.0 + ASK_AGAIN_S) == [(first, ask)], "the reply was lost"
-    caches.replayed(first, announcers[first].replay(ask))
-    ((second, _),) = caches.asks(4.0)
+    assert caches.due_replays(2.5) == []
+    assert caches.due_replays(2.0 + REPLAY_RETRY_S) == [(first, ask)], "the reply was lost"
+    caches.apply_replay(first, announcers[first].replay(ask))
+    ((second, _),) = caches.due_replays(4.0)
     assert second != first
 
 
@@ -190,7 +190,7 @@ class World:
 
     def __init__(self, seed: int, blocks_max: int = 1_000_000) -> None:
         self.random = random.Random(seed)
-        self.caches = Caches(blocks_max)
+        self.caches = WorkerCaches(blocks_max)
         self.now = 0.0
         self.lives = 0
         self.loss = 0.3
@@ -222,9 +222,9 @@ class World:
             self.compute(announcer, chains)
             for message in announcer.take():
                 if not self.lost():
-                    self.caches.hear(message)
+                    self.caches.apply_events(message)
             if round(self.now * 10) % 5 == 0 and not self.lost():
-                self.caches.beat(worker, announcer.seq)
+                self.caches.on_heartbeat(worker, announcer.seq)
         self.ask()
 
     def compute(self, announcer: KvEventPublisher, chains: list[list[bytes]]) -> None:
@@ -244,10 +244,10 @@ class World:
             announcer.add([StoredEvent(ROOT, tuple(chain))])
 
     def ask(self) -> None:
-        for worker, ask in self.caches.asks(self.now):
+        for worker, ask in self.caches.due_replays(self.now):
             self.replays += 1
             if not self.lost():
-                self.caches.replayed(worker, self.workers[worker][0].replay(ask))
+                self.caches.apply_replay(worker, self.workers[worker][0].replay(ask))
 
     def check(self) -> None:
         """What is known is what is there."""
@@ -271,10 +271,10 @@ def test_with_messages_lost_and_workers_replaced_the_index_comes_to_know_what_is
         assert world.replays
         world.loss = 0.0
         for worker, (announcer, _) in world.workers.items():
-            world.caches.beat(worker, announcer.seq)
-            world.caches.beat(worker, announcer.seq)
+            world.caches.on_heartbeat(worker, announcer.seq)
+            world.caches.on_heartbeat(worker, announcer.seq)
         for _ in range(3):  # a snapshot, and what came after it
-            world.now += ASK_AGAIN_S
+            world.now += REPLAY_RETRY_S
             world.ask()
         world.check()
 
@@ -292,12 +292,12 @@ def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int
         del chains[4:]
     for worker, (announcer, _) in world.workers.items():
         announcer.take()
-        world.caches.beat(worker, announcer.seq)
-        world.caches.beat(worker, announcer.seq)
+        world.caches.on_heartbeat(worker, announcer.seq)
+        world.caches.on_heartbeat(worker, announcer.seq)
     for _ in range(4):
-        world.now += DUMP_AGAIN_S
+        world.now += FULL_REPLAY_RETRY_S
         for _ in range(4):
-            world.now += ASK_AGAIN_S
+            world.now += REPLAY_RETRY_S
             world.ask()
     # At most three workers with four chains of five blocks.
     if sum(len(chain) for _, chains in world.workers.values() for chain in chains) <= 50:
@@ -307,20 +307,20 @@ def test_index_at_its_bound_comes_to_know_all_when_there_is_room_again(seed: int
 @pytest.mark.parametrize("seed", range(10))
 def test_a_large_snapshot_is_read_while_the_cache_goes_on_changing(seed: int) -> None:
     chance = random.Random(seed)
-    announcer, caches = KvEventPublisher(W, 4), Caches(1_000_000)
+    announcer, caches = KvEventPublisher(W, 4), WorkerCaches(1_000_000)
     chains = [[chance.randbytes(DIGEST_BYTES) for _ in range(1000)] for _ in range(12)]
     for chain in chains:
         announcer.add([StoredEvent(ROOT, tuple(chain))])
     announcer.take()
-    caches.beat(W, announcer.seq)
+    caches.on_heartbeat(W, announcer.seq)
     for turn in range(40):
-        for worker, ask in caches.asks(float(turn)):
-            caches.replayed(worker, announcer.replay(ask))
+        for worker, ask in caches.due_replays(float(turn)):
+            caches.apply_replay(worker, announcer.replay(ask))
         if turn < 20 and turn % 3 == 0:
             gone = chains.pop(0)
             announcer.add([RemovedEvent(tuple(gone))])
         for message in announcer.take():
-            caches.hear(message)
+            caches.apply_events(message)
     assert caches.blocks == sum(map(len, chains))
     for chain in chains:
         assert caches.overlaps(b"".join(chain)) == {W: len(chain)}

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running
 
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import Role, State
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import PromptTooLong, decode_error
 from antiphon.wire.sampling import SamplingParams
 
 
-def small_and_large(rules: Rules | None = None) -> tuple[Stage, Actor, Actor]:
+def small_and_large(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
     """Workers of 100 and of 400 tokens."""
     stage = Stage(rules)
     _, small, _ = stage.usual()
@@ -52,7 +52,7 @@ def test_what_fits_everywhere_goes_everywhere() -> None:
 
 
 def test_who_waits_for_the_large_worker_keeps_nobody_from_the_small_one() -> None:
-    stage, small, large = small_and_large(Rules(look_ahead=1))
+    stage, small, large = small_and_large(LeaderConfig(look_ahead=1))
     for number in range(4):
         ask(stage, f"long-{number}", 300)
     assert len(given(stage, large)) == 3
@@ -62,7 +62,7 @@ def test_who_waits_for_the_large_worker_keeps_nobody_from_the_small_one() -> Non
 
 
 def test_who_waits_for_any_worker_is_not_overtaken_at_the_small_one() -> None:
-    stage, small, large = small_and_large(Rules(look_ahead=1))
+    stage, small, large = small_and_large(LeaderConfig(look_ahead=1))
     for number in range(8):
         ask(stage, f"short-{number}", 8)
     ask(stage, "long", 300)
@@ -89,7 +89,7 @@ def test_what_nobody_who_lives_could_take_ends_as_too_long() -> None:
     error = decode_error(lost.error)
     assert isinstance(error, PromptTooLong)
     assert error.details == {"prompt_tokens": "300", "tokens_max": "100"}
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
 
 
 def test_an_answer_that_nobody_holds_is_cut_as_the_longest_worker_cuts_it() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
-from antiphon.scheduler.actions import Returned
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.actions import RequestRequeued
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import Role, State
 from antiphon.wire.heartbeat import Refusal, RefusedCommands, RunningRequest
 from antiphon.wire.ids import RequestId
@@ -60,11 +60,11 @@ def test_a_request_that_is_given_back_goes_to_another_worker_and_is_forgotten_at
     assert again.request_id == admit.request_id
     assert again.attempt > admit.attempt
     assert [abort.attempt for abort in stage.aborts(first)] == [admit.attempt]
-    assert [a.worker for a in stage.heard if isinstance(a, Returned)] == [first.process]
+    assert [a.worker for a in stage.heard if isinstance(a, RequestRequeued)] == [first.process]
 
 
 def test_those_given_back_together_keep_their_order_and_go_before_all_who_wait() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     first, second, admits = bound_to_one_of_two(stage, 3)
     second.load = msgspec.structs.replace(second.load, running_max=3)
     second.state = State.DRAINING
@@ -200,7 +200,7 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
     )
     worker.load = msgspec.structs.replace(worker.load, running=(old,), term=attempt.term)
     stage.pass_s(3.0)
-    assert (stage.admits(), stage.leader.kept) == ([], 0)
+    assert (stage.admits(), stage.leader.open_requests) == ([], 0)
     stage.leader.submit(request)
     stage.listen()
     (admit,) = stage.admits(worker)
@@ -211,7 +211,7 @@ def test_a_new_leader_does_not_take_what_is_given_back_for_running() -> None:
 
 
 def test_what_waits_at_a_worker_counts_there_until_it_runs() -> None:
-    stage = Stage(Rules(look_ahead=8))
+    stage = Stage(LeaderConfig(look_ahead=8))
     _, worker, _ = stage.usual()
     worker.load = msgspec.structs.replace(worker.load, pages_free=4)
     stage.pass_s(0.6)
@@ -242,20 +242,20 @@ def test_pages_that_are_promised_are_not_given_and_those_that_return_are() -> No
 
 
 def test_each_choice_of_a_request_takes_a_place() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     _, worker, _ = stage.usual()
     stage.submit("r0", choices=3)
     stage.submit("r1")
     assert [admit.request_id for admit in stage.admits(worker)] == ["r0"]
     stage.heard.clear()
-    alone = Stage(Rules(look_ahead=1))
+    alone = Stage(LeaderConfig(look_ahead=1))
     alone.usual()
     alone.submit("r0", choices=900)
     assert len(alone.admits()) == 1, "an idle worker takes any"
 
 
 def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahead() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     gateway, worker, _ = stage.usual()
     for number in range(3):
         stage.submit(f"r{number}")
@@ -272,7 +272,7 @@ def test_a_request_of_many_choices_waits_for_no_more_places_than_are_looked_ahea
 
 
 def test_a_worker_is_given_no_more_choices_than_it_would_keep() -> None:
-    stage = Stage(Rules(look_ahead=1, waiting_max=8))
+    stage = Stage(LeaderConfig(look_ahead=1, waiting_max=8))
     gateway, worker, _ = stage.usual()
     stage.submit("r0")
     stage.submit("r1")

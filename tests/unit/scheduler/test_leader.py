@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.unit.scheduler.stage import Stage, other_attempt, process, running
 
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import Role, State
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.errors import (
@@ -59,7 +59,7 @@ def test_a_leader_that_not_all_have_told_waits_two_beats() -> None:
 
 
 def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     gateway, worker, _ = stage.usual()
     for number in range(5):
         stage.submit(f"r{number}")
@@ -72,7 +72,7 @@ def test_what_the_workers_have_no_room_for_waits_in_order() -> None:
 
 
 def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     _, worker, _ = stage.usual()
     for number in range(4):
         stage.submit(f"r{number}")
@@ -83,7 +83,7 @@ def test_a_request_that_has_ended_at_its_worker_gives_its_place_back() -> None:
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
-    stage = Stage(Rules(queue_max=2, look_ahead=1))
+    stage = Stage(LeaderConfig(queue_max=2, look_ahead=1))
     stage.usual()
     for number in range(4):
         stage.submit(f"r{number}")
@@ -96,7 +96,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
 @pytest.mark.parametrize("look_ahead", [1, 2, 5])
 @pytest.mark.parametrize("queue_max", [1, 2, 4])
 def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queue_max: int) -> None:
-    stage = Stage(Rules(queue_max=queue_max, look_ahead=look_ahead))
+    stage = Stage(LeaderConfig(queue_max=queue_max, look_ahead=look_ahead))
     gateway, worker, _ = stage.usual()
     worker.load = msgspec.structs.replace(worker.load, running_max=1)
     worker.beat()
@@ -108,7 +108,7 @@ def test_queue_bound_counts_requests_that_wait_at_a_worker(look_ahead: int, queu
 
 
 def test_queue_bound_counts_no_request_that_has_a_slot() -> None:
-    stage = Stage(Rules(queue_max=1))
+    stage = Stage(LeaderConfig(queue_max=1))
     stage.usual()
     other = stage.enter(Role.WORKER, "worker-1")
     assert other.load.running_max == 2
@@ -141,7 +141,7 @@ def test_the_same_request_again_is_a_retry_and_anything_else_of_its_id_a_clash()
 
 
 def test_a_prompt_that_fits_into_no_message_is_refused_at_once() -> None:
-    stage = Stage(Rules(payload_bytes_max=16 * 1024))
+    stage = Stage(LeaderConfig(payload_bytes_max=16 * 1024))
     stage.usual()
     with pytest.raises(RequestTooLarge):
         stage.leader.submit(stage.request("r", prompt_ids=pack_ids(range(4096))))
@@ -160,7 +160,7 @@ def test_the_least_loaded_worker_gets_the_next_request() -> None:
 
 @pytest.mark.parametrize("fault", ["draining", "suspect", "stalled", "paused", "no pages"])
 def test_a_worker_that_should_not_work_gets_nothing_new(fault: str) -> None:
-    stage = Stage(Rules(stall_s=5.0))
+    stage = Stage(LeaderConfig(stall_s=5.0))
     _, worker, _ = stage.usual()
     stage.submit("r0")
     worker.runs(running(stage.admits()[0]))
@@ -262,12 +262,12 @@ def test_only_its_owner_cancels_a_request() -> None:
     stage.usual()
     stage.submit("r")
     stage.cancel(stage.request("r", process("gateway-1")))
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
     assert not stage.aborts()
 
 
 def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_later() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     _, worker, _ = stage.usual()
     for number in range(4):
         stage.submit(f"r{number}", deadline_s=2.0)
@@ -275,9 +275,9 @@ def test_a_deadline_frees_a_waiting_request_at_once_and_a_bound_one_two_seconds_
     with pytest.raises(DeadlineExceeded):
         stage.leader.submit(stage.request("late", deadline_s=0.0))
     stage.pass_s(2.1)
-    assert (stage.leader.waiting, stage.leader.kept) == (0, 3)
+    assert (stage.leader.waiting, stage.leader.open_requests) == (0, 3)
     stage.pass_s(2.0)
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
     assert {abort.request_id for abort in stage.aborts()} == {"r0", "r1", "r2"}
 
 
@@ -303,7 +303,7 @@ def test_what_runs_and_is_open_is_taken_over_by_a_new_leader() -> None:
     gateway.open[request.request_id] = line(request, old)
     worker.runs(held(request.request_id, old))
     stage.pass_s(5.0)
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
     stage.leader.submit(msgspec.structs.replace(request, attempt_floor=old))
     stage.pass_s(5.0)
     assert not stage.commands()
@@ -315,9 +315,9 @@ def test_what_was_accepted_and_is_not_open_is_dropped_after_a_grace() -> None:
     stage.submit("r")
     gateway.open.clear()
     stage.pass_s(1.0)
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
     stage.pass_s(1.0)
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
     assert [abort.request_id for abort in stage.aborts(worker)] == ["r"]
 
 
@@ -327,7 +327,7 @@ def test_what_its_owner_has_closed_is_forgotten_without_a_word() -> None:
     request = stage.submit("r")
     gateway.closes(request.request_id)
     stage.pass_s(3.0)
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
     assert not stage.aborts()
     with pytest.raises(Cancelled):
         stage.leader.submit(request)
@@ -338,7 +338,7 @@ def test_a_list_that_comes_late_changes_nothing() -> None:
     gateway, _, _ = stage.usual()
     request = stage.submit("r")
     gateway.list(whole=False, closed=(request.request_id,), version=1)
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
 
 
 def test_an_owner_is_asked_for_what_it_has_open_and_nobody_knows_until_it_has_submitted_it() -> (
@@ -377,16 +377,16 @@ def test_what_is_lost_or_cancelled_is_not_asked_for() -> None:
 
 
 def test_the_requests_of_a_dead_gateway_are_aborted() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     gateway, worker, _ = stage.usual()
     for number in range(4):
         stage.submit(f"r{number}")
     worker.runs(*map(running, stage.admits()))
     gateway.silent = True
     stage.pass_s(14.0)
-    assert stage.leader.kept == 4, "it may only pause"
+    assert stage.leader.open_requests == 4, "it may only pause"
     stage.pass_s(2.0)
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
     assert {abort.request_id for abort in stage.aborts()} == {"r0", "r1", "r2"}
 
 
@@ -398,11 +398,11 @@ def test_a_gateways_next_life_ends_the_requests_of_the_last() -> None:
     stage.actors.remove(gateway)
     stage.enter(Role.GATEWAY, "gateway-0", life=2)
     stage.pass_s(2.0)  # until the last one counts as silent
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
 
 
 def test_what_nobody_has_read_of_a_dead_worker_begins_again_before_all_others() -> None:
-    stage = Stage(Rules(look_ahead=1))
+    stage = Stage(LeaderConfig(look_ahead=1))
     _, first, _ = stage.usual()
     for number in range(4):
         stage.submit(f"r{number}")
@@ -459,7 +459,7 @@ def test_of_two_attempts_the_one_that_the_owner_follows_goes_on() -> None:
     stage.pass_s(0.6)
     assert [abort.attempt for abort in stage.aborts()][:1] == [admit.attempt]
     stage.pass_s(12.0)
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
     assert not stage.aborts(second)
 
 
@@ -478,7 +478,7 @@ def test_text_of_an_attempt_that_nobody_runs_any_more_ends_as_lost() -> None:
     stage.usual()
     request = stage.submit("r", attempt_floor=other_attempt(0))
     stage.pass_s(2.5)
-    assert stage.leader.kept == 1, "a worker that is silent and not dead may run it"
+    assert stage.leader.open_requests == 1, "a worker that is silent and not dead may run it"
     stage.pass_s(1.5)
     assert {lost.request_id for lost in stage.lost()} == {request.request_id}
     assert not stage.admits()
@@ -507,7 +507,7 @@ def test_nothing_dies_while_the_link_is_down() -> None:
     stage.pass_s(20.0)
     stage.link_up = True
     stage.pass_s(3.0)
-    assert stage.leader.kept == 1
+    assert stage.leader.open_requests == 1
     assert not stage.aborts()
     assert len(stage.admits()) == 1
 

@@ -64,12 +64,12 @@ def test_a_lower_term_steps_down_and_drops_its_queue() -> None:
     stage.usual()
     for number in range(6):
         stage.submit(f"r{number}")
-    assert stage.leader.kept == 6
+    assert stage.leader.open_requests == 6
     other = stage.enter(Role.SCHEDULER, "scheduler-1")
     other.leads = Term(number=9, scheduler=other.process)
     other.beat()
     assert stage.leader.term is None
-    assert stage.leader.kept == 0
+    assert stage.leader.open_requests == 0
     with pytest.raises(WrongTerm):
         stage.leader.submit(stage.request("r6"))
 

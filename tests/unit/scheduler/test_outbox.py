@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tests.unit.scheduler.stage import GATEWAY, other_attempt
 
 from antiphon.scheduler.outbox import ENVELOPE_BYTES, command_bytes
-from antiphon.scheduler.tombstones import TOMBSTONES_MAX, Tombstones
+from antiphon.scheduler.tombstones import TOMBSTONES_MAX, SchedulerTombstones
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.command import Abort, Admit, ChoiceOutput
 from antiphon.wire.ids import InstanceId, RequestId
@@ -45,20 +45,20 @@ def test_a_command_is_never_left_out_however_large() -> None:
 
 
 def test_an_id_stays_dead_until_the_last_time_that_was_said() -> None:
-    tombstones = Tombstones()
-    tombstones.bury(RequestId("r"), GATEWAY, 2000)
-    tombstones.bury(RequestId("r"), GATEWAY, 1000)
-    tombstones.bury(RequestId("r"), GATEWAY, 3000)
+    tombstones = SchedulerTombstones()
+    tombstones.add(RequestId("r"), GATEWAY, 2000)
+    tombstones.add(RequestId("r"), GATEWAY, 1000)
+    tombstones.add(RequestId("r"), GATEWAY, 3000)
     tombstones.expire(2999)
-    assert tombstones.killed_by(RequestId("r"), GATEWAY)
+    assert tombstones.was_ended_by(RequestId("r"), GATEWAY)
     tombstones.expire(3000)
     assert len(tombstones) == 0
 
 
 def test_there_are_never_more_tombstones_than_the_bound() -> None:
-    tombstones = Tombstones()
+    tombstones = SchedulerTombstones()
     for number in range(TOMBSTONES_MAX + 10):
-        tombstones.bury(RequestId(str(number)), GATEWAY, number + 1)
+        tombstones.add(RequestId(str(number)), GATEWAY, number + 1)
     assert len(tombstones) == TOMBSTONES_MAX
     assert RequestId("0") not in tombstones
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, running
 
-from antiphon.scheduler.caches import EXPECT_S
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.worker_caches import EXPECT_S
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
 from antiphon.wire.digests import BLOCK_TOKENS, DIGEST_BYTES, block_digests
@@ -18,7 +18,7 @@ LONG = pack_ids(range(12 * BLOCK_TOKENS))
 BLOCKS = block_digests(b"root", LONG)
 
 
-def two_workers(rules: Rules | None = None) -> tuple[Stage, Actor, Actor]:
+def two_workers(rules: LeaderConfig | None = None) -> tuple[Stage, Actor, Actor]:
     """A leader and two workers with room for eight requests each."""
     stage = Stage(rules)
     _, first, _ = stage.usual()
@@ -34,7 +34,7 @@ def two_workers(rules: Rules | None = None) -> tuple[Stage, Actor, Actor]:
 def holds(stage: Stage, worker: Actor, digests: bytes, seq: int = 1) -> None:
     """A worker tells that it has blocks."""
     events = (BlocksStored(parent=b"root", digests=digests),)
-    stage.leader.caches.hear(KvEvents(worker=worker.process, seq=seq, events=events))
+    stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=seq, events=events))
 
 
 def busy(stage: Stage, worker: Actor, count: int) -> None:
@@ -87,7 +87,7 @@ def test_a_prompt_that_nobody_has_goes_to_the_least_loaded() -> None:
 def test_a_beginning_is_computed_again_where_that_is_cheaper_than_the_load(
     ahead: int, expected: str
 ) -> None:
-    stage, first, _ = two_workers(Rules(request_blocks=4.0))
+    stage, first, _ = two_workers(LeaderConfig(request_blocks=4.0))
     busy(stage, first, ahead)
     holds(stage, first, BLOCKS)
     ask(stage)
@@ -95,7 +95,7 @@ def test_a_beginning_is_computed_again_where_that_is_cheaper_than_the_load(
 
 
 def test_with_no_weight_on_prompts_only_the_load_counts() -> None:
-    stage, first, _ = two_workers(Rules(prefill_weight=0.0))
+    stage, first, _ = two_workers(LeaderConfig(prefill_weight=0.0))
     busy(stage, first, 1)
     holds(stage, first, BLOCKS)
     ask(stage)
@@ -113,7 +113,7 @@ def test_a_worker_that_runs_twice_as_many_is_loaded_half_as_much_by_each() -> No
 
 
 def test_what_a_worker_has_still_to_compute_counts_until_it_has_said_something() -> None:
-    stage, first, second = two_workers(Rules(request_blocks=0.0))
+    stage, first, second = two_workers(LeaderConfig(request_blocks=0.0))
     stage.heard.clear()
     holds(stage, second, BLOCKS)
     ask(stage, "slow", pack_ids(range(1, 1 + 2 * BLOCK_TOKENS)))
@@ -135,7 +135,7 @@ def test_what_a_worker_has_still_to_compute_counts_until_it_has_said_something()
 
 
 def test_a_burst_with_one_beginning_follows_the_first_one_before_any_event_tells_of_it() -> None:
-    stage, _, _ = two_workers(Rules(request_blocks=0.0))
+    stage, _, _ = two_workers(LeaderConfig(request_blocks=0.0))
     stage.heard.clear()
     for number in range(4):
         ask(stage, f"r{number}", pack_ids([*range(12 * BLOCK_TOKENS), number, number]))

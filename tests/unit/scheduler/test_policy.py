@@ -7,9 +7,9 @@ from tests.unit.config.test_sglang import serve
 from tests.unit.scheduler.stage import Actor, Stage, running
 
 from antiphon.config.worker import Policy
-from antiphon.scheduler.caches import EXPECT_S
+from antiphon.scheduler.worker_caches import EXPECT_S
 from antiphon.scheduler.policy import CACHE_WAITING_MAX
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.precedence import Precedence
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
@@ -20,7 +20,7 @@ from antiphon.wire.sampling import SamplingParams
 
 def full(policy: Policy, **precedence: object) -> Stage:
     """A leader whose one worker has all three requests that it is given."""
-    rules = Rules(look_ahead=1, policy=policy, precedence=Precedence(**precedence))  # type: ignore[arg-type]
+    rules = LeaderConfig(look_ahead=1, policy=policy, precedence=Precedence(**precedence))  # type: ignore[arg-type]
     stage = Stage(rules)
     _, worker, _ = stage.usual()
     for number in range(3):
@@ -71,7 +71,7 @@ def holds(stage: Stage, *texts: bytes) -> None:
         for text in texts
     )
     worker = worker_of(stage)
-    stage.leader.caches.hear(KvEvents(worker=worker.process, seq=len(events), events=events))
+    stage.leader.caches.apply_events(KvEvents(worker=worker.process, seq=len(events), events=events))
 
 
 def test_lof_starts_the_longest_answers_first() -> None:
@@ -171,7 +171,7 @@ def test_cache_order_looks_at_the_caches_no_more_often_than_it_must() -> None:
         return overlaps(digests)
 
     index.overlaps = counted  # type: ignore[assignment,method-assign]
-    tenure = stage.leader._tenure
+    tenure = stage.leader._leader_term
     assert tenure is not None
     for _ in range(20):
         tenure.bind_waiting()
@@ -179,4 +179,4 @@ def test_cache_order_looks_at_the_caches_no_more_often_than_it_must() -> None:
 
 
 def test_schedule_policy_reaches_the_leader() -> None:
-    assert Rules.of(serve("--schedule-policy lof").settings).policy is Policy.LOF
+    assert LeaderConfig.of(serve("--schedule-policy lof").settings).policy is Policy.LOF

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.unit.scheduler.stage import Actor, Stage, other_attempt, running
 
-from antiphon.scheduler.rules import Rules
+from antiphon.scheduler.leader_config import LeaderConfig
 from antiphon.service.precedence import Precedence
 from antiphon.wire.base import Role
 from antiphon.wire.codec import pack_ids
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BY_PRIORITY = Precedence(priority=True, preempt_threshold=10, max_overtake_s=20.0)
 
 
-def full(rules: Rules, waiting: int = 0) -> tuple[Stage, Actor]:
+def full(rules: LeaderConfig, waiting: int = 0) -> tuple[Stage, Actor]:
     """A worker that has all three requests of low priority that it is given, and more that wait."""
     stage = Stage(rules)
     _, worker, _ = stage.usual()
@@ -54,7 +54,7 @@ def begins(worker: Actor, admit: Admit) -> None:
 
 
 def test_a_late_high_priority_goes_before_all_that_wait() -> None:
-    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=3)
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY), waiting=3)
     late = stage.submit("late", priority=5)
     assert stage.leader.submit(late).position == 0
     ends(stage, worker, "low-0")
@@ -65,7 +65,7 @@ def test_a_late_high_priority_goes_before_all_that_wait() -> None:
 
 def test_where_the_operator_says_so_the_lower_number_goes_first() -> None:
     precedence = Precedence(priority=True, low_first=True)
-    stage, worker = full(Rules(look_ahead=1, precedence=precedence))
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=precedence))
     for name, priority in (("third", 2), ("second", 0), ("first", -3)):
         stage.submit(name, priority=priority)
     for number in range(3):
@@ -74,7 +74,7 @@ def test_where_the_operator_says_so_the_lower_number_goes_first() -> None:
 
 
 def test_where_priorities_do_not_count_only_arrival_does() -> None:
-    stage, worker = full(Rules(look_ahead=1), waiting=1)
+    stage, worker = full(LeaderConfig(look_ahead=1), waiting=1)
     stage.submit("late", priority=500)
     assert names(stage) == []
     ends(stage, worker, "low-0")
@@ -85,13 +85,13 @@ def test_where_priorities_do_not_count_only_arrival_does() -> None:
 def test_who_outranks_running_requests_by_enough_needs_no_place(
     priority: int, bound: list[str]
 ) -> None:
-    stage, _ = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
+    stage, _ = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
     stage.submit("late", priority=priority)
     assert names(stage) == bound
 
 
 def test_no_more_go_beyond_the_places_than_there_are_requests_that_give_way() -> None:
-    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY), waiting=2)
     for number in range(5):
         stage.submit(f"late-{number}", priority=20)
     bound = stage.admits()
@@ -105,7 +105,7 @@ def test_no_more_go_beyond_the_places_than_there_are_requests_that_give_way() ->
 
 
 def test_a_worker_gets_no_more_beyond_its_places_than_it_would_keep() -> None:
-    rules = Rules(look_ahead=1, waiting_max=2, precedence=BY_PRIORITY)
+    rules = LeaderConfig(look_ahead=1, waiting_max=2, precedence=BY_PRIORITY)
     stage, _ = full(rules)
     stage.submit("late-0", priority=20)
     stage.submit("late-1", priority=20)
@@ -113,7 +113,7 @@ def test_a_worker_gets_no_more_beyond_its_places_than_it_would_keep() -> None:
 
 
 def test_where_pages_are_short_a_few_go_and_see() -> None:
-    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY))
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY))
     worker.load = msgspec.structs.replace(worker.load, pages_free=0, pages_promised=50)
     stage.pass_s(0.6)
     prompt = pack_ids(range(100))
@@ -127,7 +127,7 @@ def test_where_pages_are_short_a_few_go_and_see() -> None:
 
 
 def test_a_stalled_or_paused_worker_is_given_nothing_beyond_its_places() -> None:
-    stage, worker = full(Rules(look_ahead=1, precedence=BY_PRIORITY))
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=BY_PRIORITY))
     worker.load = msgspec.structs.replace(worker.load, paused=True)
     stage.pass_s(0.6)
     stage.submit("late", priority=20)
@@ -136,7 +136,7 @@ def test_a_stalled_or_paused_worker_is_given_nothing_beyond_its_places() -> None
 
 def test_low_priorities_are_not_overtaken_for_ever() -> None:
     precedence = Precedence(priority=True, preempt_threshold=1000, max_overtake_s=5.0)
-    stage, worker = full(Rules(look_ahead=1, precedence=precedence), waiting=1)
+    stage, worker = full(LeaderConfig(look_ahead=1, precedence=precedence), waiting=1)
     order: list[str] = []
     for number in range(12):
         stage.submit(f"high-{number}", priority=9)
@@ -148,11 +148,11 @@ def test_low_priorities_are_not_overtaken_for_ever() -> None:
 
 
 def test_what_is_not_started_in_time_ends_as_overloaded_with_advice_when_to_come_again() -> None:
-    stage, _ = full(Rules(look_ahead=1, queue_timeout_s=4.0), waiting=1)
+    stage, _ = full(LeaderConfig(look_ahead=1, queue_timeout_s=4.0), waiting=1)
     stage.pass_s(3.2)
     assert stage.leader.waiting == 1
     stage.pass_s(0.5)
-    assert (stage.leader.waiting, stage.leader.kept) == (0, 3)
+    assert (stage.leader.waiting, stage.leader.open_requests) == (0, 3)
     (lost, *_) = stage.lost()
     assert (lost.request_id, lost.attempt, lost.error.code) == ("low-3", None, "overloaded")
     assert lost.error.retry_after_s is not None
@@ -161,7 +161,7 @@ def test_what_is_not_started_in_time_ends_as_overloaded_with_advice_when_to_come
 
 
 def test_a_worker_is_told_how_long_a_request_has_waited() -> None:
-    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=60.0), waiting=1)
+    stage, worker = full(LeaderConfig(look_ahead=1, queue_timeout_s=60.0), waiting=1)
     stage.pass_s(5.0)
     ends(stage, worker, "low-0")
     (admit,) = stage.admits()
@@ -177,7 +177,7 @@ def test_a_worker_is_told_how_long_a_request_has_waited() -> None:
 
 
 def test_what_was_lost_with_its_worker_waits_anew_at_its_old_place() -> None:
-    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=8.0), waiting=1)
+    stage, worker = full(LeaderConfig(look_ahead=1, queue_timeout_s=8.0), waiting=1)
     stage.pass_s(4.0)
     stage.actors.remove(worker)
     stage.enter(Role.WORKER, "worker-0", life=2)
@@ -188,7 +188,7 @@ def test_what_was_lost_with_its_worker_waits_anew_at_its_old_place() -> None:
 
 
 def test_a_new_leader_counts_on_from_when_a_request_was_sent_first() -> None:
-    stage, worker = full(Rules(look_ahead=1, queue_timeout_s=8.0))
+    stage, worker = full(LeaderConfig(look_ahead=1, queue_timeout_s=8.0))
     stage.submit("young")
     stage.submit("old", waited_ms=6_000)
     ends(stage, worker, "low-0")
@@ -199,7 +199,7 @@ def test_a_new_leader_counts_on_from_when_a_request_was_sent_first() -> None:
 
 
 def test_who_seems_to_wait_while_nobody_has_spoken_does_not_time_out() -> None:
-    stage = Stage(Rules(queue_timeout_s=3.0))
+    stage = Stage(LeaderConfig(queue_timeout_s=3.0))
     gateway, worker, _ = stage.usual()
     request = stage.request("r", waited_ms=10_000)
     stage.link_up = False

@@ -332,7 +332,7 @@ def known(cluster: Cluster, scheduler: int) -> float | None:
 
 def failing(scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each of its terms fail."""
-    leader = scheduler._leader
+    leader = scheduler._core
     real = leader.tick
 
     def tick(*, link_up: bool, joins: int) -> None:
@@ -349,7 +349,7 @@ async def test_a_standby_leads_while_the_leader_fails_each_time(
     faulty = await cluster.scheduler()
     await until(lambda: leads(faulty))
     standby = await cluster.scheduler()
-    await until(lambda: standby._leader._leadership.highest is not None)
+    await until(lambda: standby._core._leadership.highest is not None)
     failing(faulty, monkeypatch)
     await until(lambda: leads(standby))
     accepted = await cluster.gateway.submit_when_heard(cluster.gateway.request("r"))

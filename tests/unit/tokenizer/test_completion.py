@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from antiphon.config.completion_template import TEMPLATES, CompletionTemplate
 from antiphon.config.errors import ConfigError
-from antiphon.tokenizer import vocabulary
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer import model_tokenizer as vocabulary
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
 from antiphon.wire.codec import unpack_ids
 from antiphon.wire.digests import namespace
 from antiphon.wire.errors import InvalidRequest, RequestTooLarge, Unsupported
@@ -20,7 +20,7 @@ from antiphon.wire.tokenize import ChatMessage
 if TYPE_CHECKING:
     from pathlib import Path
 
-GAP = Text(None, "a", suffix="b")
+GAP = EncodeInput(None, "a", suffix="b")
 FILE = {
     "name": "mine",
     "fim_begin_token": "[PRE]",
@@ -40,12 +40,12 @@ def write(folder: Path, *marks: str, special: bool = False) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def encode(folder: Path, text: Text = GAP, said: str = "", bytes_max: int = 1000) -> list[int]:
-    words = vocabulary.read(folder, completion_template=said)
+def encode(folder: Path, text: EncodeInput = GAP, said: str = "", bytes_max: int = 1000) -> list[int]:
+    words = vocabulary.read_model_tokenizer(folder, completion_template=said)
     (result,) = TextEncoder(words, namespace("model", ""), bytes_max).encode([text])
     if isinstance(result, Exception):
         raise result
-    assert isinstance(result, Encoded)
+    assert isinstance(result, EncodedPrompt)
     return list(unpack_ids(result.token_ids))
 
 
@@ -57,8 +57,8 @@ def test_a_form_is_known_by_its_marks(
     write(tmp_path, *template.marks, special=special)
     assert encode(tmp_path) == [0, 4, 2, 5, 3, 6]
     assert encode(tmp_path, said=template.name) == [0, 4, 2, 5, 3, 6]
-    assert encode(tmp_path, Text(None, "", suffix="b")) == [0, 4, 5, 3, 6]
-    assert encode(tmp_path, Text(None, "a")) == [0, 2]
+    assert encode(tmp_path, EncodeInput(None, "", suffix="b")) == [0, 4, 5, 3, 6]
+    assert encode(tmp_path, EncodeInput(None, "a")) == [0, 2]
 
 
 def test_the_forms_are_those_the_models_were_trained_on() -> None:
@@ -82,7 +82,7 @@ def test_marks_of_no_form_or_of_two_show_none_for_certain(tmp_path: Path) -> Non
 def test_a_mark_that_is_no_token_is_named_at_the_start(tmp_path: Path) -> None:
     write(tmp_path, *TEMPLATES[1].marks[:2])
     with pytest.raises(ConfigError, match=r"star_coder: the tokenizer has no token <fim_middle>$"):
-        vocabulary.read(tmp_path, completion_template="star_coder")
+        vocabulary.read_model_tokenizer(tmp_path, completion_template="star_coder")
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,17 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, text: str | N
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=r"model\.completion_template: .*form\.json"):
-        vocabulary.read(tmp_path, completion_template=str(file))
+        vocabulary.read_model_tokenizer(tmp_path, completion_template=str(file))
 
 
 def test_both_sides_of_the_gap_count_for_its_size(tmp_path: Path) -> None:
     write(tmp_path, *TEMPLATES[1].marks)
     with pytest.raises(RequestTooLarge):
-        encode(tmp_path, Text(None, "a" * 10, suffix="b" * 10), bytes_max=50)
+        encode(tmp_path, EncodeInput(None, "a" * 10, suffix="b" * 10), bytes_max=50)
 
 
 def test_a_conversation_has_no_gap(tmp_path: Path) -> None:
     write(tmp_path, *TEMPLATES[1].marks)
     turns = (ChatMessage(role="user", content="a"),)
     with pytest.raises(InvalidRequest):
-        encode(tmp_path, Text(turns, None, suffix="b"))
+        encode(tmp_path, EncodeInput(turns, None, suffix="b"))

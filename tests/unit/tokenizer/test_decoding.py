@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from antiphon import embedded
-from antiphon.tokenizer import vocabulary
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder, decode
+from antiphon.tokenizer import model_tokenizer as vocabulary
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder, decode
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.codec import pack_ids, unpack_ids
 from antiphon.wire.digests import namespace
@@ -19,7 +19,7 @@ from antiphon.wire.tokenize import (
     TemplateParams,
 )
 
-WORDS = vocabulary.read(embedded.path())
+WORDS = vocabulary.read_model_tokenizer(embedded.path())
 USER = (ChatMessage(role="user", content="hi"),)
 
 
@@ -33,14 +33,14 @@ def request(*rows: list[int], skip: bool = True) -> DecodeRequest:
     )
 
 
-def encode(text: Text) -> Encoded:
+def encode(text: EncodeInput) -> EncodedPrompt:
     (encoded,) = TextEncoder(WORDS, namespace("m", ""), 1000).encode([text])
-    assert isinstance(encoded, Encoded)
+    assert isinstance(encoded, EncodedPrompt)
     return encoded
 
 
 def test_each_row_becomes_a_text():
-    ids = list(unpack_ids(encode(Text(None, "one two")).token_ids))
+    ids = list(unpack_ids(encode(EncodeInput(None, "one two")).token_ids))
     assert decode(WORDS, request(ids, [], [2, *ids])) == ("one two", "", "one two")
     assert decode(WORDS, request([2, *ids], skip=False)) == ("<|end|>one two",)
 
@@ -51,8 +51,8 @@ def test_an_id_beyond_the_vocabulary_is_refused():
 
 
 def test_the_end_of_a_rendered_text_is_told():
-    assert encode(Text(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
-    assert encode(Text(None, "hi")).text_end == ""
+    assert encode(EncodeInput(USER, None)).text_end.endswith("<|user|>hi<|end|><|assistant|>")
+    assert encode(EncodeInput(None, "hi")).text_end == ""
 
 
 def test_a_template_sees_tools_calls_and_variables():

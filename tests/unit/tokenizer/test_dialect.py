@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from antiphon import embedded
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.tokenizer.template import ChatTemplate
 from antiphon.wire.errors import InvalidRequest
 from antiphon.wire.tokenize import ChatMessage, MessageToolCall, TemplateParams
@@ -197,7 +197,7 @@ def test_every_special_token_is_defined_whichever_file_has_it(tmp_path: Path):
         "{{ eos_token is defined }}",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(newer))
-    template = vocabulary.read(tmp_path).template
+    template = vocabulary.read_model_tokenizer(tmp_path).template
     assert template is not None
     text = template.render((ChatMessage(role="user", content="x"),), continue_final=False)
     assert text == "<pad><mask><cls><sep><b>False"

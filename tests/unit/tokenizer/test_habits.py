@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.tokenizer.habits import habits_of
+from antiphon.tokenizer.template_formats import detect_formats
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from antiphon.tokenizer.habits import habits_of
     ],
 )
 def test_calls(template: str, tools: str | None):
-    assert habits_of(template).tools == tools
+    assert detect_formats(template).tools == tools
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_calls(template: str, tools: str | None):
     ],
 )
 def test_reranking(template: str, reranks: bool):
-    assert habits_of(template).reranks is reranks
+    assert detect_formats(template).reranks is reranks
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_reranking(template: str, reranks: bool):
     ],
 )
 def test_thinking(template: str, reasoning: str | None):
-    assert habits_of(template).reasoning == reasoning
+    assert detect_formats(template).reasoning == reasoning

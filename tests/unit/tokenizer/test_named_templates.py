@@ -17,7 +17,7 @@ from antiphon.config.described.folder import gguf_folder, tokenizer_files_folder
 from antiphon.config.errors import ConfigError
 from antiphon.config.parsing import ReasoningParser, ToolParser
 from antiphon.service.model import tokenizer_place
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.tokenize import ChatMessage, TemplateParams
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def rendered(folder: Path, params: TemplateParams, name: str = "") -> str:
-    template = vocabulary.read(folder, template_name=name).template
+    template = vocabulary.read_model_tokenizer(folder, template_name=name).template
     assert template is not None
     return template.render(HI, params, continue_final=False)
 
@@ -107,7 +107,7 @@ def test_unknown_name_is_refused_with_the_names_that_there_are(
 ) -> None:
     form(tokenizer_in(tmp_path), ALL)
     with pytest.raises(ConfigError) as caught:
-        vocabulary.read(tmp_path, template_name="none")
+        vocabulary.read_model_tokenizer(tmp_path, template_name="none")
     assert str(caught.value) == (
         "model.chat_template_name (--hf-chat-template-name): there is no template 'none'; "
         "the tokenizer has default, rag, tool_use"
@@ -116,7 +116,7 @@ def test_unknown_name_is_refused_with_the_names_that_there_are(
 
 def test_name_without_any_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        vocabulary.read(tokenizer_in(tmp_path), template_name="rag")
+        vocabulary.read_model_tokenizer(tokenizer_in(tmp_path), template_name="rag")
 
 
 def test_single_template_is_called_default(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_name_and_file_together_are_refused(tmp_path: Path) -> None:
 def test_formats_are_those_of_the_template_that_shows_tools(tmp_path: Path) -> None:
     calls = '<tool_call>{"name": "f"}</tool_call>'
     card(tokenizer_in(tmp_path), {"default": "<think></think>", "tool_use": calls})
-    habits = vocabulary.read(tmp_path).habits
+    habits = vocabulary.read_model_tokenizer(tmp_path).habits
     assert (habits.tools, habits.reasoning) == (ToolParser.HERMES, ReasoningParser.QWEN3)
-    assert vocabulary.read(tmp_path, template_name="default").habits.tools is None
+    assert vocabulary.read_model_tokenizer(tmp_path, template_name="default").habits.tools is None
 
 
 @pytest.mark.parametrize("has_default", [True, False])

@@ -14,8 +14,8 @@ from tests.support.wait import until
 from antiphon import embedded
 from antiphon.bus.memory import MemoryBroker, MemoryTransport
 from antiphon.config.cluster import ClusterConfig
-from antiphon.tokenizer import vocabulary
-from antiphon.tokenizer.encoding import Encoded, Text, TextEncoder
+from antiphon.tokenizer import model_tokenizer as vocabulary
+from antiphon.tokenizer.encoding import EncodedPrompt, EncodeInput, TextEncoder
 from antiphon.tokenizer.service import TokenizerService
 from antiphon.wire.base import Role
 from antiphon.wire.codec import id_count, unpack_ids
@@ -83,12 +83,12 @@ class HeldProcesses:
     """In place of the child processes: holds texts until it is let go."""
 
     def __init__(self) -> None:
-        self.texts: list[Text] = []
+        self.texts: list[EncodeInput] = []
         self.tenants: list[TenantId] = []
         self.ended = 0
         self.go = asyncio.Event()
 
-    async def encode(self, text: Text, *, timeout_s: float, tenant: TenantId) -> Encoded:
+    async def encode(self, text: EncodeInput, *, timeout_s: float, tenant: TenantId) -> EncodedPrompt:
         assert timeout_s > 0
         self.texts.append(text)
         self.tenants.append(tenant)
@@ -96,7 +96,7 @@ class HeldProcesses:
             await self.go.wait()
         finally:
             self.ended += 1
-        return Encoded(b"\x01\x00\x00\x00", b"")
+        return EncodedPrompt(b"\x01\x00\x00\x00", b"")
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
     here: list[int] = []
     encoded = TextEncoder._encoded
 
-    def noted(self: TextEncoder, text: Text) -> Encoded:
+    def noted(self: TextEncoder, text: EncodeInput) -> EncodedPrompt:
         here.append(text.characters)
         return encoded(self, text)
 
@@ -141,7 +141,7 @@ async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
     few = await at.encode("word " * 40, 1)
     with pytest.raises(PromptTooLong, match="8002 tokens"):
         await at.encode(HEAVY, 2)
-    tokenizer = vocabulary.read(embedded.path()).tokenizer
+    tokenizer = vocabulary.read_model_tokenizer(embedded.path()).tokenizer
     longest = max((tokenizer.decode([each]) for each in range(1024)), key=len)
     many = await at.encode(longest * (17_000 // len(longest)), 3)
     assert id_count(few.token_ids) < id_count(many.token_ids) <= 2048
@@ -152,7 +152,7 @@ async def test_heavy_text_is_encoded_as_a_small_one_in_a_child(
     "text", ["word " * 2000, HEAVY, "word " * 20_000], ids=("light", "heavy", "long")
 )
 async def test_prompt_that_is_too_long_is_sent_truncated(at: World, text: str) -> None:
-    encoding = vocabulary.read(embedded.path()).tokenizer.encode(text)
+    encoding = vocabulary.read_model_tokenizer(embedded.path()).tokenizer.encode(text)
     assert len(encoding.ids) > 2048
     reply = await at.encode(text, truncate=True)
     assert list(unpack_ids(reply.token_ids)) == encoding.ids[:2048]

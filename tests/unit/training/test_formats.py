@@ -19,7 +19,7 @@ from antiphon.gateway.parsing.reasoning.registry import reasoning_format
 from antiphon.gateway.parsing.tools.offered_tools import OfferedTools
 from antiphon.gateway.parsing.tools.registry import tool_format
 from antiphon.gateway.parsing.tools.tool import read_tools
-from antiphon.tokenizer.habits import habits_of
+from antiphon.tokenizer.template_formats import detect_formats
 
 if TYPE_CHECKING:
     from antiphon.wire.schemas import Json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def read(case: Case, answer: str) -> Message:
     """An answer as the gateway takes it apart, with the formats that it sees in the template."""
-    habits = habits_of(CHAT_TEMPLATE)
+    habits = detect_formats(CHAT_TEMPLATE)
     assert habits.tools is not None
     assert habits.reasoning is not None
     tools = read_tools([cast("Json", schema(tool)) for tool in case.chat.tools])

@@ -10,9 +10,9 @@ from antiphon.kernels.kv import UNSCALED, KvScales
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from antiphon.kernels.attention import AttentionRows
+    from antiphon.kernels.attention import AttentionMetadata
 
-CompiledRows = NewType("CompiledRows", object)
+CompiledMetadata = NewType("CompiledRows", object)
 """`Rows` of the library: checked, and cut into the tasks of its threads."""
 
 
@@ -20,7 +20,7 @@ def paged_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: AttentionRows,
+    rows: AttentionMetadata,
     scale: float,
     scales: KvScales = UNSCALED,
 ) -> Tensor:

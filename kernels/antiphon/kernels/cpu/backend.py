@@ -11,4 +11,4 @@ def cpu(target: str) -> Backend:
 
     All of them are invariant: a row is computed in an order that depends on that row alone.
     """
-    return Backend("cpu", target, extension.needs, invariant=True)
+    return Backend("cpu", target, extension.unsupported_reason, invariant=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "csrc"
-KEPT = Path(sys.prefix) / "lib" / "antiphon"
+CACHE_FOLDER = Path(sys.prefix) / "lib" / "antiphon"
 KEPT_S = 3600.0
 """How long objects and libraries of other sources are kept."""
 MODULE = "antiphon_cpu_kernels"
@@ -52,7 +52,7 @@ class CannotBuild(Exception):
 
 def library() -> Path:
     """Where the library of these very sources is, once it is built."""
-    return KEPT / f"kernels-{_digest(*map(_object_key, _units()))}.so"
+    return CACHE_FOLDER / f"kernels-{_digest(*map(_object_key, _units()))}.so"
 
 
 def version() -> str:
@@ -70,7 +70,7 @@ def build() -> Path:
     if (built := library()).exists():
         return built
     compiler = _compiler()
-    KEPT.mkdir(parents=True, exist_ok=True)
+    CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(partial(_compile, compiler), _units()))
     link = [compiler, "-shared", "-fopenmp", *map(str, objects), f"-L{TORCH / 'lib'}"]
@@ -112,7 +112,7 @@ def _closure(path: Path, seen: frozenset[Path] = frozenset()) -> frozenset[Path]
 
 def _forget_old(used: set[Path]) -> None:
     """Delete what nobody built of late; younger files may be of a build that is still going on."""
-    for path in KEPT.glob("*-*.*o"):
+    for path in CACHE_FOLDER.glob("*-*.*o"):
         if path not in used and time.time() - path.stat().st_mtime > KEPT_S:
             path.unlink(missing_ok=True)
 
@@ -133,7 +133,7 @@ def _compiler() -> str:
 
 
 def _compile(compiler: str, unit: Path) -> Path:
-    target = KEPT / f"{unit.stem}-{_object_key(unit)}.o"
+    target = CACHE_FOLDER / f"{unit.stem}-{_object_key(unit)}.o"
     if not target.exists():
         folders = (TORCH / "include", sysconfig.get_paths()["include"])
         includes = [part for folder in folders for part in ("-isystem", str(folder))]
@@ -143,7 +143,7 @@ def _compile(compiler: str, unit: Path) -> Path:
 
 def _produce(command: list[str], target: Path) -> None:
     """Run a command that writes one file."""
-    with tempfile.TemporaryDirectory(dir=KEPT) as folder:
+    with tempfile.TemporaryDirectory(dir=CACHE_FOLDER) as folder:
         written = Path(folder) / target.name
         done = subprocess.run(  # noqa: S603 (our own command)
             [*command, "-o", str(written)], capture_output=True, text=True, check=False

@@ -14,7 +14,7 @@ from antiphon.kernels.kv import UNSCALED, KvScales
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from antiphon.kernels.heads import HeadNorms
+    from antiphon.kernels.qk_norm_rope import QkNormWeights
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,19 +37,19 @@ def finite_rows(values: Tensor) -> Tensor | None:
     return extension.load().finite_rows(values)
 
 
-def greedy(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """The op `sampling.greedy`: (L, V) float32  ->  (L,) int64."""
     return extension.load().greatest(logits)
 
 
-def ready_heads(
+def qk_norm_rope_store(
     heads: Tensor,
     cos: Tensor,
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
     places: Tensor,
-    norms: HeadNorms | None,
+    norms: QkNormWeights | None,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
     """The op `attention.heads`: (T, Q + 2 H, D)  ->  (T, Q, D)."""

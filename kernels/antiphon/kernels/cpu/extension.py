@@ -13,7 +13,7 @@ from antiphon.kernels.cpu import build
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from antiphon.kernels.op import Device
+    from antiphon.kernels.op import DeviceCapability
 
 
 @cache
@@ -35,7 +35,7 @@ def load() -> ModuleType:
 
 
 @cache
-def lacking() -> str | None:
+def unavailable_reason() -> str | None:
     """Why the kernels cannot run in this process, or None."""
     try:
         load()
@@ -44,21 +44,21 @@ def lacking() -> str | None:
     return None
 
 
-def computing_s() -> float:
+def kernel_cpu_s() -> float:
     """Processor time that threads which call kernels have spent in them, in seconds.
 
     The other threads of torch's pool, which help them, are not counted.
     """
-    return load().computing_s() if lacking() is None else 0.0
+    return load().computing_s() if unavailable_reason() is None else 0.0
 
 
-def arithmetic() -> dict[str, str]:
+def numerics_info() -> dict[str, str]:
     """What the bits of a result depend on in this process, beside its operands.
 
     Sums are as wide as an instruction set's registers, and some of its products round otherwise;
     what has no kernel of ours, torch computes by an instruction set of its own choice.
     """
-    ours = lacking() is None
+    ours = unavailable_reason() is None
     return {
         "isa": load().isa() if ours else "none",
         "kernels": build.version() if ours else "none",
@@ -66,10 +66,10 @@ def arithmetic() -> dict[str, str]:
     }
 
 
-def needs(device: Device) -> str | None:
+def unsupported_reason(device: DeviceCapability) -> str | None:
     """What a device lacks to run them: the `needs` of every `cpu` row."""
     if device.kind != "cpu":
         return "it runs on the CPU only"
     if device.dtype not in (torch.bfloat16, torch.float32):
         return f"it does not compute in {device.dtype}"
-    return lacking()
+    return unavailable_reason()

@@ -23,18 +23,18 @@ Format = Literal["packed", "int8", "int8_dynamic"]
 """`packed` keeps the weight's own numbers; `int8` rounds each output's weights to 255 steps, and on
 AMX each row of activations to 65,025; `int8_dynamic` rounds these to 255 everywhere."""
 
-NUMBERS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 """What activations can be, as the library calls it."""
 
 LANES = 16
 PANEL = 2 * LANES
 PIECE_NUMBERS = 1 << 19
 """Weights that are written at once, about: enough for long copies, few enough for a cache."""
-STEPS = 127
+INT8_MAX = 127
 """Greatest magnitude of a quantized weight or activation."""
 
 
-class Linear(Protocol):
+class CompiledLinear(Protocol):
     """A linear of the library: it multiplies, and knows nothing of how it was filled."""
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class PackedWeight:
         halves: bool = False,
     ) -> None:
         library = extension.load()
-        number = NUMBERS[dtype]
+        number = DTYPE_NAMES[dtype]
         kind, self._group, kept = _KINDS[number if format_ == "packed" else format_]
         self._format: Format = format_
         self._outputs, self._halves = outputs, halves
@@ -88,7 +88,7 @@ class PackedWeight:
         self._scales = None if format_ == "packed" else torch.zeros(panels, PANEL)
         self._bias = torch.zeros(panels, PANEL) if bias else None
         self.linear = cast(
-            "Linear",
+            "CompiledLinear",
             library.Linear(
                 weights=getattr(library.Weights, kind),
                 number=getattr(library.Number, number),
@@ -121,7 +121,7 @@ class PackedWeight:
                 width = lanes.stop - lanes.start
                 self.linear.write(piece[part], panel=panels.start, lane=lanes.start, lanes=width)
 
-    def write_steps(self, first: int, steps: Tensor, scales: Tensor) -> None:
+    def write_int8(self, first: int, steps: Tensor, scales: Tensor) -> None:
         """Put weights that are rounded already in place, in a format that keeps such.
 
         steps (N, I) int8, scales (N,) float32
@@ -140,7 +140,7 @@ class PackedWeight:
 
     def _writable(self, weight: Tensor) -> bool:
         """Whether the library takes a weight as it lies."""
-        known = NUMBERS if self._scales is not None else (self._panels.dtype,)
+        known = DTYPE_NAMES if self._scales is not None else (self._panels.dtype,)
         whole = self._scales is not None or weight.shape[1] % self._group == 0
         return weight.dtype in known and whole and weight.is_contiguous()
 
@@ -156,7 +156,7 @@ class PackedWeight:
     def _put(self, first: int, weight: Tensor, scales: Tensor) -> None:
         if self._format == "int8_dynamic":
             # The product of bytes takes one unsigned factor.
-            weight = (weight.short() + STEPS + 1).byte()
+            weight = (weight.short() + INT8_MAX + 1).byte()
         short = -weight.shape[1] % self._group
         padded = torch.nn.functional.pad(weight, (0, short)).to(self._panels.dtype).contiguous()
         # A group moves as one word, which is several times faster than its numbers one by one.
@@ -195,7 +195,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = weight.to(torch.float32, copy=True)
     # In place and without `abs()`: fresh memory takes longer than the arithmetic.
-    scales = torch.maximum(wide.amax(dim=1), -wide.amin(dim=1)).abs() / STEPS
+    scales = torch.maximum(wide.amax(dim=1), -wide.amin(dim=1)).abs() / INT8_MAX
     steps = wide.div_(torch.where(scales > 0, scales, 1.0)[:, None]).round_()
     return steps.to(torch.int8), scales
 

@@ -25,6 +25,6 @@ def huge_zeros(*size: int, dtype: torch.dtype) -> Tensor:
 
 def pool_zeros(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros for what a step reads here and there: in huge pages, where they can be had."""
-    if device.type == "cpu" and extension.lacking() is None:
+    if device.type == "cpu" and extension.unavailable_reason() is None:
         return huge_zeros(*size, dtype=dtype)
     return torch.zeros(size, dtype=dtype, device=device)

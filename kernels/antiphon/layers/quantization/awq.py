@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided, groups
-from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, groups
+from antiphon.layers.quantization.bit_packing import unpack_bits
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields
+    from antiphon.layers.quantization.storage import WeightFields
 
 BITS = 4
 WORD = 32 // BITS
@@ -36,18 +36,18 @@ class AwqStorage:
 
     group: int
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The scales, what stands for zero, and the steps."""
-        divided(outputs, WORD, "outputs")
-        divided(inputs, self.group, "inputs")
+        check_divisible(outputs, WORD, "outputs")
+        check_divisible(inputs, self.group, "inputs")
         shared, words = groups(inputs, self.group), Axis("outputs", WORD)
         return (
-            Field(".scales", (shared, Axis("outputs")), FLOATS),
-            Field(".qzeros", (shared, words), (torch.int32,)),
-            Field(".qweight", (Axis("inputs"), words), (torch.int32,)),
+            WeightField(".scales", (shared, Axis("outputs")), FLOATS),
+            WeightField(".qzeros", (shared, words), (torch.int32,)),
+            WeightField(".qweight", (Axis("inputs"), words), (torch.int32,)),
         )
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """(step - zero) * scale, in float32."""
         apart = (-1, inputs // len(stored[".scales"]), outputs)
         wide = _in_order(stored[".qweight"]).float().view(apart)
@@ -58,5 +58,5 @@ class AwqStorage:
 
 def _in_order(words: Tensor) -> Tensor:
     """Numbers in the order of outputs: (N, O / 8)  ->  (N, O)."""
-    apart = unpacked(words, BITS).view(len(words), -1, WORD)
+    apart = unpack_bits(words, BITS).view(len(words), -1, WORD)
     return apart[..., PLACES].flatten(1)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided
-from antiphon.layers.quantization.words import FP4, halves, looked_up
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible
+from antiphon.layers.quantization.bit_packing import FP4, unpack_nibbles, lookup
 from antiphon.layers.weights import ANY, FLOATS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields
+    from antiphon.layers.quantization.storage import WeightFields
 
 BLOCK = 64
 """Weights that share a scale in what transformers writes with bitsandbytes."""
@@ -55,27 +55,27 @@ class BitsAndBytesStorage:
     kind: Literal["nf4", "fp4"]
     nested: bool
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The table, what is said in words, the magnitudes, and the weight."""
         del outputs
         blocks = Axis("outputs", BLOCK, inputs)
         fields = [
-            Field(".weight.quant_map", (16,), F32),
-            Field(f".weight.quant_state.bitsandbytes__{self.kind}", (ANY,), BYTES),
-            Field(".weight.absmax", (blocks,), BYTES if self.nested else F32),
+            WeightField(".weight.quant_map", (16,), F32),
+            WeightField(f".weight.quant_state.bitsandbytes__{self.kind}", (ANY,), BYTES),
+            WeightField(".weight.absmax", (blocks,), BYTES if self.nested else F32),
         ]
         if self.nested:
             scales = Axis("outputs", NESTED_BLOCK * BLOCK, inputs)
-            fields.insert(0, Field(".weight.nested_absmax", (scales,), F32))
-            fields.insert(0, Field(".weight.nested_quant_map", (256,), F32))
+            fields.insert(0, WeightField(".weight.nested_absmax", (scales,), F32))
+            fields.insert(0, WeightField(".weight.nested_quant_map", (256,), F32))
         # One after another, so that an output is made whole with all its inputs.
         row = Axis("inputs", inputs)
-        return (*fields, Field(".weight", (Axis("outputs", 2, inputs), row), BYTES))
+        return (*fields, WeightField(".weight", (Axis("outputs", 2, inputs), row), BYTES))
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What the table says times the magnitude of its block, in float32."""
-        codes = halves(stored[".weight"].flatten(), high_first=True)[: outputs * inputs]
-        wide, magnitudes = looked_up(codes, stored[".weight.quant_map"]), self._magnitudes(stored)
+        codes = unpack_nibbles(stored[".weight"].flatten(), high_first=True)[: outputs * inputs]
+        wide, magnitudes = lookup(codes, stored[".weight.quant_map"]), self._magnitudes(stored)
         full = len(wide) // BLOCK
         wide[: full * BLOCK].view(full, BLOCK).mul_(magnitudes[:full, None])
         wide[full * BLOCK :].mul_(magnitudes[full:])
@@ -95,7 +95,7 @@ class BitsAndBytesStorage:
         if not self.nested:
             return magnitudes
         scales = stored[".weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)
-        wide = looked_up(magnitudes, stored[".weight.nested_quant_map"])
+        wide = lookup(magnitudes, stored[".weight.nested_quant_map"])
         return wide.mul_(scales[: len(wide)]).add_(state.nested_offset)
 
 
@@ -103,22 +103,22 @@ class BitsAndBytesStorage:
 class Mxfp4Storage:
     """Two weights to a byte, the low bits first, and a power of two for each 32."""
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The exponents, and the weight."""
         del outputs
-        divided(inputs, MX_BLOCK, "inputs")
+        check_divisible(inputs, MX_BLOCK, "inputs")
         blocks = Axis("inputs", MX_BLOCK)
         return (
-            Field("_scales", (Axis("outputs"), blocks), BYTES),
-            Field("_blocks", (Axis("outputs"), blocks, MX_BLOCK // 2), BYTES),
+            WeightField("_scales", (Axis("outputs"), blocks), BYTES),
+            WeightField("_blocks", (Axis("outputs"), blocks, MX_BLOCK // 2), BYTES),
         )
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What E2M1 says times the power of two, exact in float32."""
-        codes = halves(stored["_blocks"], high_first=False)  # (O, I / 32, 32)
+        codes = unpack_nibbles(stored["_blocks"], high_first=False)  # (O, I / 32, 32)
         table = torch.tensor(FP4, device=codes.device)
         exponents = stored["_scales"].int() - MX_BIAS
-        return torch.ldexp(looked_up(codes, table), exponents[..., None]).view(outputs, inputs)
+        return torch.ldexp(lookup(codes, table), exponents[..., None]).view(outputs, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class TorchaoInt4Storage:
 
     group: int
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The weight, of which a group is rounded as a whole, whoever keeps it."""
         del outputs
         together = self.group if inputs % self.group == 0 else inputs
-        return (Field(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),)
+        return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=together)), FLOATS),)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What torchao's steps say, in float32."""
         weight = stored[".weight"]
         if inputs % self.group:

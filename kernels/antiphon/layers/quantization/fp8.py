@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.layers.quantization.storage import SCALES, Axis, Field
+from antiphon.layers.quantization.storage import SCALES, Axis, WeightField
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields
+    from antiphon.layers.quantization.storage import WeightFields
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -37,7 +37,7 @@ class Fp8Storage:
     scale: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (128, 128)
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The scales, and the weight."""
         del outputs, inputs
         axes: Mapping[str, tuple[Axis | int, ...]] = {
@@ -46,11 +46,11 @@ class Fp8Storage:
             "block": (Axis("outputs", self.block[0]), Axis("inputs", self.block[1])),
         }
         return (
-            Field(".weight_scale", axes[self.scale], SCALES),
-            Field(".weight", (Axis("outputs"), Axis("inputs")), (E4M3,)),
+            WeightField(".weight_scale", axes[self.scale], SCALES),
+            WeightField(".weight", (Axis("outputs"), Axis("inputs")), (E4M3,)),
         )
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """Widen, and multiply with the scales, in float32."""
         scales = stored[".weight_scale"].float()
         wide = stored[".weight"].float()
@@ -65,12 +65,12 @@ class Fp8Storage:
 class OnlineFp8Storage:
     """A weight in plain numbers that is rounded to e4m3 as it is read, a scale an output."""
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The weight, of which an output is rounded as a whole, whoever keeps it."""
         del outputs
-        return (Field(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
+        return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """What the rounded weight says, in float32."""
         del outputs, inputs
         rounded, scales = rounded_to_fp8(stored[".weight"])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided, group_of, groups
-from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, group_of, groups
+from antiphon.layers.quantization.bit_packing import unpack_bits
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields
+    from antiphon.layers.quantization.storage import WeightFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +38,28 @@ class GptqStorage:
     ordered: bool = False
     zero_added: int = 1
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The groups of inputs, the scales, what stands for zero, and the steps."""
         word = 32 // self.bits
-        divided(outputs, word, "outputs")
-        divided(inputs, word, "inputs")
+        check_divisible(outputs, word, "outputs")
+        check_divisible(inputs, word, "inputs")
         shared = groups(inputs, self.group)
         if self.ordered and not isinstance(shared, int):
             # An input may be of any group: every part needs all of them.
             shared = shared.size(inputs)
         fields = (
-            Field(".scales", (shared, Axis("outputs")), FLOATS),
-            Field(".qzeros", (shared, Axis("outputs", word)), (torch.int32,)),
-            Field(".qweight", (Axis("inputs", word), Axis("outputs")), (torch.int32,)),
+            WeightField(".scales", (shared, Axis("outputs")), FLOATS),
+            WeightField(".qzeros", (shared, Axis("outputs", word)), (torch.int32,)),
+            WeightField(".qweight", (Axis("inputs", word), Axis("outputs")), (torch.int32,)),
         )
         if not self.ordered:
             return fields
-        return (Field(".g_idx", (Axis("inputs"),), (torch.int32,)), *fields)
+        return (WeightField(".g_idx", (Axis("inputs"),), (torch.int32,)), *fields)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """(step - zero) * scale, in float32."""
-        steps = unpacked(stored[".qweight"].t(), self.bits)  # (O, I)
-        zeros = unpacked(stored[".qzeros"], self.bits).int() + self.zero_added  # (G, O)
+        steps = unpack_bits(stored[".qweight"].t(), self.bits)  # (O, I)
+        zeros = unpack_bits(stored[".qzeros"], self.bits).int() + self.zero_added  # (G, O)
         zeros = (zeros & ((1 << self.bits) - 1)).t()
         scales = stored[".scales"].float().t()  # (O, G)
         if self.ordered:

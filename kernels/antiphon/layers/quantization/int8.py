@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from antiphon.layers.quantization.storage import SCALES, Axis, Field, Steps, divided
+from antiphon.layers.quantization.storage import SCALES, Axis, WeightField, Int8Weight, check_divisible
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields, Whole
+    from antiphon.layers.quantization.storage import WeightFields, LoadedWeight
 
 ZERO = ".weight_zero_point"
 
@@ -38,26 +38,26 @@ class Int8Storage:
     group: int = 0
     zero_point: bool = False
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The scales, what stands for zero, and the weight."""
         del outputs
         if self.scale == "group":
-            divided(inputs, self.group, "inputs")
+            check_divisible(inputs, self.group, "inputs")
         axes: tuple[Axis | int, ...] = (1,)
         if self.scale != "tensor":
             across = 1 if self.scale == "channel" else Axis("inputs", self.group)
             axes = (Axis("outputs"), across)
-        fields = [Field(".weight_scale", axes, SCALES)]
+        fields = [WeightField(".weight_scale", axes, SCALES)]
         if self.zero_point:
-            fields.append(Field(ZERO, axes, (torch.int8,)))
-        fields.append(Field(".weight", (Axis("outputs"), Axis("inputs")), (torch.int8,)))
+            fields.append(WeightField(ZERO, axes, (torch.int8,)))
+        fields.append(WeightField(".weight", (Axis("outputs"), Axis("inputs")), (torch.int8,)))
         return tuple(fields)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Whole:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         """Steps as they are, if zero is zero and an output has one scale."""
         steps, scales = stored[".weight"], stored[".weight_scale"].float()
         if self.scale != "group" and not self.zero_point:
-            return Steps(steps, scales.flatten().expand(outputs))
+            return Int8Weight(steps, scales.flatten().expand(outputs))
         wide = steps.float().view(outputs, scales.shape[-1] if scales.dim() > 1 else 1, -1)
         if self.zero_point:
             wide -= stored[ZERO].float().view(scales.shape)[..., None]
@@ -68,30 +68,30 @@ class Int8Storage:
 class LlmInt8Storage:
     """A weight (O, I) of int8, and the greatest magnitude of each output, which 127 stands for."""
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The magnitudes, and the weight."""
         del outputs, inputs
         return (
-            Field(".SCB", (Axis("outputs"),), FLOATS),
-            Field(".weight", (Axis("outputs"), Axis("inputs")), (torch.int8,)),
+            WeightField(".SCB", (Axis("outputs"),), FLOATS),
+            WeightField(".weight", (Axis("outputs"), Axis("inputs")), (torch.int8,)),
         )
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Whole:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         """Steps of a 127th of the magnitudes."""
         del outputs, inputs
-        return Steps(stored[".weight"], stored[".SCB"].float() / 127)
+        return Int8Weight(stored[".weight"], stored[".SCB"].float() / 127)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchaoInt8Storage:
     """A weight in the model's own numbers that the torchao package rounds as it is read."""
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The weight, of which an output is rounded as a whole, whoever keeps it."""
         del outputs
-        return (Field(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
+        return (WeightField(".weight", (Axis("outputs"), Axis("inputs", together=inputs)), FLOATS),)
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Whole:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         """Steps as torchao makes them."""
         del inputs
         # Only where it was asked for: it takes seconds, and need not be installed.
@@ -108,4 +108,4 @@ class TorchaoInt8Storage:
         quantize_(linear, Int8WeightOnlyConfig())
         rounded = linear.weight
         assert isinstance(rounded, Int8Tensor), "what this configuration makes"
-        return Steps(rounded.qdata, rounded.scale.flatten().float())
+        return Int8Weight(rounded.qdata, rounded.scale.flatten().float())

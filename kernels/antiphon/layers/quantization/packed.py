@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.layers.quantization.storage import Axis, Field, divided, group_of, groups
-from antiphon.layers.quantization.words import unpacked
+from antiphon.layers.quantization.storage import Axis, WeightField, check_divisible, group_of, groups
+from antiphon.layers.quantization.bit_packing import unpack_bits
 from antiphon.layers.weights import FLOATS
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Fields
+    from antiphon.layers.quantization.storage import WeightFields
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStorage:
+class PackQuantizedStorage:
     """Steps (O, I), and a scale for each group of an output's inputs.
 
     Attributes:
@@ -38,33 +38,33 @@ class PackedStorage:
     zero_point: bool = False
     ordered: bool = False
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The shape, the groups, the scales, what stands for zero, and the steps."""
         word, shared = 32 // self.bits, groups(inputs, self.group)
-        divided(inputs, self.group, "inputs")
+        check_divisible(inputs, self.group, "inputs")
         if self.ordered and not isinstance(shared, int):
             # An input may be of any group: every part needs all of them.
             shared = shared.size(inputs)
         fields = [
-            Field(".weight_shape", (2,), (torch.int64, torch.int32)),
-            Field(".weight_scale", (Axis("outputs"), shared), FLOATS),
+            WeightField(".weight_shape", (2,), (torch.int64, torch.int32)),
+            WeightField(".weight_scale", (Axis("outputs"), shared), FLOATS),
         ]
         if self.ordered:
-            fields.append(Field(".weight_g_idx", (Axis("inputs"),), (torch.int32, torch.int64)))
+            fields.append(WeightField(".weight_g_idx", (Axis("inputs"),), (torch.int32, torch.int64)))
         if self.zero_point:
             zeros = (Axis("outputs", word), shared)
-            fields.append(Field(".weight_zero_point", zeros, (torch.int32,)))
+            fields.append(WeightField(".weight_zero_point", zeros, (torch.int32,)))
         packed = (Axis("outputs"), Axis("inputs", word))
-        return (*fields, Field(".weight_packed", packed, (torch.int32,)))
+        return (*fields, WeightField(".weight_packed", packed, (torch.int32,)))
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         """(step - zero) * scale, in float32."""
-        steps = unpacked(stored[".weight_packed"], self.bits)[:, :inputs]
+        steps = unpack_bits(stored[".weight_packed"], self.bits)[:, :inputs]
         scales = stored[".weight_scale"].float()  # (O, G)
         zeros = torch.full_like(scales, 1 << (self.bits - 1), dtype=torch.int32)
         if self.zero_point:
             packed = stored[".weight_zero_point"].t()  # (G, O / word)
-            zeros = unpacked(packed, self.bits)[:, :outputs].t().int()
+            zeros = unpack_bits(packed, self.bits)[:, :outputs].t().int()
         if self.ordered:
             of = group_of(stored[".weight_g_idx"], scales.shape[1])
             wide = steps.float().sub_(zeros.index_select(1, of))

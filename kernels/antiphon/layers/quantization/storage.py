@@ -51,7 +51,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class WeightField:
     """One tensor of a stored weight.
 
     Attributes:
@@ -71,7 +71,7 @@ class Field:
             axis if isinstance(axis, int) else axis.size(totals[axis.of]) for axis in self.axes
         )
 
-    def cut(self, tensor: Tensor, part: Part) -> Tensor:
+    def cut(self, tensor: Tensor, part: WeightSlice) -> Tensor:
         """What of the whole tensor belongs to a part that `aligned` gave."""
         for dim, axis in enumerate(self.axes):
             if not isinstance(axis, int):
@@ -80,25 +80,25 @@ class Field:
         return tensor
 
 
-Fields = tuple[Field, ...]
+WeightFields = tuple[WeightField, ...]
 """The tensors of a weight, the largest last: those before it are copied until it comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightSlice:
     """Outputs and inputs of a whole weight, each from start to stop."""
 
     outputs: slice
     inputs: slice
 
-    def aligned(self, fields: Fields, outputs: int, inputs: int) -> Part:
+    def aligned(self, fields: WeightFields, outputs: int, inputs: int) -> WeightSlice:
         """The smallest part around this one that all fields can be cut to."""
-        return Part(
+        return WeightSlice(
             _widened(self.outputs, _step(fields, "outputs"), outputs),
             _widened(self.inputs, _step(fields, "inputs"), inputs),
         )
 
-    def within(self, wider: Part) -> tuple[slice, slice]:
+    def within(self, wider: WeightSlice) -> tuple[slice, slice]:
         """Where this part lies in a wider one."""
         return (
             slice(
@@ -109,7 +109,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Int8Weight:
     """Weights that are whole multiples of one scale an output.
 
     Attributes:
@@ -124,19 +124,19 @@ class Steps:
         """Outputs."""
         return len(self.steps)
 
-    def numbers(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The weights, (O, I) float32."""
         return self.steps * self.scales[:, None]
 
 
-Whole = torch.Tensor | Steps
+LoadedWeight = torch.Tensor | Int8Weight
 """A weight that can be multiplied: (O, I) float32, or as steps where it is that exactly."""
 
 
-class Storage(Protocol):
+class StorageLayout(Protocol):
     """How a checkpoint stores the weight of a linear."""
 
-    def fields(self, outputs: int, inputs: int) -> Fields:
+    def fields(self, outputs: int, inputs: int) -> WeightFields:
         """The tensors of a weight (O, I).
 
         Raises:
@@ -144,7 +144,7 @@ class Storage(Protocol):
         """
         ...
 
-    def whole(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> Whole:
+    def dequantize(self, stored: Mapping[str, Tensor], outputs: int, inputs: int) -> LoadedWeight:
         """Make the weight of its tensors, by suffix, all cut to the same part.
 
         outputs and inputs are those of the part.
@@ -152,7 +152,7 @@ class Storage(Protocol):
         ...
 
 
-class Quantization(Protocol):
+class CheckpointQuantization(Protocol):
     """Which linears of a checkpoint are stored, and how such a linear is kept."""
 
     @property
@@ -160,31 +160,31 @@ class Quantization(Protocol):
         """Keeps and multiplies linears all of whose parts are stored."""
         ...
 
-    def storage(self, name: str) -> Storage | None:
+    def storage(self, name: str) -> StorageLayout | None:
         """How the linear of that name in the checkpoint is stored; None: in the model's numbers."""
         ...
 
 
-def numbers(whole: Whole) -> Tensor:
+def dequantized(whole: LoadedWeight) -> Tensor:
     """A weight (O, I) as numbers, whichever of the two forms it has."""
-    return whole.numbers() if isinstance(whole, Steps) else whole
+    return whole.dequantize() if isinstance(whole, Int8Weight) else whole
 
 
-def joined(pieces: Sequence[Whole]) -> Whole:
+def concat_weights(pieces: Sequence[LoadedWeight]) -> LoadedWeight:
     """Pieces of a weight, each in the same form, as one: those outputs after these."""
     if len(pieces) == 1:
         return pieces[0]
-    steps = [piece for piece in pieces if isinstance(piece, Steps)]
+    steps = [piece for piece in pieces if isinstance(piece, Int8Weight)]
     if not steps:
-        return torch.cat([numbers(piece) for piece in pieces])
+        return torch.cat([dequantized(piece) for piece in pieces])
     together = torch.cat([piece.steps for piece in steps])
-    return Steps(together, torch.cat([piece.scales for piece in steps]))
+    return Int8Weight(together, torch.cat([piece.scales for piece in steps]))
 
 
-def narrowed(whole: Whole, rows: slice, columns: slice) -> Whole:
+def slice_weight(whole: LoadedWeight, rows: slice, columns: slice) -> LoadedWeight:
     """A part of a weight, in the form that it has."""
-    if isinstance(whole, Steps):
-        return Steps(whole.steps[rows, columns], whole.scales[rows])
+    if isinstance(whole, Int8Weight):
+        return Int8Weight(whole.steps[rows, columns], whole.scales[rows])
     return whole[rows, columns]
 
 
@@ -204,7 +204,7 @@ def group_of(inputs: Tensor, count: int) -> Tensor:
     return inputs.int()
 
 
-def divided(count: int, each: int, what: str) -> None:
+def check_divisible(count: int, each: int, what: str) -> None:
     """Hold that groups are whole; a group of 0 is all.
 
     Raises:
@@ -214,7 +214,7 @@ def divided(count: int, each: int, what: str) -> None:
         raise ValueError(f"{count} {what} are not whole groups of {each}")
 
 
-def _step(fields: Fields, of: Literal["outputs", "inputs"]) -> int:
+def _step(fields: WeightFields, of: Literal["outputs", "inputs"]) -> int:
     axes = (axis for field in fields for axis in field.axes if not isinstance(axis, int))
     return math.lcm(*(axis.step for axis in axes if axis.of == of))
 

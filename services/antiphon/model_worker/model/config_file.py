@@ -18,13 +18,13 @@ from antiphon.model_worker.model.rope_field import Part, Positive, RopeField
 
 if TYPE_CHECKING:
     from antiphon.config.model_files import Place
-    from antiphon.kernels.activation import Activation
-    from antiphon.kernels.rotary import Rotary
+    from antiphon.kernels.activation import ActivationKind
+    from antiphon.kernels.rotary import RotarySpec
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 T = TypeVar("T")
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -105,7 +105,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         return (self.rope_parameters or self.rope_scaling or RopeField()).kind
 
     @property
-    def activation(self) -> Activation:
+    def activation(self) -> ActivationKind:
         """Of the feed-forward block.
 
         Raises:
@@ -157,7 +157,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelLoadError("config.json: sliding_window: layers need one and it is not set")
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
-    def rotary(self, kind: str = "full_attention") -> Rotary:
+    def rotary(self, kind: str = "full_attention") -> RotarySpec:
         """The rotation of positions in layers of a type.
 
         Raises:
@@ -173,7 +173,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def activation_of(name: str, field: str) -> Activation:
+def activation_of(name: str, field: str) -> ActivationKind:
     """The activation that transformers call by this name.
 
     Raises:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.stack import Stack, StackEnds
+from antiphon.kernels.cpu.fused_decoder import FusedDecoder, EmbeddingAndHead
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.block import Site
-from antiphon.layers.embedding import VocabularyTable
-from antiphon.layers.methods import PlainLinear
-from antiphon.layers.norm import RmsNorm, norm_of
-from antiphon.layers.score import Score, ScoreSpec
+from antiphon.layers.sublayer import LayerBuildContext
+from antiphon.layers.embedding import VocabParallelEmbedding
+from antiphon.layers.methods import PlainLinearMethod
+from antiphon.layers.norm import RmsNorm, build_norm
+from antiphon.layers.classification_head import ClassificationHead, ClassificationHeadSpec
 from antiphon.model_worker.model.embedding_transform import EmbeddingTransform
 from antiphon.model_worker.model.layer import DecoderLayer, NotStackable
 from antiphon.model_worker.model.spec import HeadSpec
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.kv import LayerCache
-    from antiphon.kernels.rotary import Rotary
+    from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.weights import BuildContext, WeightSource
     from antiphon.model_worker.model.spec import ModelSpec
 
 
@@ -55,12 +55,12 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        build: Build,
+        build: BuildContext,
         *,
         layers: range | None = None,
         method: LinearMethod | None = None,
     ) -> None:
-        method = method or PlainLinear()
+        method = method or PlainLinearMethod()
         self.invariant = method.invariant
         """Whether its linears give a row the same bits whatever else is in the pass."""
         self._spec = spec
@@ -73,20 +73,20 @@ class Decoder:
         self._embedding = self._entry = self._norm = self._head = self._score = None
         if self._first or (self._last and spec.tied):
             # A table that is only looked up lies best as it comes, a row a token.
-            kept = method if spec.tied else PlainLinear()
+            kept = method if spec.tied else PlainLinearMethod()
             self._embedding = _table(spec, spec.embedding.name, build, kept)
         if self._first:
             self._entry = EmbeddingTransform(spec, build)
         if self._last:
             if spec.norm_name is not None:
-                self._norm = norm_of(spec.norm, spec.norm_name, spec.hidden, build)
+                self._norm = build_norm(spec.norm, spec.norm_name, spec.hidden, build)
             match spec.head:
                 case HeadSpec(tied=True):
                     self._head = self._embedding
                 case HeadSpec(name=name, bias=bias):
                     self._head = _table(spec, name, build, method, bias=bias)
-                case ScoreSpec():
-                    self._score = Score(spec.head, spec.hidden, build, method)
+                case ClassificationHeadSpec():
+                    self._score = ClassificationHead(spec.head, spec.hidden, build, method)
                 case None:
                     pass
 
@@ -136,7 +136,7 @@ class Decoder:
         normed, _ = self._norm.add(ctx, pending, residual)
         return Hidden(normed, aux)
 
-    def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
+    def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
         """All layers and the final norm as one call of the CPU's own kernels, or all of the model.
 
         Raises:
@@ -151,7 +151,7 @@ class Decoder:
         scale, _ = self._shared()
         if len(norms) > 1:
             raise NotStackable("the norms differ from layer to layer")
-        return Stack(
+        return FusedDecoder(
             layers,
             final_norm=self._norm.weight,
             eps=self._norm.eps,
@@ -159,7 +159,7 @@ class Decoder:
             ends=self._ends(),
         )
 
-    def _ends(self) -> StackEnds | None:
+    def _ends(self) -> EmbeddingAndHead | None:
         """Embedding and head, if nothing but a linear makes logits, and nothing is done to ids."""
         head, said = self._head, self._spec.head
         plain = isinstance(said, HeadSpec) and said.scale == 1.0 and said.softcap is None
@@ -169,10 +169,10 @@ class Decoder:
         embedding = table if packed is None else packed
         if head.packed is None or embedding is None or not self._entry.plain:
             return None
-        return StackEnds(embedding=embedding, head=head.packed)
+        return EmbeddingAndHead(embedding=embedding, head=head.packed)
 
     @property
-    def rotary(self) -> Rotary | None:
+    def rotary(self) -> RotarySpec | None:
         """The rotation of all layers, where they are one stack; None: they do not rotate.
 
         Raises:
@@ -180,7 +180,7 @@ class Decoder:
         """
         return self._shared()[1]
 
-    def _shared(self) -> tuple[float, Rotary | None]:
+    def _shared(self) -> tuple[float, RotarySpec | None]:
         """Scale and rotation of every layer."""
         mixers: list[object] = [layer.mixer for layer in self._spec.layers]
         ways = {(mixer.scale, mixer.rotary) for mixer in mixers if isinstance(mixer, AttentionSpec)}
@@ -228,17 +228,17 @@ class Decoder:
         if self._score is not None:
             self._score.pack()
 
-    def _tables(self) -> set[VocabularyTable]:
+    def _tables(self) -> set[VocabParallelEmbedding]:
         """The embedding and the head, which may be one."""
         return {table for table in (self._embedding, self._head) if table is not None}
 
 
-def _site(spec: ModelSpec, index: int, build: Build, method: LinearMethod) -> Site:
+def _site(spec: ModelSpec, index: int, build: BuildContext, method: LinearMethod) -> LayerBuildContext:
     name = spec.layer_name.format(index)
-    return Site(layer=index, name=name, hidden=spec.hidden, build=build, method=method)
+    return LayerBuildContext(layer=index, name=name, hidden=spec.hidden, build=build, method=method)
 
 
 def _table(
-    spec: ModelSpec, name: str, build: Build, method: LinearMethod, *, bias: bool = False
-) -> VocabularyTable:
-    return VocabularyTable(name, spec.vocabulary, spec.hidden, build, method, bias=bias)
+    spec: ModelSpec, name: str, build: BuildContext, method: LinearMethod, *, bias: bool = False
+) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(name, spec.vocabulary, spec.hidden, build, method, bias=bias)

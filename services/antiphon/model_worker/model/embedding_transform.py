@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from antiphon.layers.embedding import LearnedPositions, TokenTypes
-from antiphon.layers.norm import norm_of
+from antiphon.layers.norm import build_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.context import ForwardContext
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.weights import BuildContext, WeightSource
     from antiphon.model_worker.model.spec import ModelSpec
 
 
 class EmbeddingTransform:
     """A scale, vectors of types and of positions, and a norm: those that a model has."""
 
-    def __init__(self, spec: ModelSpec, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, build: BuildContext) -> None:
         said = spec.embedding
         # A scale is rounded as what it multiplies is.
         self._scale = float(torch.tensor(said.scale, dtype=build.dtype))
@@ -34,7 +34,7 @@ class EmbeddingTransform:
                 said.positions, spec.context_tokens, said.positions_first, spec.hidden, build
             )
         if said.norm is not None:
-            self._norm = norm_of(said.norm, said.norm_name, spec.hidden, build)
+            self._norm = build_norm(said.norm, said.norm_name, spec.hidden, build)
 
     @property
     def plain(self) -> bool:

@@ -4,49 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.cpu.stack import StackLayer
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderLayer
 from antiphon.layers.attention import Attention, AttentionSpec
 from antiphon.layers.gated_delta import GatedDelta, GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2, Mamba2Spec
 from antiphon.layers.mla import LatentAttention, LatentSpec
-from antiphon.layers.mlp import GatedMlp, GatedSpec, PlainMlp, PlainSpec
+from antiphon.layers.mlp import GatedMlp, GatedMlpSpec, PlainMlp, PlainMlpSpec
 from antiphon.layers.moe import MixtureOfExperts, MoeSpec
-from antiphon.layers.norm import Norm, RmsNorm, norm_of
-from antiphon.layers.side_by_side import SideBySide, SideBySideSpec
+from antiphon.layers.norm import Norm, RmsNorm, build_norm
+from antiphon.layers.parallel_mixers import ParallelMixers, ParallelMixersSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
-    from antiphon.layers.block import Block, Site
+    from antiphon.layers.sublayer import Sublayer, LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import WeightSource
     from antiphon.model_worker.model.spec import FeedForwardSpec, LayerSpec, MixerSpec
 
 
 # A line a kind: its spec, and the block that computes it.
-MIXERS: Mapping[type, Callable[..., Block]] = {
+MIXERS: Mapping[type, Callable[..., Sublayer]] = {
     AttentionSpec: Attention,
     Mamba2Spec: Mamba2,
     GatedDeltaSpec: GatedDelta,
     LatentSpec: LatentAttention,
 }
-FEED_FORWARDS: Mapping[type, Callable[..., Block]] = {
-    GatedSpec: GatedMlp,
-    PlainSpec: PlainMlp,
+FEED_FORWARDS: Mapping[type, Callable[..., Sublayer]] = {
+    GatedMlpSpec: GatedMlp,
+    PlainMlpSpec: PlainMlp,
     MoeSpec: MixtureOfExperts,
 }
 
 
-def mixer_of(site: Site, spec: MixerSpec) -> Block:
+def mixer_of(site: LayerBuildContext, spec: MixerSpec) -> Sublayer:
     """Build a mixer."""
-    if isinstance(spec, SideBySideSpec):
-        return SideBySide(site, spec, mixer_of)
+    if isinstance(spec, ParallelMixersSpec):
+        return ParallelMixers(site, spec, mixer_of)
     return MIXERS[type(spec)](site, spec)
 
 
-def feed_forward_of(site: Site, spec: FeedForwardSpec) -> Block:
+def feed_forward_of(site: LayerBuildContext, spec: FeedForwardSpec) -> Sublayer:
     """Build a feed-forward part."""
     return FEED_FORWARDS[type(spec)](site, spec)
 
@@ -58,7 +58,7 @@ class NotStackable(Exception):
 class DecoderLayer:
     """A mixer, then a feed-forward part, or both side by side."""
 
-    def __init__(self, site: Site, spec: LayerSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: LayerSpec) -> None:
         self._multiplier = spec.multiplier
         self._parallel = spec.parallel
         self._mixer = mixer_of(site, spec.mixer)
@@ -69,7 +69,7 @@ class DecoderLayer:
         def norm(name: str | None) -> Norm | None:
             if name is None:
                 return None
-            return norm_of(spec.norm, site.named(name), site.hidden, site.build)
+            return build_norm(spec.norm, site.tensor_name(name), site.hidden, site.build)
 
         norms = spec.norms
         self._before_mixer = norm(norms.before_mixer)
@@ -108,7 +108,7 @@ class DecoderLayer:
         transformed = self._leave(ctx, self._after_feed_forward, self._feed_forward(ctx, entered))
         return _join(ctx, self._with_feed_forward, transformed, residual)
 
-    def stacked(self) -> StackLayer:
+    def stacked(self) -> FusedDecoderLayer:
         """What a stack computes this layer with.
 
         Raises:
@@ -119,20 +119,20 @@ class DecoderLayer:
         other = self._parallel or self._multiplier != 1.0 or len(self._norms()) != 2
         if other or not isinstance(before, RmsNorm) or not isinstance(between, RmsNorm):
             raise NotStackable("the layers join the stream in another way than Llama's")
-        if not isinstance(mixer, Attention) or not mixer.plain:
+        if not isinstance(mixer, Attention) or not mixer.fusable:
             raise NotStackable("the layers mix tokens in another way than Llama's")
-        if not isinstance(feed_forward, GatedMlp) or not feed_forward.plain:
+        if not isinstance(feed_forward, GatedMlp) or not feed_forward.fusable:
             raise NotStackable("the feed-forward blocks are others than Llama's")
         if mixer.packed is None or feed_forward.packed is None:
             raise NotStackable("the linears are not packed whole on one rank")
-        return StackLayer(
+        return FusedDecoderLayer(
             qkv=mixer.packed[0],
             out=mixer.packed[1],
             gate_up=feed_forward.packed[0],
             down=feed_forward.packed[1],
             attention_norm=before.weight,
             mlp_norm=between.weight,
-            head_norms=mixer.manner.norms,
+            head_norms=mixer.params.norms,
         )
 
     def sources(self) -> Iterator[WeightSource]:
@@ -151,7 +151,7 @@ class DecoderLayer:
             x = norm(ctx, x)
         return x if self._multiplier == 1.0 else x * self._multiplier
 
-    def _parts(self) -> tuple[Block, ...]:
+    def _parts(self) -> tuple[Sublayer, ...]:
         own = (self._mixer, self._feed_forward)
         return tuple(part for part in own if part is not None)
 

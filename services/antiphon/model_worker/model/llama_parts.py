@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.config.tasks import unread
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.spec import HeadSpec, ModelSpec
 
@@ -35,9 +35,9 @@ def attention(config: ConfigFile, *, window: int | None = None) -> AttentionSpec
     )
 
 
-def gated(config: ConfigFile) -> GatedSpec:
+def gated(config: ConfigFile) -> GatedMlpSpec:
     """A gated feed-forward block without biases."""
-    return GatedSpec(width=config.width, activation=config.activation)
+    return GatedMlpSpec(width=config.width, activation=config.activation)
 
 
 def rms_norm(config: ConfigFile) -> NormSpec:

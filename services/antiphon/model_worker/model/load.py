@@ -18,9 +18,9 @@ from antiphon.config.quantization_file import read_quantization
 from antiphon.config.weights import read_weights
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
-from antiphon.layers.methods import METHODS, unfit
+from antiphon.layers.methods import METHODS, unsupported_reason
 from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import Build
+from antiphon.layers.weights import BuildContext
 from antiphon.model_worker.model.cache_scales import read_scales, take_scales
 from antiphon.model_worker.model.config_file import read_config
 from antiphon.model_worker.model.decoder import Decoder
@@ -61,7 +61,7 @@ class LoadedModel:
 
     spec: ModelSpec
     decoder: Decoder | TransformersDecoder
-    build: Build
+    build: BuildContext
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict[int, "KvScales"])
 
     @property
@@ -116,11 +116,11 @@ def load(
         raise ModelLoadError(str(error)) from error
     device_ = torch.device(device)
     for kept in {linear, quantized or linear}:
-        if lacks := unfit(kept, device_, number):
+        if lacks := unsupported_reason(kept, device_, number):
             raise ModelLoadError(f"linears cannot be kept as {kept!r} here: {lacks}")
     ranks, kept = tp or SingleRank(), CACHE_DTYPES.get(cache_dtype)
     if spec is None:
-        build = Build(ranks, number, device_, cache_dtype=kept)
+        build = BuildContext(ranks, number, device_, cache_dtype=kept)
         decoder = load_transformers(files, config, build, linear, quantized=stored is not None)
         scales = take_scales(Checkpoint.open(files), len(decoder.spec.layers)) if kept else {}
         scales = _scales(scales, decoder.spec, build, cache_scales)
@@ -128,7 +128,7 @@ def load(
     if headless:
         spec = _without_logits(spec)
     linears = _linears(stored, spec, quantized or linear)
-    build = Build(ranks, number, device_, linears, kept)
+    build = BuildContext(ranks, number, device_, linears, kept)
     try:
         decoder = Decoder(spec, build, method=METHODS[linear])
         checkpoint = Checkpoint.open(files, list(decoder.sources()))
@@ -190,7 +190,7 @@ def _quantization(files: ModelFiles, said: str | None) -> Quantization | None:
 
 
 def _scales(
-    stored: dict[int, KvScales], spec: ModelSpec, build: Build, file: str
+    stored: dict[int, KvScales], spec: ModelSpec, build: BuildContext, file: str
 ) -> dict[int, KvScales]:
     """Scales of what is kept, by layer: those of the operator's file, or else the checkpoint's."""
     if build.cache_dtype is None:

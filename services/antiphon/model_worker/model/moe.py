@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from antiphon.kernels.routing import Routing
+from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.experts import ExpertsSpec
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 
@@ -52,14 +52,14 @@ class QwenMoeFields(msgspec.Struct, frozen=True, kw_only=True):
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] = ()
 
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingSpec:
         """A softmax over all experts.
 
         Raises:
             ModelLoadError: There are fewer experts than a token is to meet.
         """
         check_routing(self.num_experts, self.num_experts_per_tok)
-        return Routing(chosen=self.num_experts_per_tok, renormalised=self.norm_topk_prob)
+        return RoutingSpec(top_k=self.num_experts_per_tok, renormalised=self.norm_topk_prob)
 
     def experts(self, config: ConfigFile) -> ExpertsSpec:
         """Gated blocks without biases."""
@@ -88,8 +88,8 @@ def sigmoid_moe(config: ConfigFile, fields: DeepseekMoeFields) -> MoeSpec:
     groups, kept = fields.n_group or 1, fields.topk_group or 1
     check_routing(fields.num_experts, fields.num_experts_per_tok, groups, kept)
     return MoeSpec(
-        routing=Routing(
-            chosen=fields.num_experts_per_tok,
+        routing=RoutingSpec(
+            top_k=fields.num_experts_per_tok,
             scoring="sigmoid",
             renormalised=fields.norm_topk_prob,
             factor=fields.routed_scaling_factor,
@@ -112,11 +112,11 @@ def experts(config: ConfigFile, fields: DeepseekMoeFields) -> ExpertsSpec:
     )
 
 
-def shared(config: ConfigFile, fields: DeepseekMoeFields) -> GatedSpec | None:
+def shared(config: ConfigFile, fields: DeepseekMoeFields) -> GatedMlpSpec | None:
     """The block that all tokens go through: as wide as several experts."""
     if not fields.n_shared_experts:
         return None
-    return GatedSpec(
+    return GatedMlpSpec(
         width=fields.n_shared_experts * fields.moe_intermediate_size,
         activation=config.activation,
         gate="mlp.shared_experts.gate_proj",
@@ -126,7 +126,7 @@ def shared(config: ConfigFile, fields: DeepseekMoeFields) -> GatedSpec | None:
 
 
 def feed_forwards(
-    config: ConfigFile, fields: DeepseekMoeFields, dense: GatedSpec, sparse: MoeSpec
+    config: ConfigFile, fields: DeepseekMoeFields, dense: GatedMlpSpec, sparse: MoeSpec
 ) -> tuple[FeedForwardSpec, ...]:
     """Dense blocks in the first layers, experts in the others.
 
@@ -144,7 +144,7 @@ def feed_forwards(
 
 
 def sparse_by_step(
-    config: ConfigFile, fields: QwenMoeFields, dense: GatedSpec, sparse: MoeSpec
+    config: ConfigFile, fields: QwenMoeFields, dense: GatedMlpSpec, sparse: MoeSpec
 ) -> tuple[FeedForwardSpec, ...]:
     """Experts in each layer that a step names, but not in those that are said to be dense."""
     return tuple(

@@ -15,11 +15,11 @@ from antiphon.layers.quantization.four_bit import (
 from antiphon.layers.quantization.fp8 import Fp8Storage, OnlineFp8Storage
 from antiphon.layers.quantization.gptq import GptqStorage
 from antiphon.layers.quantization.int8 import Int8Storage, LlmInt8Storage, TorchaoInt8Storage
-from antiphon.layers.quantization.packed import PackedStorage
+from antiphon.layers.quantization.packed import PackQuantizedStorage
 
 if TYPE_CHECKING:
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.quantization.storage import Storage
+    from antiphon.layers.quantization.storage import StorageLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StoredLinears:
     embedding: str
     head: str | None
 
-    def storage(self, name: str) -> Storage | None:
+    def storage(self, name: str) -> StorageLayout | None:
         """How a linear is stored; None: in plain numbers."""
         if name == self.embedding or (name == self.head and not self.said.head):
             return None
@@ -46,7 +46,7 @@ class StoredLinears:
         return None if scheme is None else storage_of(scheme)
 
 
-def storage_of(scheme: schemes.Scheme) -> Storage:
+def storage_of(scheme: schemes.Scheme) -> StorageLayout:
     """The layout that a scheme names."""
     match scheme:
         case schemes.Fp8(scale=scale, block=block):
@@ -66,7 +66,7 @@ def storage_of(scheme: schemes.Scheme) -> Storage:
         case schemes.Gptq(bits=bits, group=group, ordered=ordered, zero_added=added):
             return GptqStorage(bits, group, ordered, added)
         case schemes.Packed(bits=bits, group=group, zero_point=zero_point, ordered=ordered):
-            return PackedStorage(bits, group, zero_point, ordered)
+            return PackQuantizedStorage(bits, group, zero_point, ordered)
         case schemes.BitsAndBytes4(kind=kind, nested=nested):
             return BitsAndBytesStorage(kind, nested)
         case schemes.Mxfp4():

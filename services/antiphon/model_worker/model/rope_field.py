@@ -13,7 +13,7 @@ from antiphon.kernels.rotary import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
-    Rotary,
+    RotarySpec,
     RotaryScaling,
     YarnScaling,
 )
@@ -73,7 +73,7 @@ class RopeField(msgspec.Struct, frozen=True):
         partial: float,
         context_tokens: int,
         trained_tokens: int | None,
-    ) -> Rotary:
+    ) -> RotarySpec:
         """The rotation.
 
         Args:
@@ -90,7 +90,7 @@ class RopeField(msgspec.Struct, frozen=True):
         rotated = int(head_size * (self.partial_rotary_factor or partial))
         trained = self.original_max_position_embeddings or trained_tokens or context_tokens
         scaling = self._scaling(rotated, context_tokens, trained)
-        return Rotary(rotated, self.rope_theta or theta, scaling)
+        return RotarySpec(rotated, self.rope_theta or theta, scaling)
 
     def _scaling(self, rotated: int, context_tokens: int, trained: int) -> RotaryScaling | None:
         match self.kind:

@@ -29,27 +29,27 @@ import msgspec
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
-from antiphon.kernels.whole import NothingKept
+from antiphon.kernels.bidirectional import NoCache
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.gated_delta import GatedDeltaSpec
 from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.mla import LatentSpec
-from antiphon.layers.mlp import GatedSpec, PlainSpec
+from antiphon.layers.mlp import GatedMlpSpec, PlainMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.score import ScoreSpec
-from antiphon.layers.side_by_side import BranchSpec, SideBySideSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec
+from antiphon.layers.parallel_mixers import BranchSpec, ParallelMixersSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from antiphon.model_worker.model.config_file import ConfigFile
 
-MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | GatedDeltaSpec | SideBySideSpec
+MixerSpec = AttentionSpec | LatentSpec | Mamba2Spec | GatedDeltaSpec | ParallelMixersSpec
 """What lets tokens see each other."""
-FeedForwardSpec = GatedSpec | PlainSpec | MoeSpec
+FeedForwardSpec = GatedMlpSpec | PlainMlpSpec | MoeSpec
 """What transforms each token by itself."""
-CacheSpec = KvSpec | LatentSizes | StateSpec | NothingKept
+CacheSpec = KvSpec | LatentSizes | StateSpec | NoCache
 """What a mixer keeps: of each token, of all of them together, or nothing."""
 Pooling = Literal["last", "cls", "mean"]
 """What stands for a whole text: the vector of its last token, of its first, or their mean."""
@@ -108,7 +108,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mixers(self) -> tuple[BranchSpec | LatentSpec, ...]:
         """Its mixer, or those that are side by side in it."""
-        if isinstance(self.mixer, SideBySideSpec):
+        if isinstance(self.mixer, ParallelMixersSpec):
             return tuple(branch.mixer for branch in self.mixer.branches)
         return (self.mixer,)
 
@@ -176,7 +176,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormSpec
     norm_name: str | None = "model.norm"
     embedding: EmbeddingSpec = EmbeddingSpec()
-    head: HeadSpec | ScoreSpec | None
+    head: HeadSpec | ClassificationHeadSpec | None
     pooling: Pooling = "last"
     layer_name: str = "model.layers.{}"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -194,7 +194,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def causal(self) -> bool:
         """Whether no token sees what comes after it, so that a text may be computed in pieces."""
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)
-        return not any(isinstance(mixer.cache, NothingKept) for mixer in mixers)
+        return not any(isinstance(mixer.cache, NoCache) for mixer in mixers)
 
     @property
     def tied(self) -> bool:

@@ -19,7 +19,7 @@ from antiphon.layers.mamba2 import Mamba2Spec
 from antiphon.layers.methods import METHODS
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.tp import SingleRank
-from antiphon.layers.weights import Build
+from antiphon.layers.weights import BuildContext
 from antiphon.model_worker.model.config_file import ConfigFile
 from antiphon.model_worker.model.decoder import Decoder
 from antiphon.model_worker.model.llama_parts import read_spec
@@ -125,7 +125,7 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     head = spec.head.name if isinstance(spec.head, HeadSpec) else None
     plain = METHODS["plain"]
     stored = StoredLinears(said, plain, spec.embedding.name, head)
-    build = Build(SingleRank(), torch.float32, torch.device("cpu"), stored)
+    build = BuildContext(SingleRank(), torch.float32, torch.device("cpu"), stored)
     as_numbers = {source.name for source in Decoder(spec, _plain(), method=plain).sources()}
     try:
         names = {source.name for source in Decoder(spec, build, method=plain).sources()}
@@ -135,5 +135,5 @@ def refusal(spec: ModelSpec, method: str) -> str | None:
     return None if names - as_numbers else "none of its linears is stored so"
 
 
-def _plain() -> Build:
-    return Build(SingleRank(), torch.float32, torch.device("cpu"))
+def _plain() -> BuildContext:
+    return BuildContext(SingleRank(), torch.float32, torch.device("cpu"))

@@ -43,7 +43,7 @@ class CpuTime(Collector):
         if bus is not None:
             family.add_metric(["bus"], bus)
         if batching is not None:
-            kernels = min(extension.computing_s(), batching)
+            kernels = min(extension.kernel_cpu_s(), batching)
             family.add_metric(["kernels"], kernels)
             family.add_metric(["sending"], relayed)
             family.add_metric(["python"], max(0.0, batching - kernels - relayed))

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.kernels.rotary import rotary
+from antiphon.kernels.rotary import apply_rotary
 from antiphon.model_worker.runner.errors import PlanRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.rotary import Rotations
-    from antiphon.layers.context import Manner
+    from antiphon.kernels.rotary import StepCosSin
+    from antiphon.layers.context import AttentionParams
     from antiphon.model_worker.batching.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalAttend:
-    """An `Attend` that keeps nothing."""
+    """An `AttentionBackend` that keeps nothing."""
 
     ops: Ops
     lengths: list[int]
-    rotations: Rotations
+    rotations: StepCosSin
 
     @classmethod
-    def of(cls, ops: Ops, plan: StepPlan, rotations: Rotations) -> BidirectionalAttend:
+    def of(cls, ops: Ops, plan: StepPlan, rotations: StepCosSin) -> BidirectionalAttend:
         """For the rows of a plan.
 
         Raises:
@@ -38,12 +38,12 @@ class BidirectionalAttend:
             )
         return cls(ops, plan.query_len.tolist(), rotations)
 
-    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
         """Rotate queries and keys, and let each token see its row: (T, Q + 2 H, D) -> (T, Q, D)."""
         del layer  # they all see the same
         keys = heads.shape[1] - 2 * manner.kv_heads
         values = keys + manner.kv_heads
         cos, sin = self.rotations.of(manner.rotary).by_token
-        turned = rotary(heads[:, :values], cos, sin)
+        turned = apply_rotary(heads[:, :values], cos, sin)
         q, k, v = turned[:, :keys], turned[:, keys:], heads[:, values:]
-        return self.ops.whole_attention(q, k, v, self.lengths, manner.scale, manner.window)
+        return self.ops.bidirectional_attention(q, k, v, self.lengths, manner.scale, manner.window)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from antiphon.kernels.kv import UNSCALED, KvSpec, LayerCache
-from antiphon.kernels.op import Choice
-from antiphon.kernels.rotary import AngleTables, Rotations
+from antiphon.kernels.kv import UNSCALED, KvSpec, LayerKvCache
+from antiphon.kernels.op import BackendChoice
+from antiphon.kernels.rotary import CosSinCaches, StepCosSin
 from antiphon.kernels.states import LayerStates
 from antiphon.layers.context import Adapters, ForwardContext
 from antiphon.model_worker.model.layer import NotStackable
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.kernels.attention import AttentionRows
-    from antiphon.kernels.cpu.stack import Scored, Stack
+    from antiphon.kernels.attention import AttentionMetadata
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput, FusedDecoder
     from antiphon.kernels.kv import KvScales
     from antiphon.kernels.ops import Ops
-    from antiphon.kernels.states import StateRows
-    from antiphon.layers.context import Attend, Manner
+    from antiphon.kernels.states import StateMetadata
+    from antiphon.layers.context import AttentionBackend, AttentionParams
     from antiphon.model_worker.batching.plan import Ints, StepPlan
     from antiphon.model_worker.model.load import LoadedModel
     from antiphon.model_worker.runner.input_batch import InputBatch
@@ -70,8 +70,8 @@ class ForwardContexts:
         self._latent = latent_groups(model.spec)
         self._causal = model.spec.causal
         self._deterministic = deterministic
-        self._angles = AngleTables(placement.dtype, placement.device)
-        self._stack: Stack | None = None
+        self._angles = CosSinCaches(placement.dtype, placement.device)
+        self._stack: FusedDecoder | None = None
         self._stack_angles = self._angles.of(None)
         # Of texts that are cut, what is a row may differ from pass to pass.
         self._goes_on = not any(
@@ -80,7 +80,7 @@ class ForwardContexts:
         self._kept: int | None = None  # step of the pass that the stack may go on from
         self.choice = self._choose(model, fused=fused)
 
-    def _choose(self, model: LoadedModel, *, fused: bool) -> Choice[..., object]:
+    def _choose(self, model: LoadedModel, *, fused: bool) -> BackendChoice[..., object]:
         """One call for all layers, if that is to be and can be."""
         decoder = model.decoder
         try:
@@ -90,12 +90,12 @@ class ForwardContexts:
         except NotStackable as error:
             refused = (("cpu", str(error)),)
             # It is as invariant as its operations are.
-            return Choice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
-        return Choice(STACK, self._stack, "cpu", (), invariant=True)
+            return BackendChoice(STACK, decoder.forward, BY_LAYER, refused, invariant=True)
+        return BackendChoice(STACK, self._stack, "cpu", (), invariant=True)
 
     def score(
         self, plan: StepPlan, batch: InputBatch, tokens: Ints, *, bare: bool
-    ) -> Scored | None:
+    ) -> FusedDecoderOutput | None:
         """Run a pass as one call from `tokens` (T,) to logits; None where it is not to be had.
 
         A `bare` result may be without them, as in `Stack.score`.
@@ -107,12 +107,12 @@ class ForwardContexts:
         scored = None
         if plan.follows and kept == plan.step - 1:
             # Had the plan before asked for anything else, no stack would have run it.
-            scored = stack.again(tokens, plan.page_tables, bare)
+            scored = stack.decode_next(tokens, plan.page_tables, bare)
         if scored is None:
             if not stack.scores or plan.pooling is not None or self._adapted(plan):
                 return None
-            turns = self._stack_angles.turns(plan.positions[0])
-            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, bare=bare)
+            turns = self._stack_angles.at_positions(plan.positions[0])
+            scored = stack.score(tokens, plan.logit_tokens, turns, batch.groups, argmax_only=bare)
         if self._goes_on:
             self._kept = plan.step
         return scored
@@ -123,17 +123,17 @@ class ForwardContexts:
 
     def of(self, plan: StepPlan, batch: InputBatch) -> ForwardContext:
         """The context of one pass."""
-        rotations = Rotations(self._angles, plan.positions[0])
+        rotations = StepCosSin(self._angles, plan.positions[0])
         adapted = self._adapted(plan)
         fused = None
         if self._stack is not None and not adapted:
-            turns = self._stack_angles.turns(plan.positions[0])
+            turns = self._stack_angles.at_positions(plan.positions[0])
             fused = partial(self._stack, turns=turns, groups=batch.groups)
         return ForwardContext(
             ops=self._ops,
             tp=self._tp,
             attend=self._attend(plan, batch, rotations),
-            recur=PagedStates(self._states, batch.states) if batch.states else None,
+            states_of=PagedStates(self._states, batch.states) if batch.states else None,
             attend_latent=self._attend_latent(batch, rotations) if self._latent else None,
             positions=torch.as_tensor(plan.positions[0]),
             token_types=None if plan.token_types is None else torch.as_tensor(plan.token_types),
@@ -145,12 +145,12 @@ class ForwardContexts:
     def _adapted(self, plan: StepPlan) -> bool:
         return self._adapters is not None and bool((plan.adapter >= 0).any())
 
-    def _attend(self, plan: StepPlan, batch: InputBatch, rotations: Rotations) -> Attend:
+    def _attend(self, plan: StepPlan, batch: InputBatch, rotations: StepCosSin) -> AttentionBackend:
         if not self._causal:
             return BidirectionalAttend.of(self._ops, plan, rotations)
         return PagedAttend(self._ops, self._caches, batch.groups, rotations)
 
-    def _attend_latent(self, batch: InputBatch, rotations: Rotations) -> PagedLatentAttend:
+    def _attend_latent(self, batch: InputBatch, rotations: StepCosSin) -> PagedLatentAttend:
         rows = latent_rows(self._latent, batch.groups, absorbed=self._deterministic)
         return PagedLatentAttend(self._ops, self._caches, rows, rotations)
 
@@ -160,23 +160,23 @@ class PagedAttend:
     """The cache of one pass, as layers meet it."""
 
     ops: Ops
-    layers: dict[int, LayerCache]
-    groups: tuple[AttentionRows, ...]
-    rotations: Rotations
+    layers: dict[int, LayerKvCache]
+    groups: tuple[AttentionMetadata, ...]
+    rotations: StepCosSin
 
-    def __call__(self, layer: int, heads: Tensor, manner: Manner) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor, manner: AttentionParams) -> Tensor:
         """Rotate, keep this pass's keys and values, and attend over all of each row's."""
         cache = self.layers[layer]
         rows = self.groups[cache.group]
         cos, sin = self.rotations.of(manner.rotary).by_token
         keys, values, scales = cache.keys, cache.values, cache.scales
-        q = self.ops.ready_heads(
-            heads, cos, sin, keys, values, rows.write_places, manner.norms, scales
+        q = self.ops.qk_norm_rope_store(
+            heads, cos, sin, keys, values, rows.slot_mapping, manner.norms, scales
         )
         scale = manner.scale
         if manner.softcap is None and manner.sinks is None:
             return self.ops.paged_attention(q, keys, values, rows, scale, scales)
-        return self.ops.shaped_attention(
+        return self.ops.softcap_sink_attention(
             q, keys, values, rows, scale, manner.softcap, manner.sinks, scales
         )
 
@@ -186,17 +186,17 @@ class PagedStates:
     """The recurrent states of one pass, as layers meet them."""
 
     layers: dict[int, LayerStates]
-    groups: tuple[StateRows, ...]
+    groups: tuple[StateMetadata, ...]
 
-    def __call__(self, layer: int) -> tuple[LayerStates, StateRows]:
+    def __call__(self, layer: int) -> tuple[LayerStates, StateMetadata]:
         """Where a layer's states lie, and which of them each row reads and writes."""
         states = self.layers[layer]
         return states, self.groups[states.group]
 
 
-def _caches(pools: tuple[KvPool, ...], scales: Mapping[int, KvScales]) -> dict[int, LayerCache]:
+def _caches(pools: tuple[KvPool, ...], scales: Mapping[int, KvScales]) -> dict[int, LayerKvCache]:
     return {
-        layer: LayerCache(index, *pool.layer(place), scales.get(layer, UNSCALED))
+        layer: LayerKvCache(index, *pool.layer(place), scales.get(layer, UNSCALED))
         for index, pool in enumerate(pools)
         for place, layer in enumerate(pool.group.layers)
     }

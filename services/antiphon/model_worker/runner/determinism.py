@@ -19,11 +19,11 @@ BLOCKS = frozenset(
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.kernels.op import Choice
+    from antiphon.kernels.op import BackendChoice
     from antiphon.model_worker.model.load import LoadedModel
 
 
-def require_invariant(model: LoadedModel, choices: Iterable[Choice[..., object]]) -> None:
+def require_invariant(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
     """Check that a row's bits depend on that row alone in all that a pass computes.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from antiphon.kernels.attention import AttentionRows, KvShape
-from antiphon.kernels.states import StateRows
+from antiphon.kernels.attention import AttentionMetadata, KvShape
+from antiphon.kernels.states import StateMetadata
 from antiphon.model_worker.runner.errors import PlanRefused
 
 if TYPE_CHECKING:
@@ -35,25 +35,25 @@ class InputBatch:
         self._plan = plan
         self._shapes = shapes
         self._states_count = states
-        self._groups: tuple[AttentionRows, ...] | None = None
+        self._groups: tuple[AttentionMetadata, ...] | None = None
 
     @property
-    def groups(self) -> tuple[AttentionRows, ...]:
+    def groups(self) -> tuple[AttentionMetadata, ...]:
         """The rows as each cache group sees them, those of states aside."""
         if self._groups is None:  # a cached property costs a lock and cold code
             plan = self._plan
             self._groups = tuple(
-                AttentionRows.of(shape, table, plan.query_len, plan.kv_len)
+                AttentionMetadata.of(shape, table, plan.query_len, plan.kv_len)
                 for shape, table in zip(self._shapes, plan.page_tables, strict=False)
             )
         return self._groups
 
     @cached_property
-    def states(self) -> tuple[StateRows, ...]:
+    def states(self) -> tuple[StateMetadata, ...]:
         """The rows as each group of states sees them."""
         plan, first = self._plan, len(self._shapes)
         return tuple(
-            StateRows(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
+            StateMetadata(table[:, 0], table[:, 1], plan.query_len, plan.kv_len)
             for table in plan.page_tables[first : first + self._states_count]
         )
 

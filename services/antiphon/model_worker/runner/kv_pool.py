@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from antiphon.kernels.cpu.memory import pool_zeros
-from antiphon.kernels.fp8 import in_eight_bits
+from antiphon.kernels.fp8 import is_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.kv import KvSpec
     from antiphon.kernels.latent import LatentSizes
-    from antiphon.layers.weights import Build
+    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.cache.groups import CacheGroup
 
 
@@ -31,14 +31,14 @@ class PageCorrupt(Exception):
 class KvPool:
     """What one cache group keeps, (L, N, P, S, H, D)."""
 
-    def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: Build) -> None:
+    def __init__(self, group: CacheGroup, spec: KvSpec | LatentSizes, build: BuildContext) -> None:
         self.group = group
         page = (group.page_tokens, spec.heads_of(build.tp.ranks), spec.head_size)
-        self.dtype = build.kept
+        self.dtype = build.kv_dtype
         """Number format of the cache."""
         self._data = pool_zeros(
             *(len(group.layers), spec.tensors, group.pages_total, *page),
-            dtype=torch.uint8 if in_eight_bits(build.kept) else build.kept,
+            dtype=torch.uint8 if is_fp8(build.kv_dtype) else build.kv_dtype,
             device=build.device,
         )
 

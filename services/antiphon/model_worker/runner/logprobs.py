@@ -133,7 +133,7 @@ class _Columns:
     ) -> None:
         """Fill in these entries, each from its own row of `logits` (E, V)."""
         scale = torch.as_tensor(temperature)[:, None]
-        mass = ops.log_mass(logits, scale[:, 0])[:, None]
+        mass = ops.logsumexp(logits, scale[:, 0])[:, None]
 
         def at(ids: Ints) -> NDArray[np.float32]:
             """The log-probabilities of (E, n) ids; NaN for -1."""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from antiphon.kernels.kv import KvSpec
 from antiphon.kernels.latent import LatentSizes
 from antiphon.kernels.states import StateSpec
-from antiphon.kernels.whole import NothingKept
+from antiphon.kernels.bidirectional import NoCache
 from antiphon.model_worker.cache.groups import CacheGroup, GroupKind, Shard
 from antiphon.model_worker.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from antiphon.layers.weights import Build
+    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.model.spec import CacheSpec, ModelSpec
 
 STATES = 64
@@ -20,7 +20,7 @@ STATES = 64
 
 
 def cache_groups(
-    spec: ModelSpec, build: Build, *, page_tokens: int, pages: int, states: int = STATES
+    spec: ModelSpec, build: BuildContext, *, page_tokens: int, pages: int, states: int = STATES
 ) -> tuple[CacheGroup, ...]:
     """The model's cache groups on this rank, each with a pool of `pages` pages or `states`.
 
@@ -34,17 +34,17 @@ def cache_groups(
 
 
 def _group(
-    kept: CacheSpec, layers: tuple[int, ...], build: Build, page_tokens: int, total: int
+    kept: CacheSpec, layers: tuple[int, ...], build: BuildContext, page_tokens: int, total: int
 ) -> CacheGroup:
     ranks = build.tp.ranks
     if isinstance(kept, StateSpec):
         kind, page_bytes = GroupKind.STATE, kept.state_bytes(ranks, build.dtype)
-    elif isinstance(kept, NothingKept):
+    elif isinstance(kept, NoCache):
         kind, page_bytes = GroupKind.PASS, 0
     else:
         _refuse_cut_pages(kept, page_tokens)
         kind = _kind(kept)
-        page_bytes = page_tokens * kept.token_bytes(ranks, build.kept)
+        page_bytes = page_tokens * kept.token_bytes(ranks, build.kv_dtype)
     return CacheGroup(
         kind=kind,
         layers=layers,

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from antiphon.kernels.attention import KvShape
-from antiphon.kernels.cpu.stack import Scored
+from antiphon.kernels.cpu.fused_decoder import FusedDecoderOutput
 from antiphon.kernels.kv import KvSpec
-from antiphon.kernels.op import Device, KernelUnavailable
+from antiphon.kernels.op import DeviceCapability, KernelUnavailable
 from antiphon.kernels.ops import select
 from antiphon.kernels.states import StateSpec
-from antiphon.kernels.whole import NothingKept
+from antiphon.kernels.bidirectional import NoCache
 from antiphon.layers.attention import AttentionSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.model_worker.batching.plan import RowStatus, StepOutcome, StepPlan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.latent import LatentSizes
-    from antiphon.kernels.op import Choice
+    from antiphon.kernels.op import BackendChoice
     from antiphon.layers.context import Adapters, ForwardContext
     from antiphon.model_worker.batching.plan import Ints, SamplingColumns
     from antiphon.model_worker.cache.groups import CacheGroup
@@ -74,7 +74,7 @@ class ModelRunner:
         spec, placement = model.spec, model.build
         if placement.device.type != "cpu":
             raise KernelUnavailable(f"this runner computes on cpu, not on {placement.device}")
-        self.ops = select(Device.of(placement.device, placement.dtype), forced)
+        self.ops = select(DeviceCapability.of(placement.device, placement.dtype), forced)
         attending = [
             (group, *_attention_of(spec, group))
             for group in groups
@@ -132,18 +132,18 @@ class ModelRunner:
         tokens = self._futures.resolve(plan.tokens)
         bare = self._takes_argmax(plan)
         scored = self._contexts.score(plan, batch, tokens, bare=bare)
-        if bare and scored is not None and scored.likeliest is not None:
+        if bare and scored is not None and scored.argmax is not None:
             # Nothing of torch is left to be done, and its mode costs as much as what is left.
             if batch.decodes and scored.finite is None and scored.logits_finite is None:
-                return self._conclude_decodes(plan, scored.likeliest)
-            return self._conclude(plan, batch, tokens, scored, scored.likeliest)
+                return self._conclude_decodes(plan, scored.argmax)
+            return self._conclude(plan, batch, tokens, scored, scored.argmax)
         with torch.inference_mode():
             if plan.pooling is not None:
                 return self._pool(plan, batch, tokens)
             if scored is None:
                 scored = self._score(plan, batch, tokens)
             barren = self._sampler.process_logits(plan, batch.logit_row, scored.logits)
-            likeliest = None if changes_logits(plan) else scored.likeliest
+            likeliest = None if changes_logits(plan) else scored.argmax
             sampled = self._sampler.sample(
                 plan.sampling, scored.logits, batch.logit_row, batch.logit_position, likeliest
             )
@@ -173,7 +173,7 @@ class ModelRunner:
         plan: StepPlan,
         batch: InputBatch,
         tokens: Ints,
-        scored: Scored,
+        scored: FusedDecoderOutput,
         sampled: Ints,
         barren: NDArray[np.bool_] | None = None,
     ) -> StepOutcome:
@@ -238,7 +238,7 @@ class ModelRunner:
         self._step = step
 
     @property
-    def choices(self) -> tuple[Choice[..., object], ...]:
+    def choices(self) -> tuple[BackendChoice[..., object], ...]:
         """What runs each operation here, and why."""
         return (self._contexts.choice, *self.ops.choices)
 
@@ -251,14 +251,14 @@ class ModelRunner:
         finite = left.finite if left.checked else self.ops.finite_rows(left.last)
         return ctx, left.last, finite
 
-    def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> Scored:
+    def _score(self, plan: StepPlan, batch: InputBatch, tokens: Ints) -> FusedDecoderOutput:
         """A pass operation by operation. Only wanted rows have logits: the head is wide."""
         ctx, hidden, finite = self._layers(plan, batch, tokens)
         wanted = hidden
         if len(plan.logit_tokens) < len(hidden):
             wanted = hidden.index_select(0, torch.as_tensor(plan.logit_tokens))
         logits = self._model.decoder.logits(ctx, wanted)
-        return Scored(hidden, finite, logits, self.ops.finite_rows(logits), None)
+        return FusedDecoderOutput(hidden, finite, logits, self.ops.finite_rows(logits), None)
 
     def _head(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> Tensor:
         """Logits of more of a pass's hidden states: (rows, hidden)  ->  (rows, V) float32."""
@@ -268,7 +268,7 @@ class ModelRunner:
         """Zero what failed rows wrote in this pass; what earlier passes wrote was finite."""
         wiped = torch.as_tensor(np.flatnonzero(failed[batch.token_row]))
         for pool, rows in zip(self.pools, batch.groups, strict=True):
-            pool.zero(rows.write_places[wiped])
+            pool.zero(rows.slot_mapping[wiped])
 
 
 @cache
@@ -303,7 +303,7 @@ def _attention_of(
     """An attention of the group and what it keeps: those of all its layers keep the same."""
     mixers = spec.layers[group.layers[0]].mixers
     mixer = next(mixer for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec))
-    assert not isinstance(mixer.cache, NothingKept), "a group of pages"
+    assert not isinstance(mixer.cache, NoCache), "a group of pages"
     return mixer, mixer.cache
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from antiphon.config.model_files import LoadFormat, find_files
 from antiphon.config.pooling import PoolMode, Squash
 from antiphon.config.tasks import Task
-from antiphon.layers.score import ScoreSpec
+from antiphon.layers.classification_head import ClassificationHeadSpec
 from antiphon.model_worker.batching.plan import PooledVectors
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.weights import Checkpoint
@@ -67,7 +67,7 @@ class Pooler:
             ModelLoadError: Their files are missing or do not fit, or there is no such head here.
         """
         if pooling.task is Task.SCORE:
-            if not isinstance(model.spec.head, ScoreSpec):
+            if not isinstance(model.spec.head, ClassificationHeadSpec):
                 raise ModelLoadError("config.json: its architecture has a head that is not built")
             pooling = replace(pooling, mode=PoolMode(model.spec.pooling))
         return cls(pooling, tuple(_read(dense, folder / dense.folder) for dense in pooling.dense))

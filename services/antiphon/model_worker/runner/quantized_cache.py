@@ -9,14 +9,14 @@ from antiphon.kernels.op import REFERENCE, KernelUnavailable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from antiphon.kernels.op import Choice
+    from antiphon.kernels.op import BackendChoice
     from antiphon.model_worker.model.load import LoadedModel
 
 READERS = frozenset({"attention.paged", "attention.shaped"})
 """Operations that read a cache at every token."""
 
 
-def require_native_reads(model: LoadedModel, choices: Iterable[Choice[..., object]]) -> None:
+def require_native_reads(model: LoadedModel, choices: Iterable[BackendChoice[..., object]]) -> None:
     """Check that no operation of the model reads a cache in eight bits by way of torch.
 
     Raises:

@@ -99,13 +99,13 @@ class Sampler:
             self._drawn.count(plan.slot[more], token_ids[starts[more] + number])
 
     def _greedy(self, logits: Tensor) -> Ints:
-        return _ints(self._ops.greedy(logits))
+        return _ints(self._ops.argmax(logits))
 
     def _draw(
         self, columns: SamplingColumns, logits: Tensor, rows: Longs, positions: Longs
     ) -> Ints:
         noise = uniform(columns.seed[rows], columns.choice[rows], positions, Purpose.SAMPLE)
-        drawn = self._ops.draw(
+        drawn = self._ops.sample(
             logits,
             torch.as_tensor(noise),
             torch.as_tensor(columns.temperature[rows]),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.kernels.states import StateSpec
-    from antiphon.layers.weights import Build
+    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.cache.groups import CacheGroup
 
 
@@ -24,7 +24,7 @@ class StatePool:
     A place holds nothing of use before it is written as a whole, and is read only then.
     """
 
-    def __init__(self, group: CacheGroup, spec: StateSpec, build: Build) -> None:
+    def __init__(self, group: CacheGroup, spec: StateSpec, build: BuildContext) -> None:
         self.group = group
         ranks, places = build.tp.ranks, (len(group.layers), group.pages_total)
         self._convolved = torch.zeros(

@@ -106,9 +106,9 @@ def _compiler(
 def _device() -> Device:
     """This machine, whether the CPU's own kernels run on it, and with which bits it computes."""
     # torch takes seconds to import; the process says meanwhile that it is starting.
-    from antiphon.kernels.cpu.extension import arithmetic, lacking  # noqa: PLC0415
+    from antiphon.kernels.cpu.extension import numerics_info, unavailable_reason  # noqa: PLC0415
 
-    return msgspec.structs.replace(this_device(), lacking=lacking(), arithmetic=arithmetic())
+    return msgspec.structs.replace(this_device(), lacking=unavailable_reason(), arithmetic=numerics_info())
 
 
 def _implementation(files: ModelFiles, said: str) -> Decided[str]:

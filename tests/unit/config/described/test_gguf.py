@@ -21,7 +21,7 @@ from antiphon.config.settings import Settings
 from antiphon.service.model import model_files, tokenizer_folder
 from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.service.vocabulary import read_vocabulary
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 from antiphon.wire.tokenize import ChatMessage
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_lone_file_is_a_model_to_every_service(tmp_path: Path) -> None:
     assert (card.vocabulary_size, card.eos_ids, card.dtype) == (261, (259,), Dtype.FLOAT32)
     folder = tokenizer_folder(settings)
     assert folder == model_files(settings).folder
-    template = vocabulary.read(folder).template
+    template = vocabulary.read_model_tokenizer(folder).template
     assert template is not None
     turns = (ChatMessage(role="user", content="hi"),)
     assert template.render(turns, continue_final=False) == "<|im_start|><user>hi"
@@ -178,7 +178,7 @@ def test_the_template_for_tools_stands_beside_the_default(tmp_path: Path) -> Non
     folder = gguf_folder([write(tmp_path / "a.gguf", tokenizer=said)], tmp_path)
     card = json.loads((folder / "tokenizer_config.json").read_text())
     assert [each["name"] for each in card["chat_template"]] == ["default", "tool_use"]
-    assert vocabulary.read(folder).template is not None
+    assert vocabulary.read_model_tokenizer(folder).template is not None
 
 
 def llama3_factors(factor: float) -> np.ndarray:

@@ -20,7 +20,7 @@ from antiphon.config.settings import Settings
 from antiphon.service.model import tokenizer_folder
 from antiphon.service.tokenizer_file import open_tokenizer
 from antiphon.service.vocabulary import read_vocabulary
-from antiphon.tokenizer import vocabulary
+from antiphon.tokenizer import model_tokenizer as vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ def test_a_model_folder_with_pieces_is_served_whole(tmp_path: Path) -> None:
     )
     folder = tokenizer_folder(settings)
     assert folder.parent.parent == tmp_path / "cache"
-    assert vocabulary.read(folder).template is not None
+    assert vocabulary.read_model_tokenizer(folder).template is not None
     card = json.loads((folder / "tokenizer_config.json").read_text())
     assert (card["eos_token"], card["bos_token"], card["unk_token"]) == ("<own>", "<s>", "<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")

@@ -9,9 +9,9 @@ import msgspec
 
 from antiphon.config.tasks import Task, task_of
 from antiphon.layers.attention import AttentionNames
-from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
@@ -44,21 +44,21 @@ class _BertFields(msgspec.Struct, frozen=True):
 def declare_bert(config: ConfigFile) -> ModelSpec:
     """Labels are scored by the first token, once the pooler has had it."""
     pooler = DenseSpec(name="bert.pooler.dense", activation="tanh")
-    head = ScoreSpec(labels=config.labels, name="classifier", bias=True, dense=pooler)
+    head = ClassificationHeadSpec(labels=config.labels, name="classifier", bias=True, dense=pooler)
     return _encoder("bert", config, head, positions_first=0)
 
 
 def declare_roberta(config: ConfigFile) -> ModelSpec:
     """Its head has the layer of its own; its positions begin after that of padding."""
     dense = DenseSpec(name="classifier.dense", activation="tanh")
-    head = ScoreSpec(labels=config.labels, name="classifier.out_proj", bias=True, dense=dense)
+    head = ClassificationHeadSpec(labels=config.labels, name="classifier.out_proj", bias=True, dense=dense)
     return _encoder(
         "roberta", config, head, positions_first=config.family_fields(_BertFields).pad_token_id + 1
     )
 
 
 def _encoder(
-    family: str, config: ConfigFile, head: ScoreSpec, *, positions_first: int
+    family: str, config: ConfigFile, head: ClassificationHeadSpec, *, positions_first: int
 ) -> ModelSpec:
     """Equal layers, whose names begin with the family's."""
     fields = config.family_fields(_BertFields)
@@ -76,7 +76,7 @@ def _encoder(
             out_bias=True,
             names=NAMES,
         ),
-        feed_forward=PlainSpec(
+        feed_forward=PlainMlpSpec(
             width=config.width,
             activation=config.activation,
             bias=True,

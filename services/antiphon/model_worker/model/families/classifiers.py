@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
 from antiphon.model_worker.model.families import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3
 from antiphon.model_worker.model.spec import ModelFamily
 
@@ -21,7 +21,7 @@ def classifier(family: ModelFamily) -> ModelFamily:
     """The family's models under a linear that scores labels by the last token."""
 
     def declare(config: ConfigFile) -> ModelSpec:
-        return _headed(family, config, ScoreSpec(labels=config.labels))
+        return _headed(family, config, ClassificationHeadSpec(labels=config.labels))
 
     return _made(family, declare, "last token")
 
@@ -31,7 +31,7 @@ def reward_model(family: ModelFamily) -> ModelFamily:
 
     def declare(config: ConfigFile) -> ModelSpec:
         dense = DenseSpec(name="score.0", activation="relu")
-        return _headed(family, config, ScoreSpec(labels=1, name="score.2", bias=True, dense=dense))
+        return _headed(family, config, ClassificationHeadSpec(labels=1, name="score.2", bias=True, dense=dense))
 
     return _made(
         family,
@@ -55,7 +55,7 @@ def _made(
     return ModelFamily(name=family.name, declare=declare, features=features, layers_of=family)
 
 
-def _headed(family: ModelFamily, config: ConfigFile, head: ScoreSpec | None) -> ModelSpec:
+def _headed(family: ModelFamily, config: ConfigFile, head: ClassificationHeadSpec | None) -> ModelSpec:
     spec = family.declare(config)
     # A model that was saved without a head names its tensors from its layers on.
     pooling = "last" if spec.causal else "mean"

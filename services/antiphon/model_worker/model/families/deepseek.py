@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.kernels.latent import LatentSizes
-from antiphon.kernels.routing import Routing
+from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.mla import LatentSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
@@ -59,7 +59,7 @@ def latent(config: ConfigFile, fields: DeepseekFields) -> LatentSpec:
         sizes=sizes,
         scale=(sizes.content + sizes.position) ** -0.5 * _mscale(config) ** 2,
         rotary=rotated.rotary(),
-        neighbours=fields.rope_interleave,
+        interleaved_rope=fields.rope_interleave,
         query_latent=fields.q_lora_rank,
         norm=NormSpec(eps=LATENT_EPS),
         bias=config.attention_bias,
@@ -94,8 +94,8 @@ def softmax_moe(config: ConfigFile, fields: DeepseekFields) -> MoeSpec:
     groups, kept = (fields.n_group or 1, fields.topk_group or 1) if grouped else (1, 1)
     check_routing(fields.num_experts, fields.num_experts_per_tok, groups, kept)
     return MoeSpec(
-        routing=Routing(
-            chosen=fields.num_experts_per_tok,
+        routing=RoutingSpec(
+            top_k=fields.num_experts_per_tok,
             factor=fields.routed_scaling_factor,
             groups=groups,
             groups_kept=kept,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.mamba2 import Mamba2Spec, Scales
-from antiphon.layers.side_by_side import Branch, SideBySideSpec
+from antiphon.layers.parallel_mixers import MixerBranch, ParallelMixersSpec
 from antiphon.model_worker.model.llama_parts import attention, gated, model, rms_norm
 from antiphon.model_worker.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily, Norms
 
@@ -60,7 +60,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     fields, norm = config.family_fields(FalconH1Fields), rms_norm(config)
     scale_gate, scale_out = fields.mlp_multipliers
     layer = LayerSpec(
-        mixer=SideBySideSpec((_mamba(config, fields), _attention(config, fields))),
+        mixer=ParallelMixersSpec((_mamba(config, fields), _attention(config, fields))),
         feed_forward=replace(
             gated(config),
             bias=config.mlp_bias,
@@ -81,10 +81,10 @@ def declare(config: ConfigFile) -> ModelSpec:
     )
 
 
-def _attention(config: ConfigFile, fields: FalconH1Fields) -> Branch:
+def _attention(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
     bias = config.attention_bias
     plain = attention(config)
-    return Branch(
+    return MixerBranch(
         # What multiplies keys multiplies scores, and nothing else is made of keys.
         mixer=replace(
             plain, scale=plain.scale * fields.key_multiplier, qkv_bias=bias, out_bias=bias
@@ -94,9 +94,9 @@ def _attention(config: ConfigFile, fields: FalconH1Fields) -> Branch:
     )
 
 
-def _mamba(config: ConfigFile, fields: FalconH1Fields) -> Branch:
+def _mamba(config: ConfigFile, fields: FalconH1Fields) -> MixerBranch:
     shortest, longest = fields.time_step_limit
-    return Branch(
+    return MixerBranch(
         mixer=Mamba2Spec(
             heads=fields.mamba_n_heads,
             head_size=fields.mamba_d_head,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily
@@ -33,10 +33,10 @@ def one_plus(config: ConfigFile) -> NormSpec:
     return NormSpec(kind="rms_one_plus", eps=config.rms_norm_eps)
 
 
-def tanh_gated(config: ConfigFile) -> GatedSpec:
+def tanh_gated(config: ConfigFile) -> GatedMlpSpec:
     """Its feed-forward block; `gelu` in its first configs meant the approximation."""
     activation = "gelu_tanh" if config.activation == "gelu" else config.activation
-    return GatedSpec(width=config.width, activation=activation)
+    return GatedMlpSpec(width=config.width, activation=activation)
 
 
 def scaled(spec: ModelSpec) -> ModelSpec:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.config.tasks import Task, task_of
-from antiphon.kernels.rotary import Rotary
+from antiphon.kernels.rotary import RotarySpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.families.gemma import one_plus, tanh_gated
 from antiphon.model_worker.model.families.gemma2 import capped, finished
@@ -80,7 +80,7 @@ def _rotated(config: ConfigFile, window: int | None) -> AttentionSpec:
     if window is None or (config.rope_parameters and config.rope_parameters.sliding_attention):
         return mixer
     local = config.family_fields(_Gemma3Fields).rope_local_base_freq
-    return replace(mixer, rotary=Rotary(config.head_size, local))
+    return replace(mixer, rotary=RotarySpec(config.head_size, local))
 
 
 GEMMA3 = ModelFamily(

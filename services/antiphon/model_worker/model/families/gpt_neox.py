@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
-from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import PRE, EmbeddingSpec, HeadSpec, LayerSpec, ModelFamily
@@ -31,7 +31,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     norm = NormSpec(kind="layer", eps=config.layer_norm_eps, bias=True)
     layer = LayerSpec(
         mixer=replace(attention(config), qkv_bias=bias, out_bias=bias, names=NAMES),
-        feed_forward=PlainSpec(
+        feed_forward=PlainMlpSpec(
             width=config.width,
             activation=config.activation,
             bias=True,

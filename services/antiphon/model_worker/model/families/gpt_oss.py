@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.kernels.routing import Routing
-from antiphon.layers.experts import Clamp, ExpertsSpec, StackedExperts
+from antiphon.kernels.routing import RoutingSpec
+from antiphon.layers.experts import ClampedSwish, ExpertsSpec, StackedExperts
 from antiphon.layers.moe import MoeSpec
 from antiphon.model_worker.model.llama_parts import attention, layers, model, rms_norm
 from antiphon.model_worker.model.moe import Count, check_routing
@@ -34,11 +34,11 @@ def declare(config: ConfigFile) -> ModelSpec:
     norm, fields = rms_norm(config), config.family_fields(GptOssFields)
     check_routing(fields.num_experts, fields.num_experts_per_tok)
     experts = MoeSpec(
-        routing=Routing(chosen=fields.num_experts_per_tok, renormalised=True),
+        routing=RoutingSpec(top_k=fields.num_experts_per_tok, renormalised=True),
         experts=ExpertsSpec(
             count=fields.num_experts,
             width=config.width,
-            activation=Clamp(sharpness=fields.swiglu_alpha, limit=fields.swiglu_limit),
+            activation=ClampedSwish(alpha=fields.swiglu_alpha, limit=fields.swiglu_limit),
             bias=True,
             names=StackedExperts(interleaved=True),
         ),

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.kernels.routing import Routing
+from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.attention import Temperature
 from antiphon.layers.experts import ExpertsSpec, StackedExperts
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -111,8 +111,8 @@ def _mixer(config: ConfigFile, fields: Llama4Fields, sight: str, *, rotated: boo
     )
 
 
-def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> GatedSpec:
-    return GatedSpec(
+def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> GatedMlpSpec:
+    return GatedMlpSpec(
         width=width,
         activation=config.activation,
         gate=f"{within}.gate_proj",
@@ -123,12 +123,12 @@ def _dense(config: ConfigFile, width: int, within: str = "feed_forward") -> Gate
 
 def _experts(config: ConfigFile, fields: Llama4Fields) -> MoeSpec:
     return MoeSpec(
-        routing=Routing(chosen=fields.num_experts_per_tok, scoring="sigmoid"),
+        routing=RoutingSpec(top_k=fields.num_experts_per_tok, scoring="sigmoid"),
         experts=ExpertsSpec(
             count=fields.num_experts,
             width=config.width,
             activation=config.activation,
-            weighs_input=True,
+            apply_router_weight_on_input=True,
             names=StackedExperts(
                 gate_up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"
             ),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.kernels.routing import Routing
+from antiphon.kernels.routing import RoutingSpec
 from antiphon.layers.experts import ExpertsSpec, SeparateExperts
 from antiphon.layers.moe import MoeSpec
 from antiphon.model_worker.model.llama_parts import attention, model, rms_norm
@@ -32,7 +32,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     layer = LayerSpec(
         mixer=attention(config, window=config.sliding_window),
         feed_forward=MoeSpec(
-            routing=Routing(chosen=fields.num_experts_per_tok, renormalised=True),
+            routing=RoutingSpec(top_k=fields.num_experts_per_tok, renormalised=True),
             experts=ExpertsSpec(
                 count=fields.num_experts,
                 width=config.width,

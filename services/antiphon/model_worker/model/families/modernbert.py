@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon.config.tasks import Task, task_of
-from antiphon.kernels.rotary import Rotary
+from antiphon.kernels.rotary import RotarySpec
 from antiphon.layers.attention import AttentionNames
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.norm import NormSpec
-from antiphon.layers.score import DenseSpec, ScoreSpec
+from antiphon.layers.classification_head import DenseSpec, ClassificationHeadSpec
 from antiphon.model_worker.model.config_file import activation_of
 from antiphon.model_worker.model.llama_parts import attention, layers, model
 from antiphon.model_worker.model.spec import EmbeddingSpec, LayerSpec, ModelFamily, Norms
@@ -49,7 +49,7 @@ def declare(config: ConfigFile) -> ModelSpec:
         window, first = kind
         return LayerSpec(
             mixer=_mixer(config, fields, window),
-            feed_forward=GatedSpec(
+            feed_forward=GatedMlpSpec(
                 width=config.width,
                 activation=config.activation,
                 bias=config.mlp_bias,
@@ -89,7 +89,7 @@ def _mixer(config: ConfigFile, fields: _ModernBertFields, window: int | None) ->
         return mixer
     theta = fields.global_rope_theta if window is None else fields.local_rope_theta
     scaling = None if mixer.rotary is None else mixer.rotary.scaling
-    return replace(mixer, rotary=Rotary(config.head_size, theta, scaling))
+    return replace(mixer, rotary=RotarySpec(config.head_size, theta, scaling))
 
 
 def _windows(config: ConfigFile, fields: _ModernBertFields) -> tuple[int | None, ...]:
@@ -102,7 +102,7 @@ def _windows(config: ConfigFile, fields: _ModernBertFields) -> tuple[int | None,
     return msgspec.structs.replace(config, layer_types=kinds, sliding_window=window).windows()
 
 
-def _head(config: ConfigFile, fields: _ModernBertFields, norm: NormSpec) -> ScoreSpec:
+def _head(config: ConfigFile, fields: _ModernBertFields, norm: NormSpec) -> ClassificationHeadSpec:
     dense = DenseSpec(
         name="head.dense",
         activation=activation_of(fields.classifier_activation, "classifier_activation"),
@@ -110,7 +110,7 @@ def _head(config: ConfigFile, fields: _ModernBertFields, norm: NormSpec) -> Scor
         norm=norm,
         norm_name="head.norm",
     )
-    return ScoreSpec(labels=config.labels, name="classifier", bias=True, dense=dense)
+    return ClassificationHeadSpec(labels=config.labels, name="classifier", bias=True, dense=dense)
 
 
 FEATURES = (

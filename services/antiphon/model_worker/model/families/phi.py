@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.layers.attention import AttentionNames
-from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import HeadSpec, LayerSpec, ModelFamily, Norms
@@ -40,7 +40,7 @@ def declare(config: ConfigFile) -> ModelSpec:
             qk_norm=norm if config.family_fields(_PhiFields).qk_layernorm else None,
             names=NAMES,
         ),
-        feed_forward=PlainSpec(
+        feed_forward=PlainMlpSpec(
             width=config.width,
             activation=config.activation,
             bias=True,

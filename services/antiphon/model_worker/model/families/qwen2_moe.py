@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from antiphon.layers.mlp import GatedSpec
+from antiphon.layers.mlp import GatedMlpSpec
 from antiphon.layers.moe import MoeSpec
 from antiphon.model_worker.model.errors import ModelLoadError
 from antiphon.model_worker.model.llama_parts import attention, gated, layers, model, rms_norm
@@ -48,7 +48,7 @@ def mixture(config: ConfigFile, fields: SharedFields) -> MoeSpec:
     return MoeSpec(
         routing=fields.routing(),
         experts=fields.experts(config),
-        shared=GatedSpec(
+        shared=GatedMlpSpec(
             width=fields.shared_expert_intermediate_size,
             activation=config.activation,
             gate="mlp.shared_expert.gate_proj",

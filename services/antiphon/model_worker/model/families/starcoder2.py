@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon.layers.mlp import PlainSpec
+from antiphon.layers.mlp import PlainMlpSpec
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.llama_parts import attention, model
 from antiphon.model_worker.model.spec import LayerSpec, ModelFamily
@@ -28,7 +28,7 @@ def declare(config: ConfigFile) -> ModelSpec:
     mixer = attention(config, window=config.sliding_window)
     layer = LayerSpec(
         mixer=replace(mixer, qkv_bias=bias, out_bias=bias),
-        feed_forward=PlainSpec(
+        feed_forward=PlainMlpSpec(
             width=config.width,
             activation=config.activation,
             bias=bias,

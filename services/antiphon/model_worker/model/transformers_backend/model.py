@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from antiphon.layers.attention import AttentionSpec
-from antiphon.layers.context import Manner
+from antiphon.layers.context import AttentionParams
 from antiphon.layers.norm import NormSpec
 from antiphon.model_worker.model.decoder import Hidden
 from antiphon.model_worker.model.errors import ModelLoadError
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from antiphon.kernels.cpu.stack import Stack
-    from antiphon.kernels.kv import LayerCache
-    from antiphon.kernels.rotary import Rotary
+    from antiphon.kernels.cpu.fused_decoder import FusedDecoder
+    from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.rotary import RotarySpec
     from antiphon.layers.context import ForwardContext
 
 IMPLEMENTATION = "antiphon"
@@ -100,7 +100,7 @@ class TransformersDecoder:
 
     invariant = False
     """torch multiplies."""
-    rotary: Rotary | None = None
+    rotary: RotarySpec | None = None
 
     def __init__(self, model: PreTrainedModel, context_tokens: int) -> None:
         patch_dynamic_rotary(model)
@@ -152,7 +152,7 @@ class TransformersDecoder:
         self._given.hidden = hidden
         return self._head(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits[0].float()
 
-    def stack(self, caches: Mapping[int, LayerCache]) -> Stack:
+    def stack(self, caches: Mapping[int, LayerKvCache]) -> FusedDecoder:
         """There is none.
 
         Raises:
@@ -263,13 +263,13 @@ def _probe_layers(
     config: TransformersConfig,
     base: Callable[..., LayersOutput],
     logits: Callable[[None, Tensor], Tensor],
-) -> tuple[ModelSpec, tuple[Manner, ...]]:
+) -> tuple[ModelSpec, tuple[AttentionParams, ...]]:
     """Run one token, and write down what each layer asks for.
 
     Raises:
         ModelLoadError: Something that we cannot give.
     """
-    found: dict[int, tuple[AttentionSpec, Manner]] = {}
+    found: dict[int, tuple[AttentionSpec, AttentionParams]] = {}
 
     def attend(call: AttentionCall) -> Tensor:
         if call.layer in found:
@@ -429,7 +429,7 @@ def _distances(one: Tensor, other: Tensor) -> Tensor:
     return apart / other.float().square().sum(-1).sqrt().clamp(min=1e-30)
 
 
-def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, Manner]:
+def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, AttentionParams]:
     said = dict(call.kwargs)
     scale, softcap = said.pop("scaling", None), said.pop("softcap", None)
     sinks = said.pop("s_aux", None)
@@ -457,7 +457,7 @@ def _parse_call(call: AttentionCall) -> tuple[AttentionSpec, Manner]:
         softcap=softcap,
         sinks=sinks is not None,
     )
-    return spec, Manner(scale=spec.scale, rotary=None, softcap=softcap, sinks=sinks)
+    return spec, AttentionParams(scale=spec.scale, rotary=None, softcap=softcap, sinks=sinks)
 
 
 def _spec(config: TransformersConfig, mixers: list[AttentionSpec]) -> ModelSpec:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from antiphon.config.model_files import ModelFiles
-    from antiphon.layers.weights import Build
+    from antiphon.layers.weights import BuildContext
     from antiphon.model_worker.model.config_file import ConfigFile
     from antiphon.model_worker.model.spec import ModelSpec
     from antiphon.model_worker.model.transformers_backend.model import TransformersDecoder
@@ -96,7 +96,7 @@ def _chosen(
 
 
 def load_transformers(
-    files: ModelFiles, config: ConfigFile, build: Build, linear: str, *, quantized: bool
+    files: ModelFiles, config: ConfigFile, build: BuildContext, linear: str, *, quantized: bool
 ) -> TransformersDecoder:
     """Load a model with transformers' modules, which attend over our cache.
 
@@ -144,7 +144,7 @@ def _hold_against_plan(files: ModelFiles, decoder: TransformersDecoder) -> None:
         )
 
 
-def _open_decoder(files: ModelFiles, build: Build, context_tokens: int) -> TransformersDecoder:
+def _open_decoder(files: ModelFiles, build: BuildContext, context_tokens: int) -> TransformersDecoder:
     import transformers  # noqa: PLC0415
 
     from antiphon.model_worker.model.transformers_backend import model as backend  # noqa: PLC0415

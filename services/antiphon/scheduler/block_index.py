@@ -44,7 +44,7 @@ class BlockIndex:
         """How many of a prompt's first blocks each worker holds; who holds none is left out."""
         found: dict[Process, int] = {}
         holding = -1
-        for index, digest in enumerate(cut(digests)):
+        for index, digest in enumerate(split_digests(digests)):
             still = holding & self._holders.get(digest, 0)
             if index and still != holding:
                 found |= dict.fromkeys(self._named(holding & ~still), index)
@@ -55,7 +55,7 @@ class BlockIndex:
             found |= dict.fromkeys(self._named(holding), len(digests) // DIGEST_BYTES)
         return found
 
-    def held(self, worker: Process) -> int:
+    def block_count(self, worker: Process) -> int:
         """How many blocks of a worker are kept."""
         return len(self._blocks.get(worker, ()))
 
@@ -72,7 +72,7 @@ class BlockIndex:
     def store(self, worker: Process, digests: bytes) -> None:
         """A worker holds these blocks."""
         # From the last on: without its first blocks a prompt is not found, so they go last.
-        for digest in reversed(list(cut(digests))):
+        for digest in reversed(list(split_digests(digests))):
             self._expected.pop((worker, digest), None)
             self._put(worker, digest)
 
@@ -81,7 +81,7 @@ class BlockIndex:
 
         Called with times that never go back.
         """
-        for digest in reversed(list(cut(digests))):
+        for digest in reversed(list(split_digests(digests))):
             name = (worker, digest)
             known = digest in self._blocks.get(worker, ())
             self._put(worker, digest)
@@ -102,7 +102,7 @@ class BlockIndex:
 
     def remove(self, worker: Process, digests: bytes) -> None:
         """A worker holds these blocks no more."""
-        for digest in cut(digests):
+        for digest in split_digests(digests):
             self._expected.pop((worker, digest), None)
             if not self._drop(worker, digest):
                 self._regain(worker)
@@ -178,7 +178,7 @@ class BlockIndex:
             yield self._workers[bit]
 
 
-def cut(digests: bytes) -> Iterator[bytes]:
+def split_digests(digests: bytes) -> Iterator[bytes]:
     """The digests that lie behind each other; a part of one at the end is none."""
     whole = len(digests) - len(digests) % DIGEST_BYTES
     return (digests[at : at + DIGEST_BYTES] for at in range(0, whole, DIGEST_BYTES))

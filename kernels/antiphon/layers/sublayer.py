@@ -1,7 +1,7 @@
 """What the parts of a decoder layer have in common: where one is built, and what it can do.
 
-A kind of part is a frozen spec beside the class that computes it; the class is built from a `Site`
-and its spec, and is a `Block`.
+A kind of part is a frozen spec beside the class that computes it; the class is built from a `LayerBuildContext`
+and its spec, and is a `Sublayer`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.weights import BuildContext, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class LayerBuildContext:
     """Where in a model a part is built.
 
     Attributes:
@@ -33,15 +33,15 @@ class Site:
     layer: int
     name: str
     hidden: int
-    build: Build
+    build: BuildContext
     method: LinearMethod
 
-    def named(self, tensor: str) -> str:
+    def tensor_name(self, tensor: str) -> str:
         """The checkpoint's name of one of the layer's tensors."""
         return f"{self.name}.{tensor}"
 
 
-class Block(Protocol):
+class Sublayer(Protocol):
     """A mixer or a feed-forward part: it transforms the stream, and what it gives is added."""
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.blocks import BlockIndex
+from antiphon.scheduler.block_index import BlockIndex
 from antiphon.wire.kv_events import (
     BlocksCleared,
     BlocksRemoved,
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from antiphon.wire.base import Process
     from antiphon.wire.kv_events import KvEvent
 
-EVERYTHING = -1
+FULL_REPLAY = -1
 """After this event of a worker no log reaches back: the reply is a snapshot."""
-ASK_AGAIN_S = 1.0
+REPLAY_RETRY_S = 1.0
 """When a replay that was not answered is asked for again."""
-DUMP_AGAIN_S = 30.0
+FULL_REPLAY_RETRY_S = 30.0
 """How long a worker is not asked for all of its blocks again after some were evicted here."""
 ROOM_SHARE = 8
 """One in so many blocks must stay free beside a worker's, or the next events would evict again."""
@@ -38,7 +38,7 @@ EXPECT_S = 5.0
 
 
 @dataclass(slots=True)
-class Followed:
+class WorkerCacheState:
     """How far one worker's events are known.
 
     Attributes:
@@ -58,9 +58,9 @@ class Followed:
     named: int = 0
     snapshot: int = 0
     part: int = 0
-    asked_at: float | None = None
+    requested_at: float | None = None
     whole: bool = False
-    whole_at: float = -DUMP_AGAIN_S
+    whole_at: float = -FULL_REPLAY_RETRY_S
 
     @property
     def behind(self) -> bool:
@@ -70,11 +70,11 @@ class Followed:
     @property
     def next_replay(self) -> ReplayKv:
         """What to ask for."""
-        after = EVERYTHING if self.whole else self.seq
+        after = FULL_REPLAY if self.whole else self.seq
         return ReplayKv(after=after, snapshot=self.snapshot, part=self.part)
 
 
-class Caches:
+class WorkerCaches:
     """Follows the events of every worker that lives, and asks for what was missed.
 
     Attributes:
@@ -85,7 +85,7 @@ class Caches:
         self.replays = 0
         self._spare = blocks_max // ROOM_SHARE
         self._index = BlockIndex(blocks_max)
-        self._followed: dict[Process, Followed] = {}
+        self._followed: dict[Process, WorkerCacheState] = {}
 
     @property
     def blocks(self) -> int:
@@ -96,7 +96,7 @@ class Caches:
         """How many of a prompt's first blocks each worker holds; who holds none is left out."""
         return self._index.overlaps(digests)
 
-    def beat(self, worker: Process, seq: int | None) -> None:
+    def on_heartbeat(self, worker: Process, seq: int | None) -> None:
         """A worker's heartbeat names its newest event. It is followed from the first one on.
 
         One without a number tells of nothing: what it has is not known, and not expected either.
@@ -105,12 +105,12 @@ class Caches:
             return
         followed = self._followed.get(worker)
         if followed is None:
-            self._followed[worker] = Followed(newest=seq, named=seq)
+            self._followed[worker] = WorkerCacheState(newest=seq, named=seq)
             return
         followed.newest = max(followed.newest, followed.named)
         followed.named = seq
 
-    def hear(self, message: KvEvents) -> None:
+    def apply_events(self, message: KvEvents) -> None:
         """Take in events, unless some before them are missing; those are asked for then."""
         followed = self._followed.get(message.worker)
         if followed is None:
@@ -119,14 +119,14 @@ class Caches:
         if not followed.part:
             self._apply_next(message.worker, followed, message.seq, message.events)
 
-    def asks(self, now: float) -> list[tuple[Process, ReplayKv]]:
+    def due_replays(self, now: float) -> list[tuple[Process, ReplayKv]]:
         """Whom to ask for what, now. Each answer goes to `replayed`, and so does its failure."""
         due: list[tuple[Process, ReplayKv]] = []
         self._complete(now)
         for worker, followed in self._followed.items():
-            waits = followed.asked_at is not None and now - followed.asked_at < ASK_AGAIN_S
+            waits = followed.requested_at is not None and now - followed.requested_at < REPLAY_RETRY_S
             if followed.behind and not waits:
-                followed.asked_at = now
+                followed.requested_at = now
                 self.replays += 1
                 due.append((worker, followed.next_replay))
         return due
@@ -141,18 +141,18 @@ class Caches:
             return
         for worker, lacking in partial.items():
             followed = self._followed.get(worker)
-            if followed is None or followed.part or now - followed.whole_at < DUMP_AGAIN_S:
+            if followed is None or followed.part or now - followed.whole_at < FULL_REPLAY_RETRY_S:
                 continue
             if self._index.free >= lacking + self._spare:
                 followed.whole, followed.whole_at = True, now
                 return
 
-    def replayed(self, worker: Process, reply: KvReplayed) -> None:
+    def apply_replay(self, worker: Process, reply: KvReplayed) -> None:
         """Take in what was asked for. One that has failed is asked for again after a while."""
         followed = self._followed.get(worker)
         if followed is None or reply.worker != worker:
             return
-        followed.asked_at = None
+        followed.requested_at = None
         followed.newest = max(followed.newest, reply.seq)
         if not reply.snapshot:
             self._apply_next(worker, followed, reply.seq, reply.events)
@@ -178,7 +178,7 @@ class Caches:
         self._index.clear(worker)
 
     def _apply_next(
-        self, worker: Process, followed: Followed, seq: int, events: tuple[KvEvent, ...]
+        self, worker: Process, followed: WorkerCacheState, seq: int, events: tuple[KvEvent, ...]
     ) -> None:
         """Apply those that are new, if they follow what is known."""
         before = seq - len(events)

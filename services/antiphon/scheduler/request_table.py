@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.credit import Account, Charge
-from antiphon.scheduler.rules import FREE_AFTER_MS
+from antiphon.scheduler.capacity import WorkerCapacity, RequestCost
+from antiphon.scheduler.leader_config import FREE_AFTER_MS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Binding:
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestEntry:
     """One request.
 
     Attributes:
@@ -68,12 +68,12 @@ class Entry:
     binding: Binding | None = None
     disputed_at: float | None = None
     number: int = 0
-    losses: int = 0
-    returned_by: set[Process] = field(default_factory=set["Process"])
-    standing: float | None = None
+    failed_attempts: int = 0
+    requeued_by: set[Process] = field(default_factory=set["Process"])
+    policy_key: float | None = None
 
     @classmethod
-    def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> Entry:
+    def of(cls, submit: SubmitRequest, now: float, due_ms: int) -> RequestEntry:
         """Make that of a request that has just come from its owner, due then by our clock."""
         came_at = now - submit.waited_ms / 1000
         return cls(
@@ -101,24 +101,24 @@ class Entry:
             self.binding.admitted_at = now
 
 
-class Ledger:
+class RequestTable:
     """The entries by request, and the accounts by worker."""
 
     def __init__(self) -> None:
-        self._entries: dict[RequestId, Entry] = {}
-        self._owned: dict[Process, dict[RequestId, Entry]] = {}
-        self._accounts: defaultdict[Process, Account] = defaultdict(Account)
+        self._entries: dict[RequestId, RequestEntry] = {}
+        self._owned: dict[Process, dict[RequestId, RequestEntry]] = {}
+        self._accounts: defaultdict[Process, WorkerCapacity] = defaultdict(WorkerCapacity)
         self._numbers = itertools.count(1)
         self._due: list[tuple[int, int, RequestId]] = []  # a heap, with stale ones
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, request_id: RequestId) -> Entry | None:
+    def find(self, request_id: RequestId) -> RequestEntry | None:
         """Return the entry of a request."""
         return self._entries.get(request_id)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: RequestEntry) -> None:
         """Begin to keep a request."""
         assert entry.request_id not in self._entries
         self._entries[entry.request_id] = entry
@@ -129,9 +129,9 @@ class Ledger:
             self._due = [due for due in self._due if self._due_entry(due) is not None]
             heapify(self._due)
 
-    def take_due(self, unix_ms: int) -> list[Entry]:
+    def take_due(self, unix_ms: int) -> list[RequestEntry]:
         """Return whose deadline has come: each once then, and once when it is freed anyway."""
-        found: list[Entry] = []
+        found: list[RequestEntry] = []
         while self._due and self._due[0][0] <= unix_ms:
             due = heappop(self._due)
             entry = self._due_entry(due)
@@ -142,7 +142,7 @@ class Ledger:
                 heappush(self._due, (free_ms, *due[1:]))
         return found
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: RequestEntry) -> None:
         """Keep a request no more."""
         self.unbind(entry)
         del self._entries[entry.request_id]
@@ -151,7 +151,7 @@ class Ledger:
         if not owned:
             del self._owned[entry.owner]
 
-    def bind(self, entry: Entry, binding: Binding, charge: Charge | None = None) -> None:
+    def bind(self, entry: RequestEntry, binding: Binding, charge: RequestCost | None = None) -> None:
         """Note where a request runs, in place of where it ran.
 
         Without a charge it runs there already, and its worker's report counts its pages.
@@ -159,57 +159,57 @@ class Ledger:
         self.unbind(entry)
         entry.binding = binding
         choices = 1 if entry.submit is None else entry.submit.choices
-        running = Charge(choices=choices, waiting=False, computing=False)
+        running = RequestCost(choices=choices, waiting=False, computing=False)
         self._accounts[binding.worker].bind(entry.request_id, charge or running)
 
-    def unbind(self, entry: Entry) -> None:
+    def unbind(self, entry: RequestEntry) -> None:
         """Note that a request runs nowhere."""
         if entry.binding is not None:
             self._accounts[entry.binding.worker].unbind(entry.request_id)
             entry.binding = None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RequestEntry]:
         """Return all of them, oldest first."""
         return list(self._entries.values())
 
-    def bound(self) -> list[Entry]:
+    def bound(self) -> list[RequestEntry]:
         """Return those that are bound to a worker."""
         accounts = self._accounts.values()
-        return [self._entries[name] for account in accounts for name in account.charges]
+        return [self._entries[name] for account in accounts for name in account.costs]
 
     def owners(self) -> list[Process]:
         """Return the gateways that own any."""
         return list(self._owned)
 
-    def owned(self, owner: Process) -> Mapping[RequestId, Entry]:
+    def owned(self, owner: Process) -> Mapping[RequestId, RequestEntry]:
         """Return one gateway's: good until one more is kept, or one less."""
         return self._owned.get(owner, {})
 
-    def bound_to(self, worker: Process) -> list[Entry]:
+    def bound_to(self, worker: Process) -> list[RequestEntry]:
         """Return one worker's, in order of their ids, so that a simulation repeats itself."""
         account = self._accounts.get(worker)
-        return [self._entries[name] for name in sorted(account.charges)] if account else []
+        return [self._entries[name] for name in sorted(account.costs)] if account else []
 
     def preempted(self, worker: Process, rank: int, precedence: Precedence) -> set[RequestId]:
         """Return who gives way, on one worker, to a request of this rank."""
         account = self._accounts.get(worker)
-        submits = (self._entries[name].submit for name in account.charges) if account else ()
+        submits = (self._entries[name].submit for name in account.costs) if account else ()
         return {
             submit.request_id
             for submit in submits
             if submit is not None and precedence.preempts(rank, precedence.rank(submit.priority))
         }
 
-    def account(self, worker: Process) -> Account:
+    def capacity(self, worker: Process) -> WorkerCapacity:
         """Return what a worker has got."""
         return self._accounts[worker]
 
     def close(self, worker: Process) -> None:
         """Drop the account of a dead worker. Nothing is bound to it any more."""
         account = self._accounts.pop(worker, None)
-        assert account is None or not account.charges
+        assert account is None or not account.costs
 
-    def _due_entry(self, due: tuple[int, int, RequestId]) -> Entry | None:
+    def _due_entry(self, due: tuple[int, int, RequestId]) -> RequestEntry | None:
         """Whose time it is; None for one that is no longer kept."""
         _, number, request_id = due
         entry = self._entries.get(request_id)

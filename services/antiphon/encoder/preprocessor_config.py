@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from antiphon.config.errors import ConfigError
-from antiphon.encoder.spec import Family, Size, TowerSpec
+from antiphon.encoder.spec import VisionFamily, Size, VisionTowerSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ BICUBIC = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PreprocessorConfig:
     """From an image to the pixels of a tower, in this order.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recipe:
     std: Channels
 
 
-def read_recipe(folder: Path, spec: TowerSpec) -> Recipe:
+def read_preprocessor_config(folder: Path, spec: VisionTowerSpec) -> PreprocessorConfig:
     """Read a folder's recipe; a field that it does not set is as the authors chose.
 
     Raises:
@@ -53,7 +53,7 @@ def read_recipe(folder: Path, spec: TowerSpec) -> Recipe:
     chosen = _CHOSEN[spec.family]
     if not card.do_resize:
         raise ConfigError(f"{file}: do_resize = false: the tower takes images of one size only")
-    return Recipe(
+    return PreprocessorConfig(
         size=spec.image_size,
         short_edge=_short_edge(file, card, spec),
         resample=card.resample,
@@ -71,7 +71,7 @@ class _Edges(msgspec.Struct):
     shortest_edge: Size | None = None
 
 
-class _Card(msgspec.Struct):
+class _PreprocessorFile(msgspec.Struct):
     do_resize: bool = True
     size: Size | _Edges | None = None
     resample: Annotated[int, Meta(ge=0, le=5)] = BICUBIC
@@ -85,7 +85,7 @@ class _Card(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _FamilyDefaults:
     """What the authors of a family chose."""
 
     mean: Channels
@@ -94,25 +94,25 @@ class _Chosen:
 
 
 _CHOSEN = {
-    Family.CLIP: _Chosen(
+    VisionFamily.CLIP: _FamilyDefaults(
         (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), crops=True
     ),
-    Family.SIGLIP: _Chosen((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crops=False),
+    VisionFamily.SIGLIP: _FamilyDefaults((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crops=False),
 }
 
 
-def _read(file: Path) -> _Card:
+def _read(file: Path) -> _PreprocessorFile:
     if not file.exists():
-        return _Card()
+        return _PreprocessorFile()
     try:
-        return msgspec.json.decode(file.read_bytes(), type=_Card)
+        return msgspec.json.decode(file.read_bytes(), type=_PreprocessorFile)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _short_edge(file: Path, card: _Card, spec: TowerSpec) -> int | None:
+def _short_edge(file: Path, card: _PreprocessorFile, spec: VisionTowerSpec) -> int | None:
     """The shorter edge to scale to, or None to scale to a square; its result fits the tower."""
     crops = _CHOSEN[spec.family].crops if card.do_center_crop is None else card.do_center_crop
     size = card.size or spec.image_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from antiphon.layers.quantization.storage import Part, narrowed
+from antiphon.layers.quantization.storage import WeightSlice, slice_weight
 from antiphon.layers.weights import WeightSource
 
 if TYPE_CHECKING:
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.quantization.storage import Field, Fields, Storage, Whole
+    from antiphon.layers.quantization.storage import WeightField, WeightFields, StorageLayout, LoadedWeight
 
 PIECE_NUMBERS = 1 << 20
 """Weights that are made whole at once, about: they are float32 for that moment."""
 
 
-def stored_sources(
+def quantized_sources(
     name: str,
-    storage: Storage,
+    storage: StorageLayout,
     shape: tuple[int, int],
-    part: Part,
-    take: Callable[[int, int, Whole], None],
+    part: WeightSlice,
+    take: Callable[[int, int, LoadedWeight], None],
     *,
     experts: int | None = None,
 ) -> Iterator[WeightSource]:
@@ -48,7 +48,7 @@ def stored_sources(
         fields = storage.fields(*shape)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    gathering = _Gathering(storage, fields, shape, part, take, experts)
+    gathering = _WeightAssembler(storage, fields, shape, part, take, experts)
     front = () if experts is None else (experts,)
     for one in fields:
         yield WeightSource(
@@ -60,45 +60,45 @@ def stored_sources(
 
 
 @dataclass(slots=True)
-class _Gathering:
+class _WeightAssembler:
     """The tensors of one stored weight that have come."""
 
-    storage: Storage
-    fields: Fields
+    storage: StorageLayout
+    fields: WeightFields
     shape: tuple[int, int]
-    part: Part
-    take: Callable[[int, int, Whole], None]
+    part: WeightSlice
+    take: Callable[[int, int, LoadedWeight], None]
     experts: int | None
-    come: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    received: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
-    def add(self, one: Field, tensor: Tensor) -> None:
+    def add(self, one: WeightField, tensor: Tensor) -> None:
         """Keep a tensor until the last one comes; that one is used where it lies."""
-        last = len(self.come) + 1 == len(self.fields)
-        self.come[one.suffix] = tensor if last else tensor.clone()
+        last = len(self.received) + 1 == len(self.fields)
+        self.received[one.suffix] = tensor if last else tensor.clone()
         if not last:
             return
         for expert in range(self.experts or 1):
             self._place(expert)
-        self.come.clear()
+        self.received.clear()
 
     def _place(self, expert: int) -> None:
         outputs, columns = self.part.outputs, self.part.inputs
         rows = max(PIECE_NUMBERS // self.shape[1], 1)
         # Not into what shares a scale: that would be made whole twice.
-        whole = Part(slice(0, rows), columns).aligned(self.fields, *self.shape)
+        whole = WeightSlice(slice(0, rows), columns).aligned(self.fields, *self.shape)
         rows = max(whole.outputs.stop, 1)
         for start in range(outputs.start, outputs.stop, rows):
-            piece = Part(slice(start, min(start + rows, outputs.stop)), columns)
+            piece = WeightSlice(slice(start, min(start + rows, outputs.stop)), columns)
             self.take(expert, start - outputs.start, self._whole(expert, piece))
 
-    def _whole(self, expert: int, piece: Part) -> Whole:
+    def _whole(self, expert: int, piece: WeightSlice) -> LoadedWeight:
         wider = piece.aligned(self.fields, *self.shape)
         stored = {one.suffix: self._cut(one, expert, wider) for one in self.fields}
         outputs = wider.outputs.stop - wider.outputs.start
         inputs = wider.inputs.stop - wider.inputs.start
-        whole = self.storage.whole(stored, outputs, inputs)
-        return narrowed(whole, *piece.within(wider))
+        whole = self.storage.dequantize(stored, outputs, inputs)
+        return slice_weight(whole, *piece.within(wider))
 
-    def _cut(self, one: Field, expert: int, wider: Part) -> Tensor:
-        tensor = self.come[one.suffix]
+    def _cut(self, one: WeightField, expert: int, wider: WeightSlice) -> Tensor:
+        tensor = self.received[one.suffix]
         return one.cut(tensor if self.experts is None else tensor[expert], wider)

@@ -11,12 +11,12 @@ from antiphon.wire.ids import RequestId
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-    from antiphon.scheduler.rules import Rules
+    from antiphon.scheduler.leader_config import LeaderConfig
     from antiphon.wire.heartbeat import RunningRequest, WorkerLoad
 
 
 @dataclass(slots=True)
-class Charge:
+class RequestCost:
     """What one bound request takes of its worker.
 
     Attributes:
@@ -36,7 +36,7 @@ class Charge:
 
 
 @dataclass(slots=True)
-class Account:
+class WorkerCapacity:
     """What one leader has put on one worker.
 
     Attributes:
@@ -47,49 +47,49 @@ class Account:
         pages_back: Of prompts that have left since its last report, which counts them as taken.
     """
 
-    charges: dict[RequestId, Charge] = field(default_factory=dict[RequestId, Charge])
-    strays: set[RequestId] = field(default_factory=set[RequestId])
+    costs: dict[RequestId, RequestCost] = field(default_factory=dict[RequestId, RequestCost])
+    orphans: set[RequestId] = field(default_factory=set[RequestId])
     ended: set[RequestId] = field(default_factory=set[RequestId])
-    shut: bool = False
+    suspended: bool = False
     pages_back: int = 0
 
-    def bind(self, request_id: RequestId, charge: Charge) -> None:
+    def bind(self, request_id: RequestId, charge: RequestCost) -> None:
         """Count a request that is its own from here on."""
-        self.charges[request_id] = charge
-        self.strays.discard(request_id)
+        self.costs[request_id] = charge
+        self.orphans.discard(request_id)
 
     def unbind(self, request_id: RequestId) -> None:
         """Count a request no more, unless its next report holds it."""
-        charge = self.charges.pop(request_id, None)
+        charge = self.costs.pop(request_id, None)
         if charge is not None and not charge.waiting and request_id not in self.ended:
             self.pages_back += charge.pages
         self.ended.discard(request_id)
 
     def report(self, lines: Iterable[RunningRequest]) -> None:
         """Count anew from what a load report says that the worker holds."""
-        self.strays, self.ended = set(), set()
-        self.shut, self.pages_back = False, 0
+        self.orphans, self.ended = set(), set()
+        self.suspended, self.pages_back = False, 0
         for line in lines:
-            charge = self.charges.get(line.request_id)
+            charge = self.costs.get(line.request_id)
             if charge is not None:
                 charge.waiting = line.waiting
                 charge.computing = line.waiting or not line.tokens
                 if line.ended:
                     self.ended.add(line.request_id)
             elif not line.ended:
-                self.strays.add(line.request_id)
+                self.orphans.add(line.request_id)
 
     @property
     def occupied(self) -> int:
         """Places taken."""
-        return _choices(self._live()) + len(self.strays)
+        return _choices(self._live()) + len(self.orphans)
 
     @property
     def blocks_pending(self) -> int:
         """Blocks of prompts that it has still to compute, as far as it has said."""
         return sum(charge.blocks for charge in self._live() if charge.computing)
 
-    def places(self, load: WorkerLoad, look_ahead: int) -> int:
+    def free_slots(self, load: WorkerLoad, look_ahead: int) -> int:
         """Count the answers that may still be bound to it."""
         return max(0, load.running_max + look_ahead - self.occupied)
 
@@ -98,7 +98,7 @@ class Account:
 
         Slots are counted in the order of binding, so this holds before the worker has reported.
         """
-        slots, queued = load.running_max - len(self.strays), 0
+        slots, queued = load.running_max - len(self.orphans), 0
         for charge in self._live():
             queued += slots <= 0
             slots -= charge.choices
@@ -114,11 +114,11 @@ class Account:
         back = load.pages_returning + self.pages_back
         return load.pages_free - load.pages_promised + back - waiting
 
-    def takes(
+    def fits(
         self,
         load: WorkerLoad,
-        rules: Rules,
-        charge: Charge,
+        rules: LeaderConfig,
+        charge: RequestCost,
         yielding: Container[RequestId] = (),
     ) -> bool:
         """Whether it has places and pages for one more request.
@@ -134,11 +134,11 @@ class Account:
             yielding: Who gives way to the request, should they meet there.
         """
         occupied = self.occupied
-        if self.shut or occupied == 0:
-            return not self.shut
+        if self.suspended or occupied == 0:
+            return not self.suspended
         if occupied + charge.choices > load.running_max + rules.waiting_max:
             return False  # it would give the request back
-        live = {name: one for name, one in self.charges.items() if name not in self.ended}
+        live = {name: one for name, one in self.costs.items() if name not in self.ended}
         gone = [one for name, one in live.items() if name in yielding]
         places = min(charge.choices, rules.look_ahead)
         if occupied - _choices(gone) + places > load.running_max + rules.look_ahead:
@@ -150,12 +150,12 @@ class Account:
         waiting = [one for name, one in live.items() if one.waiting and name not in yielding]
         return bool(gone) and _choices(waiting) + places <= rules.look_ahead
 
-    def _live(self) -> Iterable[Charge]:
+    def _live(self) -> Iterable[RequestCost]:
         ended = self.ended
-        return (charge for name, charge in self.charges.items() if name not in ended)
+        return (charge for name, charge in self.costs.items() if name not in ended)
 
 
-def _choices(charges: Iterable[Charge]) -> int:
+def _choices(charges: Iterable[RequestCost]) -> int:
     return sum(charge.choices for charge in charges)
 
 

@@ -9,16 +9,16 @@ import itertools
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.actions import Action, Bound, Gone, Returned
-from antiphon.scheduler.holdings import Held, Holdings
-from antiphon.scheduler.ledger import Binding, Entry, Ledger
-from antiphon.scheduler.matching import Matching
-from antiphon.scheduler.outbox import Lost, Outbox, admit_bytes, admit_of
-from antiphon.scheduler.placement import Place, Placement
+from antiphon.scheduler.actions import Action, RequestBound, RequestRemoved, RequestRequeued
+from antiphon.scheduler.worker_assignments import HeldAttempt, WorkerAssignments
+from antiphon.scheduler.request_table import Binding, RequestEntry, RequestTable
+from antiphon.scheduler.dispatch import Dispatcher
+from antiphon.scheduler.outbox import FailedRequest, CommandOutbox, admit_bytes, admit_command
+from antiphon.scheduler.placement import PlacementTarget, Placement
 from antiphon.scheduler.policy import QueuePolicy
-from antiphon.scheduler.queue import DrainRate, Queue
-from antiphon.scheduler.rules import GRACE_BEATS, LOSSES_MAX, Rules
-from antiphon.scheduler.tombstones import Tombstones
+from antiphon.scheduler.queue import DrainRate, SchedulerQueue
+from antiphon.scheduler.leader_config import GRACE_BEATS, FAILED_ATTEMPTS_MAX, LeaderConfig
+from antiphon.scheduler.tombstones import SchedulerTombstones
 from antiphon.wire.base import Attempt, Process, Term
 from antiphon.wire.command import Abort
 from antiphon.wire.errors import (
@@ -38,7 +38,7 @@ from antiphon.wire.submit import CancelAccepted, CancelRequest, SubmitAccepted, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from antiphon.scheduler.caches import Caches
+    from antiphon.scheduler.worker_caches import WorkerCaches
     from antiphon.service.clock import Clock
     from antiphon.service.peers import Peers
     from antiphon.wire.ids import ModelName, RequestId
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Tenure:
+class LeaderTerm:
     """Accepts, binds, aborts and gives up requests. Actions collect until `take`."""
 
     def __init__(
@@ -54,19 +54,19 @@ class Tenure:
         term: Term,
         *,
         model: ModelName,
-        rules: Rules,
+        rules: LeaderConfig,
         clock: Clock,
         peers: Peers,
-        holdings: Holdings,
-        caches: Caches,
+        holdings: WorkerAssignments,
+        caches: WorkerCaches,
     ) -> None:
         self.term = term
         self._policy = QueuePolicy(rules.policy, caches.overlaps)
-        self.queue = Queue(rules.precedence.max_overtake_s, self._policy)
-        self.ledger = Ledger()
-        self.tombstones = Tombstones()
-        self.lost: dict[RequestId, Lost] = {}
-        self.settled = False
+        self.queue = SchedulerQueue(rules.precedence.max_overtake_s, self._policy)
+        self.ledger = RequestTable()
+        self.tombstones = SchedulerTombstones()
+        self.failed: dict[RequestId, FailedRequest] = {}
+        self.ready = False
         """Whether everybody has had the time to speak; nothing is bound or aborted before."""
         self._rules = rules
         self._clock = clock
@@ -74,18 +74,18 @@ class Tenure:
         self._holdings = holdings
         self._caches = caches
         self._placement = Placement(model, peers, rules, caches)
-        self._matching = Matching(self.queue, self.ledger, self._placement, clock)
+        self._matching = Dispatcher(self.queue, self.ledger, self._placement, clock)
         self._rate = DrainRate()
-        self._outbox = Outbox(term, clock, rules)
+        self._outbox = CommandOutbox(term, clock, rules)
         self._numbers = itertools.count(1)
 
-    def take(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """Return what is to be done, once."""
-        return self._outbox.take()
+        return self._outbox.take_actions()
 
-    def unsettle(self) -> None:
+    def clear_ready(self) -> None:
         """The link was down: nobody's silence until now means anything."""
-        self.settled = False
+        self.ready = False
         for entry in self.ledger.entries():
             entry.wait(self._clock.now())
 
@@ -95,10 +95,10 @@ class Tenure:
         Raises:
             EngineError: It is over already, its id is taken, or there is no room.
         """
-        self._refuse_ended(request)
+        self._reject_ended(request)
         entry = self.ledger.find(request.request_id)
         if entry is None:
-            self._refuse_unheard(request)
+            self._reject_unknown_gateway(request)
             self._accept(request)
             self.bind_waiting()
         elif entry.owner != request.owner or _differs(entry.submit, request):
@@ -120,13 +120,13 @@ class Tenure:
         if entry is None or entry.owner == request.owner:
             due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
             until = due_ms + round(self._rules.tombstone_s * 1000)
-            self.tombstones.bury(request.request_id, request.owner, until)
-            self.lost.pop(request.request_id, None)
+            self.tombstones.add(request.request_id, request.owner, until)
+            self.failed.pop(request.request_id, None)
         if entry is not None and entry.owner == request.owner:
             self.drop(entry)
         return CancelAccepted(request_id=request.request_id)
 
-    def _refuse_unheard(self, request: SubmitRequest) -> None:
+    def _reject_unknown_gateway(self, request: SubmitRequest) -> None:
         """Say no to an owner whose heartbeats do not count: it is new, or of other settings.
 
         Nobody would be seen to have its requests open, so they would be dropped while they run.
@@ -136,15 +136,15 @@ class Tenure:
 
     def bind_waiting(self) -> None:
         """Bind who is next in the queue while a worker has room."""
-        while self.settled and (match := self._matching.next()) is not None:
+        while self.ready and (match := self._matching.next()) is not None:
             if match.place is not None:
                 self._bind(match.entry, match.submit, match.place)
             elif match.error is not None:
-                self.give_up(match.entry, match.error)
+                self.fail(match.entry, match.error)
             else:
                 self.drop(match.entry)
 
-    def adopt(self, entry: Entry, held: Held) -> None:
+    def adopt(self, entry: RequestEntry, held: HeldAttempt) -> None:
         """Take a worker's word for where a request runs, and stop what we bound elsewhere."""
         self._leave(entry)
         self.queue.remove(entry.request_id)
@@ -153,7 +153,7 @@ class Tenure:
         entry.seen_at = self._clock.now()
         entry.disputed_at = None
 
-    def follow(self, entry: Entry, attempt: Attempt) -> None:
+    def follow(self, entry: RequestEntry, attempt: Attempt) -> None:
         """Take the owner's word for which attempt it shows. No other can serve it any more."""
         now = self._clock.now()
         entry.followed = attempt
@@ -169,121 +169,121 @@ class Tenure:
         elif entry.disputed_at is None:
             entry.disputed_at = now
         elif now - entry.disputed_at >= self._rules.beats(GRACE_BEATS):
-            self.give_up(entry, WorkerLost("the answer that was being read is lost"))
+            self.fail(entry, WorkerLost("the answer that was being read is lost"))
 
-    def admit(self, entry: Entry) -> None:
+    def admit(self, entry: RequestEntry) -> None:
         """Tell a bound request's worker to run it. Said again, it changes nothing there."""
         assert entry.binding is not None
         entry.binding.admitted_at = now = self._clock.now()
-        self._outbox.command(entry.binding.worker, admit_of(entry, now))
+        self._outbox.command(entry.binding.worker, admit_command(entry, now))
 
-    def abort(self, request_id: RequestId, held: Held) -> None:
+    def abort(self, request_id: RequestId, held: HeldAttempt) -> None:
         """Tell a worker to stop an attempt. Until it has, the attempt takes one of its places."""
-        self.ledger.account(held.worker).strays.add(request_id)
+        self.ledger.capacity(held.worker).orphans.add(request_id)
         self._outbox.command(held.worker, Abort(request_id=request_id, attempt=held.attempt))
 
-    def restart(self, entry: Entry) -> None:
+    def restart(self, entry: RequestEntry) -> None:
         """Put a request back at its place in the queue: it will begin again somewhere."""
         assert entry.restartable
         self._leave(entry)
         entry.seen_at = self._clock.now()
         self._queue(entry)
 
-    def expire(self, entry: Entry) -> None:
+    def expire(self, entry: RequestEntry) -> None:
         """End a request that has waited to be started for as long as it may."""
         timeout_s = self._rules.queue_timeout_s
         assert timeout_s is not None
         retry_after_s = self._rate.retry_after_s(len(self.queue), self._clock.now())
-        self.give_up(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
+        self.fail(entry, Overloaded.late(timeout_s=timeout_s, retry_after_s=retry_after_s))
 
-    def take_back(self, entry: Entry, worker: Process) -> None:
+    def requeue(self, entry: RequestEntry, worker: Process) -> None:
         """A worker has not begun a request and gives it back: another one gets it, if any can."""
-        entry.returned_by.add(worker)
-        self.ledger.account(worker).shut = True
-        self._outbox.note(Returned(entry.request_id, worker))
+        entry.requeued_by.add(worker)
+        self.ledger.capacity(worker).suspended = True
+        self._outbox.add_action(RequestRequeued(entry.request_id, worker))
         self.restart(entry)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: RequestEntry) -> None:
         """Free a request that nobody wants any more, and stop it where it runs."""
         self._leave(entry)
         self.forget(entry)
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: RequestEntry) -> None:
         """Free a request that has ended: its worker knows that already."""
         self.queue.remove(entry.request_id)
         self.ledger.remove(entry)
-        self._outbox.note(Gone(entry.request_id))
+        self._outbox.add_action(RequestRemoved(entry.request_id))
 
-    def give_up(self, entry: Entry, error: EngineError) -> None:
+    def fail(self, entry: RequestEntry, error: EngineError) -> None:
         """End a request that cannot go on: its owner is told until it has closed it."""
         attempt = entry.followed or (entry.binding.attempt if entry.binding else None)
         log.warning(
             "request lost",
             extra={"request_id": entry.request_id, "code": error.code, "reason": error.message},
         )
-        self.lost[entry.request_id] = Lost(
+        self.failed[entry.request_id] = FailedRequest(
             entry.request_id, entry.owner, attempt, encode_error(error), entry.deadline_unix_ms
         )
-        self._outbox.notice(self.lost[entry.request_id])
+        self._outbox.notice(self.failed[entry.request_id])
         self.drop(entry)
 
-    def lose(self, entry: Entry, error: EngineError) -> None:
+    def fail_attempt(self, entry: RequestEntry, error: EngineError) -> None:
         """An attempt has failed. What nobody has read a word of begins again; the rest ends."""
-        entry.losses += 1
+        entry.failed_attempts += 1
         entry.queued_at = self._clock.now()  # it had been started, for all that we know
-        if entry.restartable and entry.losses < LOSSES_MAX:
+        if entry.restartable and entry.failed_attempts < FAILED_ATTEMPTS_MAX:
             self.restart(entry)
         else:
-            self.give_up(entry, error)
+            self.fail(entry, error)
 
-    def lose_worker(self, worker: Process) -> None:
+    def on_worker_died(self, worker: Process) -> None:
         """A worker is dead."""
         self._outbox.forget(worker)
         for entry in self.ledger.bound_to(worker):
-            self.lose(entry, WorkerLost("the worker that ran the request has died"))
+            self.fail_attempt(entry, WorkerLost("the worker that ran the request has died"))
         self.ledger.close(worker)
         self.bind_waiting()
 
-    def ask(self, owner: Process, requests: Sequence[RequestId]) -> None:
+    def request_resubmission(self, owner: Process, requests: Sequence[RequestId]) -> None:
         """Have an owner submit again what it has open and nobody here knows."""
-        self._outbox.lack(owner, requests)
+        self._outbox.request_resubmission(owner, requests)
 
-    def tell_lost(self) -> None:
+    def resend_failures(self) -> None:
         """Say again what was given up, to the owners that still list it."""
-        for lost in self.lost.values():
+        for lost in self.failed.values():
             self._outbox.notice(lost)
 
-    def _refuse_ended(self, request: SubmitRequest) -> None:
+    def _reject_ended(self, request: SubmitRequest) -> None:
         due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
         if due_ms <= self._clock.unix_ms():
             raise DeadlineExceeded("the request's deadline has passed")
-        if self.tombstones.killed_by(request.request_id, request.owner):
+        if self.tombstones.was_ended_by(request.request_id, request.owner):
             raise Cancelled("the request was cancelled")
-        lost = self.lost.get(request.request_id)
+        lost = self.failed.get(request.request_id)
         if lost is not None and lost.owner == request.owner:
             raise decode_error(lost.error)
 
     def _accept(self, request: SubmitRequest) -> None:
         held = self._holdings.find(request.request_id, request.attempt_floor)
         if held is None and request.attempt_floor is None:
-            self._refuse_excess(request)
+            self._reject_overload(request)
         due_ms = self._peers.our_time_ms(request.deadline_unix_ms, request.owner)
-        entry = Entry.of(request, self._clock.now(), due_ms)
+        entry = RequestEntry.of(request, self._clock.now(), due_ms)
         self.ledger.add(entry)
         if held is not None:
             self.adopt(entry, held)
         elif entry.restartable:
             self._queue(entry)
 
-    def _queue(self, entry: Entry) -> None:
+    def _queue(self, entry: RequestEntry) -> None:
         assert entry.submit is not None
         rank = self._rules.precedence.rank(entry.submit.priority)
-        if entry.standing is None:
-            entry.standing = self._policy.standing(entry.submit)
-        place = (rank, entry.standing, entry.came_at, entry.number)
+        if entry.policy_key is None:
+            entry.policy_key = self._policy.static_key(entry.submit)
+        place = (rank, entry.policy_key, entry.came_at, entry.number)
         self.queue.put(entry.request_id, place, entry.submit.block_digests)
 
-    def _refuse_excess(self, request: SubmitRequest) -> None:
+    def _reject_overload(self, request: SubmitRequest) -> None:
         bytes_max = self._rules.payload_bytes_max
         size_bytes = admit_bytes(request.prompt_ids, request.stop.texts, request.sampling)
         if size_bytes > bytes_max:
@@ -302,7 +302,7 @@ class Tenure:
             return len(self.queue)  # not even all requests together would fill it
         return len(self.queue) + self._placement.queued(self.ledger)
 
-    def _bind(self, entry: Entry, submit: SubmitRequest, place: Place) -> None:
+    def _bind(self, entry: RequestEntry, submit: SubmitRequest, place: PlacementTarget) -> None:
         now = self._clock.now()
         self.queue.start(entry.request_id, now)
         attempt = Attempt(term=self.term, n=next(self._numbers))
@@ -311,18 +311,18 @@ class Tenure:
         self._caches.expect(place.worker, submit.block_digests, now)
         entry.seen_at = now
         entry.disputed_at = None
-        self._rate.leave(now)
+        self._rate.record(now)
         cached, waited_s = place.cached_blocks, now - entry.since
         blocks = cached + place.charge.blocks
-        self._outbox.note(Bound(entry.request_id, attempt, place.worker, waited_s, blocks, cached))
+        self._outbox.add_action(RequestBound(entry.request_id, attempt, place.worker, waited_s, blocks, cached))
         self.admit(entry)
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: RequestEntry) -> None:
         """Unbind, and stop what may run there: an admit that is under way shows nowhere."""
         binding = entry.binding
         self.ledger.unbind(entry)
         if binding is not None and self._peers.lives(binding.worker):
-            self.abort(entry.request_id, Held(binding.attempt, binding.worker))
+            self.abort(entry.request_id, HeldAttempt(binding.attempt, binding.worker))
 
 
 def _differs(known: SubmitRequest | None, request: SubmitRequest) -> bool:

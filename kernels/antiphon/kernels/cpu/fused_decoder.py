@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from antiphon.kernels.attention import AttentionRows
-    from antiphon.kernels.cpu.linear import Linear
-    from antiphon.kernels.heads import HeadNorms
-    from antiphon.kernels.kv import LayerCache
-    from antiphon.kernels.rotary import Turns
+    from antiphon.kernels.attention import AttentionMetadata
+    from antiphon.kernels.cpu.linear import CompiledLinear
+    from antiphon.kernels.qk_norm_rope import QkNormWeights
+    from antiphon.kernels.kv import LayerKvCache
+    from antiphon.kernels.rotary import TokenCosSin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackLayer:
+class FusedDecoderLayer:
     """What one layer computes with: packed linears, and norms (hidden,).
 
     Attributes:
@@ -34,17 +34,17 @@ class StackLayer:
         gate_up: hidden -> gate and up, packed in halves.
     """
 
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: CompiledLinear
+    out: CompiledLinear
+    gate_up: CompiledLinear
+    down: CompiledLinear
     attention_norm: Tensor
     mlp_norm: Tensor
-    head_norms: HeadNorms | None
+    head_norms: QkNormWeights | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackEnds:
+class EmbeddingAndHead:
     """What comes before the layers and after them.
 
     Attributes:
@@ -52,11 +52,11 @@ class StackEnds:
         head: hidden -> logits.
     """
 
-    embedding: Linear | Tensor
-    head: Linear
+    embedding: CompiledLinear | Tensor
+    head: CompiledLinear
 
 
-class Scored(NamedTuple):
+class FusedDecoderOutput(NamedTuple):
     """What a pass with logits leaves.
 
     Attributes:
@@ -72,10 +72,10 @@ class Scored(NamedTuple):
     finite: Tensor | None
     logits: Tensor
     logits_finite: Tensor | None
-    likeliest: NDArray[np.int32] | None
+    argmax: NDArray[np.int32] | None
 
 
-class Stack:
+class FusedDecoder:
     """Layers and the final norm, and with `ends` all that lies between ids and logits.
 
     A row's bits are those of the single `cpu` operations. A step's weights drive all else out of
@@ -84,12 +84,12 @@ class Stack:
 
     def __init__(
         self,
-        layers: Iterable[tuple[StackLayer, LayerCache]],
+        layers: Iterable[tuple[FusedDecoderLayer, LayerKvCache]],
         *,
         final_norm: Tensor,
         eps: float,
         scale: float,
-        ends: StackEnds | None = None,
+        ends: EmbeddingAndHead | None = None,
     ) -> None:
         self.scores = ends is not None
         self._compiled = extension.load().Stack(final_norm=final_norm, eps=eps, scale=scale)
@@ -118,7 +118,7 @@ class Stack:
             )
 
     def __call__(
-        self, residual: Tensor, turns: Turns, groups: Sequence[AttentionRows]
+        self, residual: Tensor, turns: TokenCosSin, groups: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass.
 
@@ -131,12 +131,12 @@ class Stack:
     def score(
         self,
         ids: NDArray[np.int32],
-        wanted: NDArray[np.int32],
-        turns: Turns,
-        groups: Sequence[AttentionRows],
+        logit_indices: NDArray[np.int32],
+        turns: TokenCosSin,
+        groups: Sequence[AttentionMetadata],
         *,
-        bare: bool = False,
-    ) -> Scored:
+        argmax_only: bool = False,
+    ) -> FusedDecoderOutput:
         """Run a pass from ids (T,) to the logits of the `wanted` tokens (L,), rising.
 
         Who wants the likeliest tokens alone asks for a `bare` result, and is spared the tensors.
@@ -145,14 +145,14 @@ class Stack:
         # Made for this pass: the stack keeps them, and moves them on.
         compiled = [rows.compile() for rows in groups]
         turned = turns.cos, turns.sin, turns.positions
-        return Scored(*self._compiled.score(ids, wanted, *turned, compiled, bare))
+        return FusedDecoderOutput(*self._compiled.score(ids, logit_indices, *turned, compiled, argmax_only))
 
-    def again(
+    def decode_next(
         self,
         ids: NDArray[np.int32],
         tables: tuple[NDArray[np.int32], ...],
-        bare: bool = False,  # by name it would cost more
-    ) -> Scored | None:
+        argmax_only: bool = False,  # by name it would cost more
+    ) -> FusedDecoderOutput | None:
         """Run the pass before once more, each row one token further.
 
         The rows, their rotation and all room are still there, so that nothing is made anew.
@@ -160,7 +160,7 @@ class Stack:
 
         Args:
             ids: (T,)
-            tables: (T, N) as in `AttentionRows`, of each cache group; others may follow.
+            tables: (T, N) as in `AttentionMetadata`, of each cache group; others may follow.
             bare: As in `score`.
 
         Returns:
@@ -172,5 +172,5 @@ class Stack:
             IndexError: An id is none.
             RuntimeError: A row reads or writes a token that has no page.
         """
-        scored = self._compiled.again(ids, tables, bare)
-        return None if scored is None else Scored(*scored)
+        scored = self._compiled.again(ids, tables, argmax_only)
+        return None if scored is None else FusedDecoderOutput(*scored)

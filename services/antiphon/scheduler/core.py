@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.caches import Caches
-from antiphon.scheduler.holdings import Holdings
-from antiphon.scheduler.leadership import Leadership
+from antiphon.scheduler.worker_caches import WorkerCaches
+from antiphon.scheduler.worker_assignments import WorkerAssignments
+from antiphon.scheduler.election import LeaderElection
 from antiphon.scheduler.open_lists import OpenLists
 from antiphon.scheduler.placement import stalled
 from antiphon.scheduler.reconciliation import Reconciliation
-from antiphon.scheduler.rules import SETTLE_BEATS, Rules
-from antiphon.scheduler.tenure import Tenure
+from antiphon.scheduler.leader_config import READY_TIMEOUT_BEATS, LeaderConfig
+from antiphon.scheduler.leader_term import LeaderTerm
 from antiphon.service.peers import Change, Peer, Peers
 from antiphon.wire.base import Process, Role, leading_term
 from antiphon.wire.errors import EngineError, Unavailable, WrongTerm
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Leader:
+class SchedulerCore:
     """One scheduler process. Each event may leave actions behind, which `take` returns.
 
     Attributes:
@@ -45,19 +45,19 @@ class Leader:
     """
 
     def __init__(
-        self, process: Process, model: ModelName, rules: Rules, clock: Clock, peers: Peers
+        self, process: Process, model: ModelName, rules: LeaderConfig, clock: Clock, peers: Peers
     ) -> None:
         self._model = model
         self._rules = rules
         self._clock = clock
         self._peers = peers
-        self._leadership = Leadership(process, rules, clock.now())
-        self.caches = Caches(rules.blocks_max)
-        self._holdings = Holdings()
+        self._leadership = LeaderElection(process, rules, clock.now())
+        self.caches = WorkerCaches(rules.blocks_max)
+        self._assignments = WorkerAssignments()
         self._lists = OpenLists()
-        self._tenure: Tenure | None = None
+        self._leader_term: LeaderTerm | None = None
         self._reconciliation: Reconciliation | None = None
-        self._unsettled_since = clock.now()
+        self._not_ready_since = clock.now()
         self._stalled: set[Process] = set()
         self._joins = 0
         peers.watch(self._peer_changed)
@@ -70,28 +70,28 @@ class Leader:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._tenure.queue) if self._tenure else 0
+        return len(self._leader_term.queue) if self._leader_term else 0
 
     @property
-    def kept(self) -> int:
+    def open_requests(self) -> int:
         """Requests accepted and not seen to end."""
-        return len(self._tenure.ledger) if self._tenure else 0
+        return len(self._leader_term.ledger) if self._leader_term else 0
 
     @property
-    def lost(self) -> int:
+    def failed_requests(self) -> int:
         """Requests given up that their owners have not closed yet."""
-        return len(self._tenure.lost) if self._tenure else 0
+        return len(self._leader_term.failed) if self._leader_term else 0
 
-    def keeps(self, request_id: RequestId) -> bool:
+    def has_request(self, request_id: RequestId) -> bool:
         """Whether a request is among the kept ones."""
-        return self._tenure is not None and self._tenure.ledger.find(request_id) is not None
+        return self._leader_term is not None and self._leader_term.ledger.find(request_id) is not None
 
-    def credits(self) -> dict[InstanceId, int]:
+    def capacities(self) -> dict[InstanceId, int]:
         """Say how many requests each worker may still be given."""
-        if self._tenure is None:
+        if self._leader_term is None:
             return {}
         return {
-            peer.process.instance: self._tenure.ledger.account(peer.process).places(
+            peer.process.instance: self._leader_term.ledger.capacity(peer.process).free_slots(
                 peer.beat.worker, self._rules.look_ahead
             )
             for peer in self._peers.working(Role.WORKER)
@@ -104,7 +104,7 @@ class Leader:
         Raises:
             EngineError: It is refused, or we do not lead.
         """
-        return self._office().submit(request)
+        return self._require_leader_term().submit(request)
 
     def cancel(self, request: CancelRequest) -> CancelAccepted:
         """Free a request wherever it is. An unknown one is fine.
@@ -112,19 +112,19 @@ class Leader:
         Raises:
             EngineError: We do not lead.
         """
-        tenure = self._office()
+        tenure = self._require_leader_term()
         accepted = tenure.cancel(request)
         tenure.bind_waiting()
         return accepted
 
-    def list_arrived(self, change: OpenList) -> bool:
+    def on_open_list(self, change: OpenList) -> bool:
         """Take in what a gateway has open. False: it came too late; the next list comes soon."""
         if self._peers.is_late(change.not_after_unix_ms, change.owner):
             return False
         if change.model != self._model or not self._peers.lives(change.owner):
             return True
         if self._lists.apply(change, self._clock.now()) and self._reconciliation is not None:
-            self._reconciliation.list_changed(change)
+            self._reconciliation.on_open_list(change)
         return True
 
     def tick(self, *, link_up: bool, joins: int) -> None:
@@ -137,14 +137,14 @@ class Leader:
         now = self._clock.now()
         if joins != self._joins or not link_up:
             self._joins = joins
-            self._leadership.wait(now)
-            self._unsettle()
+            self._leadership.reset_timeout(now)
+            self._clear_ready()
         if not link_up:
             return
         self.caches.expire(now)
         if self._leadership.claim(now):
-            self._take_office()
-        self._settle()
+            self._start_leader_term()
+        self._update_ready()
         if self._reconciliation is not None:
             self._reconciliation.tick()
 
@@ -153,7 +153,7 @@ class Leader:
 
         Returns how long this scheduler claims no other; None if that was decided before.
         """
-        pause_s = self._leadership.renounce(self._clock.now())
+        pause_s = self._leadership.abandon_term(self._clock.now())
         self._check_term()
         return pause_s
 
@@ -162,14 +162,14 @@ class Leader:
         self._leadership.resign()
         self._check_term()
 
-    def take(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         """Return what is to be done, once, in order."""
-        return self._tenure.take() if self._tenure else []
+        return self._leader_term.take_actions() if self._leader_term else []
 
-    def _office(self) -> Tenure:
-        if self._tenure is not None:
-            return self._tenure
-        raise _elsewhere(self._leadership.highest)
+    def _require_leader_term(self) -> LeaderTerm:
+        if self._leader_term is not None:
+            return self._leader_term
+        raise _not_leader_error(self._leadership.highest)
 
     def _peer_changed(self, change: Change, peer: Peer) -> None:
         if peer.beat.model not in (None, self._model):
@@ -177,110 +177,110 @@ class Leader:
         if change is Change.DIED:
             self._peer_died(peer)
         elif peer.beat.role is Role.SCHEDULER:
-            self._scheduler_spoke(peer)
+            self._on_scheduler_heartbeat(peer)
         elif peer.beat.role is Role.WORKER:
-            self._worker_spoke(peer)
+            self._on_worker_heartbeat(peer)
         elif peer.beat.role is Role.DETOKENIZER and self._reconciliation is not None:
-            self._reconciliation.detokenizer_spoke(peer.process.instance)
+            self._reconciliation.on_detokenizer_heartbeat(peer.process.instance)
 
-    def _scheduler_spoke(self, peer: Peer) -> None:
+    def _on_scheduler_heartbeat(self, peer: Peer) -> None:
         claims = self._peers.claims(self._model)
-        refused = not self._leadership.follow(claims)
+        refused = not self._leadership.observe_claims(claims)
         if refused and peer.beat.leads == leading_term(claims):
             self._peers.refuse(peer.beat, "leads")  # too high beside the terms before it
         self._check_term()
 
-    def _worker_spoke(self, peer: Peer) -> None:
+    def _on_worker_heartbeat(self, peer: Peer) -> None:
         load = peer.beat.worker
-        if load is None or not self._holdings.apply(peer.beat, load, self._clock.now()):
+        if load is None or not self._assignments.apply(peer.beat, load, self._clock.now()):
             return
-        self.caches.beat(peer.process, load.kv_seq)
+        self.caches.on_heartbeat(peer.process, load.kv_seq)
         if load.term is not None:
-            if not self._leadership.see(load.term):
+            if not self._leadership.observe_term(load.term):
                 self._peers.refuse(peer.beat, "worker.term")
             self._check_term()
         self._note_stall(peer.process, is_stalled=stalled(load, self._rules.stall_s))
-        self._settle()
+        self._update_ready()
         if self._reconciliation is not None:
-            self._reconciliation.worker_spoke(peer)
+            self._reconciliation.on_worker_report(peer)
 
     def _peer_died(self, peer: Peer) -> None:
         process = peer.process
         reconciliation = self._reconciliation
         match peer.beat.role:
             case Role.SCHEDULER:
-                self._scheduler_spoke(peer)
+                self._on_scheduler_heartbeat(peer)
             case Role.GATEWAY:
                 self._lists.forget(process)
             case Role.WORKER:
                 self.caches.forget(process)
-                self._holdings.forget(process)
+                self._assignments.forget(process)
                 self._stalled.discard(process)
                 if reconciliation is not None:
-                    reconciliation.worker_died(process)
+                    reconciliation.on_worker_died(process)
             case Role.DETOKENIZER:
                 if reconciliation is not None:
-                    reconciliation.detokenizer_died(process.instance)
+                    reconciliation.on_detokenizer_died(process.instance)
             case _:
                 pass
 
-    def _take_office(self) -> None:
+    def _start_leader_term(self) -> None:
         term = self._leadership.term
         assert term is not None
         log.info("scheduler leads", extra={"term": term.number})
-        self._tenure = Tenure(
+        self._leader_term = LeaderTerm(
             term,
             model=self._model,
             rules=self._rules,
             clock=self._clock,
             peers=self._peers,
-            holdings=self._holdings,
+            holdings=self._assignments,
             caches=self.caches,
         )
         self._reconciliation = Reconciliation(
-            self._tenure,
+            self._leader_term,
             rules=self._rules,
             clock=self._clock,
             peers=self._peers,
-            holdings=self._holdings,
+            holdings=self._assignments,
             lists=self._lists,
         )
-        self._unsettled_since = self._clock.now()
+        self._not_ready_since = self._clock.now()
 
     def _check_term(self) -> None:
         """Drop everything if we lead no more: owners submit again to whoever does."""
-        if self._tenure is None or self._leadership.term is not None:
+        if self._leader_term is None or self._leadership.term is not None:
             return
         log.warning(
             "scheduler steps down",
-            extra={"term": self._tenure.term.number, "waiting": len(self._tenure.queue)},
+            extra={"term": self._leader_term.term.number, "waiting": len(self._leader_term.queue)},
         )
-        self._tenure = None
+        self._leader_term = None
         self._reconciliation = None
 
-    def _settle(self) -> None:
+    def _update_ready(self) -> None:
         """Begin to bind and abort once everybody has spoken, or has had the time to."""
-        if self._tenure is None or self._tenure.settled:
+        if self._leader_term is None or self._leader_term.ready:
             return
-        waited_s = self._clock.now() - self._unsettled_since
-        if waited_s >= self._rules.beats(SETTLE_BEATS) or self._all_spoke():
-            self._tenure.settled = True
-            self._tenure.bind_waiting()
+        waited_s = self._clock.now() - self._not_ready_since
+        if waited_s >= self._rules.beats(READY_TIMEOUT_BEATS) or self._all_reported():
+            self._leader_term.ready = True
+            self._leader_term.bind_waiting()
 
-    def _all_spoke(self) -> bool:
+    def _all_reported(self) -> bool:
         gateways = [peer.process for peer in self._peers.of(Role.GATEWAY)]
         workers = [peer.process for peer in self._peers.of(Role.WORKER)]
-        since = self._unsettled_since
+        since = self._not_ready_since
         return (
             bool(gateways and workers)
-            and all(self._lists.spoke_since(gateway, since) for gateway in gateways)
-            and all(self._holdings.spoke_since(worker, since) for worker in workers)
+            and all(self._lists.reported_since(gateway, since) for gateway in gateways)
+            and all(self._assignments.reported_since(worker, since) for worker in workers)
         )
 
-    def _unsettle(self) -> None:
-        self._unsettled_since = self._clock.now()
-        if self._tenure is not None:
-            self._tenure.unsettle()
+    def _clear_ready(self) -> None:
+        self._not_ready_since = self._clock.now()
+        if self._leader_term is not None:
+            self._leader_term.clear_ready()
 
     def _note_stall(self, worker: Process, *, is_stalled: bool) -> None:
         if is_stalled and worker not in self._stalled:
@@ -290,7 +290,7 @@ class Leader:
             self._stalled.discard(worker)
 
 
-def _elsewhere(term: Term | None) -> EngineError:
+def _not_leader_error(term: Term | None) -> EngineError:
     if term is None:
         return Unavailable("no scheduler leads yet", retry_after_s=1.0)
     return WrongTerm(

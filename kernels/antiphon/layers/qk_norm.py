@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from antiphon.kernels.heads import HeadNorms
-from antiphon.layers.norm import RmsNorm, norm_of
+from antiphon.kernels.qk_norm_rope import QkNormWeights
+from antiphon.layers.norm import RmsNorm, build_norm
 from antiphon.layers.weights import WeightSource, void
 
 if TYPE_CHECKING:
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from antiphon.layers.attention import AttentionSpec
-    from antiphon.layers.block import Site
+    from antiphon.layers.sublayer import LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.norm import NormSpec
 
 
-class QueryKeyNorms(Protocol):
+class QkNorm(Protocol):
     """Norms of queries and keys. Axes: T tokens, Q query heads, H kv heads, D head size."""
 
     @property
-    def kernel(self) -> HeadNorms | None:
+    def kernel(self) -> QkNormWeights | None:
         """What the kernel that rotates the heads normalises them with; None: this layer does."""
         ...
 
@@ -43,27 +43,27 @@ class QueryKeyNorms(Protocol):
         ...
 
 
-def head_norms(site: Site, spec: AttentionSpec, norm: NormSpec) -> QueryKeyNorms:
+def build_qk_norm(site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> QkNorm:
     """The norms that a spec of attention asks for."""
     if spec.qk_norm_over == "token":
-        return TokenNorms(site, spec, norm)
+        return PerTokenQkNorm(site, spec, norm)
     if norm.kind == "rms":
-        return KernelNorms(site, spec, norm)
-    return EachHead(site, spec, norm)
+        return FusedQkNorm(site, spec, norm)
+    return PerHeadQkNorm(site, spec, norm)
 
 
-class KernelNorms:
+class FusedQkNorm:
     """Root-mean-square norms of each head, which the kernel knows."""
 
     operations: frozenset[str] = frozenset()
 
-    def __init__(self, site: Site, spec: AttentionSpec, norm: NormSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
         self._norms = tuple(
-            RmsNorm(norm, site.named(name), spec.head_size, site.build)
+            RmsNorm(norm, site.tensor_name(name), spec.head_size, site.build)
             for name in (spec.names.query_norm, spec.names.key_norm)
         )
         query, key = self._norms
-        self.kernel = HeadNorms(query.weight, key.weight, norm.eps)
+        self.kernel = QkNormWeights(query.weight, key.weight, norm.eps)
 
     def __call__(self, ctx: ForwardContext, heads: Tensor) -> Tensor:
         """Nothing: the kernel does it."""
@@ -75,14 +75,14 @@ class KernelNorms:
             yield from norm.sources()
 
 
-class EachHead:
+class PerHeadQkNorm:
     """Norms of each head, of any kind."""
 
     kernel = None
 
-    def __init__(self, site: Site, spec: AttentionSpec, norm: NormSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
         self._query, self._key = (
-            norm_of(norm, site.named(name), spec.head_size, site.build)
+            build_norm(norm, site.tensor_name(name), spec.head_size, site.build)
             for name in (spec.names.query_norm, spec.names.key_norm)
         )
         self._groups = spec.query_heads // spec.kv_heads
@@ -99,7 +99,7 @@ class EachHead:
         yield from self._key.sources()
 
 
-class TokenNorms:
+class PerTokenQkNorm:
     """Root-mean-square norms of all queries of a token, and of all its keys.
 
     Each rank has a part of the heads, so that the mean square is summed over ranks.
@@ -108,7 +108,7 @@ class TokenNorms:
     kernel = None
     operations = frozenset({"norm.squares"})
 
-    def __init__(self, site: Site, spec: AttentionSpec, norm: NormSpec) -> None:
+    def __init__(self, site: LayerBuildContext, spec: AttentionSpec, norm: NormSpec) -> None:
         assert norm.kind in ("rms", "rms_wide"), "no other kind is cut over ranks"
         build, ranks = site.build, site.build.tp.ranks
         if spec.kv_heads % ranks:
@@ -118,7 +118,7 @@ class TokenNorms:
         self._wide = norm.kind == "rms_wide"
         self._groups = spec.query_heads // spec.kv_heads
         sizes = (spec.query_heads * spec.head_size, spec.kv_heads * spec.head_size)
-        self._names = (site.named(spec.names.query_norm), site.named(spec.names.key_norm))
+        self._names = (site.tensor_name(spec.names.query_norm), site.tensor_name(spec.names.key_norm))
         self._sizes, self._rank, self._ranks = sizes, build.tp.rank, ranks
         self._weights = tuple(build.empty(size // ranks) for size in sizes)
 

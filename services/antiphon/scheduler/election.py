@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from antiphon.scheduler.rules import (
-    QUIET_BEATS,
+from antiphon.scheduler.leader_config import (
+    ELECTION_TIMEOUT_BEATS,
     RESTART_PAUSE_BEATS,
     RESTART_PAUSE_MAX_S,
     SOUND_TERM_S,
-    Rules,
+    LeaderConfig,
 )
 from antiphon.wire.base import TERM_JUMP_MAX, TERM_MAX, Process, Term, leading_term
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Leadership:
+class LeaderElection:
     """One scheduler's view of the terms.
 
     Who leads follows from what live schedulers claim now, see `leading_term`. The numbers of
@@ -30,10 +30,10 @@ class Leadership:
         failures: Terms that have failed in a row.
     """
 
-    def __init__(self, process: Process, rules: Rules, now: float) -> None:
+    def __init__(self, process: Process, rules: LeaderConfig, now: float) -> None:
         self.term: Term | None = None
         self._process = process
-        self._quiet_s = rules.beats(QUIET_BEATS)
+        self._quiet_s = rules.beats(ELECTION_TIMEOUT_BEATS)
         self._leader: Term | None = None  # another scheduler's, while it is claimed
         self._number_max: int | None = None
         self._quiet_since = now
@@ -49,7 +49,7 @@ class Leadership:
         """The term that leads as far as is known: our own, or another's."""
         return self.term or self._leader
 
-    def see(self, term: Term) -> bool:
+    def observe_term(self, term: Term) -> bool:
         """Note a term that a worker has obeyed. A higher one ends ours.
 
         False: it is too high to be an elected one, and changes nothing.
@@ -60,7 +60,7 @@ class Leadership:
             self.term = None
         return True
 
-    def follow(self, claims: Sequence[Term]) -> bool:
+    def observe_claims(self, claims: Sequence[Term]) -> bool:
         """Take in what the other live schedulers claim now.
 
         False: one of the claims is too high to be an elected one, and changes nothing.
@@ -73,7 +73,7 @@ class Leadership:
             self.term = None
         return len(credible) == len(claims)
 
-    def wait(self, now: float) -> None:
+    def reset_timeout(self, now: float) -> None:
         """No peer can be heard: silence until now means nothing."""
         self._quiet_since = now
 
@@ -90,7 +90,7 @@ class Leadership:
         self._claimed_at = now
         return True
 
-    def renounce(self, now: float) -> float | None:
+    def abandon_term(self, now: float) -> float | None:
         """Give up our term, which has failed, and claim none for a while; return for how long.
 
         A standby leads meanwhile. Alone this scheduler leads again afterwards, if only to fail

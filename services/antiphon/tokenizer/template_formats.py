@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 
-class Habits(msgspec.Struct, frozen=True):
+class TemplateFormats(msgspec.Struct, frozen=True):
     """The formats of calls and thinking; None where the template does not show one for certain.
 
     With `reranks` it asks whether a document answers a query, yes or no.
@@ -27,10 +27,10 @@ class Habits(msgspec.Struct, frozen=True):
     reranks: bool = False
 
 
-def habits_of(template: str) -> Habits:
+def detect_formats(template: str) -> TemplateFormats:
     """Read a template's source: marks that one format alone has tell which it is."""
     plain = template.replace("\\", "").lower()
-    return Habits(
+    return TemplateFormats(
         tools=_only(template, _TOOLS),
         reasoning=_only(template, _REASONING),
         reranks=all(mark in plain for mark in _RERANKING),

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from antiphon.kernels.cpu.backend import cpu
-from antiphon.kernels.kv import UNSCALED, KvScales, kv_store
+from antiphon.kernels.kv import UNSCALED, KvScales, store_kv
 from antiphon.kernels.norm import rmsnorm
 from antiphon.kernels.op import kernel
-from antiphon.kernels.rotary import rotary
+from antiphon.kernels.rotary import apply_rotary
 
 
-class HeadNorms(NamedTuple):
+class QkNormWeights(NamedTuple):
     """Weights that normalise each query and key head by itself, (D,) both."""
 
     query: Tensor
@@ -23,14 +23,14 @@ class HeadNorms(NamedTuple):
 
 
 @kernel("attention.heads", cpu("antiphon.kernels.cpu.elementwise:ready_heads"))
-def ready_heads(
+def qk_norm_rope_store(
     heads: Tensor,
     cos: Tensor,
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
     places: Tensor,
-    norms: HeadNorms | None,
+    norms: QkNormWeights | None,
     scales: KvScales = UNSCALED,
 ) -> Tensor:
     """Normalise and rotate queries and keys, and keep keys and values in the cache.
@@ -47,6 +47,6 @@ def ready_heads(
     if norms is not None:
         q = rmsnorm.reference(q, norms.query, norms.eps)
         k = rmsnorm.reference(k, norms.key, norms.eps)
-    rotated = rotary(torch.cat((q, k), dim=1), cos, sin)
-    kv_store(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places, scales)
+    rotated = apply_rotary(torch.cat((q, k), dim=1), cos, sin)
+    store_kv(rotated[:, queries:], heads[:, queries + kv_heads :], keys, values, places, scales)
     return rotated[:, :queries]

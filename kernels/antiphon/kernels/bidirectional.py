@@ -23,12 +23,12 @@ QUERIES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class NothingKept:
+class NoCache:
     """What a layer keeps of a token that sees all tokens of its row in the same pass."""
 
 
 @kernel("attention.whole")
-def whole_attention(
+def bidirectional_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, window: int | None
 ) -> Tensor:
     """Softmax attention of each token over all tokens of its row, or those near it.

@@ -13,8 +13,8 @@ from antiphon.config.chat_templates import CARD, TemplateSources, choose_templat
 from antiphon.config.completion_template import CompletionTemplate
 from antiphon.config.errors import ConfigError
 from antiphon.service.tokenizer_file import open_tokenizer
-from antiphon.tokenizer.completion import template_of
-from antiphon.tokenizer.habits import Habits, habits_of
+from antiphon.tokenizer.completion import choose_completion_template
+from antiphon.tokenizer.template_formats import TemplateFormats, detect_formats
 from antiphon.tokenizer.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SpecialTokens(msgspec.Struct, frozen=True):
     mask_token: str | AddedToken | None = None
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class ModelTokenizer(msgspec.Struct, frozen=True):
     """Everything that turns a conversation into ids.
 
     `habits` is what the template shows, `completion` how text with a gap to fill is written; None
@@ -52,17 +52,17 @@ class Vocabulary(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     size: int
-    habits: Habits
+    habits: TemplateFormats
     completion: CompletionTemplate | None = None
     token_characters: int = 0
 
 
-def read(
+def read_model_tokenizer(
     folder: Path,
     template_file: str = "",
     completion_template: str = "",
     template_name: str = "",
-) -> Vocabulary:
+) -> ModelTokenizer:
     """Load a folder's tokenizer and chat template.
 
     Args:
@@ -85,9 +85,9 @@ def read(
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
     size = tokenizer.get_vocab_size(with_added_tokens=True)
-    completion = template_of(tokenizer, completion_template)
+    completion = choose_completion_template(tokenizer, completion_template)
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return Vocabulary(tokenizer, template, size, _habits(sources), completion, longest)
+    return ModelTokenizer(tokenizer, template, size, _habits(sources), completion, longest)
 
 
 def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> ChatTemplate | None:
@@ -96,12 +96,12 @@ def _template(sources: TemplateSources | None, special: Mapping[str, str]) -> Ch
     return ChatTemplate(sources.source, special, tool_source=sources.tool_source)
 
 
-def _habits(sources: TemplateSources | None) -> Habits:
+def _habits(sources: TemplateSources | None) -> TemplateFormats:
     """What the templates show: that of tools shows calls, that of other conversations thinking."""
     if sources is None:
-        return Habits()
-    plain, tools = habits_of(sources.source), habits_of(sources.tool_source or "")
-    return Habits(
+        return TemplateFormats()
+    plain, tools = detect_formats(sources.source), detect_formats(sources.tool_source or "")
+    return TemplateFormats(
         tools=tools.tools or plain.tools,
         reasoning=plain.reasoning or tools.reasoning,
         reranks=plain.reranks,

@@ -11,17 +11,17 @@ from antiphon.service.precedence import Precedence
 if TYPE_CHECKING:
     from antiphon.config.settings import Settings
 
-QUIET_BEATS = 2
+ELECTION_TIMEOUT_BEATS = 2
 """Silence after which a scheduler leads that has heard of no leader."""
-SETTLE_BEATS = 2
+READY_TIMEOUT_BEATS = 2
 """How long a new leader waits for gateways and workers to speak before it binds or aborts."""
 GRACE_BEATS = 3
 """How long two views may differ before the leader acts: what differs is mostly under way."""
-GIVE_UP_BEATS = 20
+ATTEMPT_TIMEOUT_BEATS = 20
 """How long nobody may run a request, or nobody decode it, before the attempt has failed."""
 FREE_AFTER_MS = 2_000
 """How long past its deadline a request is freed here. Its owner has closed it by then."""
-LOSSES_MAX = 2
+FAILED_ATTEMPTS_MAX = 2
 """Attempts of one request that may fail: it may be what kills workers."""
 
 RESTART_PAUSE_BEATS = 2
@@ -32,7 +32,7 @@ SOUND_TERM_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class LeaderConfig:
     """What the operator said, as far as the leader reads it."""
 
     beat_s: float = 0.5

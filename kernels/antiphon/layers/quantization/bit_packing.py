@@ -9,7 +9,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 """E2M1: a sign, two bits of exponent, one of fraction."""
 
 
-def unpacked(words: Tensor, bits: int) -> Tensor:
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Numbers of 2, 4 or 8 bits, the lowest bits of a word first, from 0.
 
     words (..., N) int32  ->  (..., N * 32 / bits) uint8
@@ -22,12 +22,12 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return ((apart[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def halves(pairs: Tensor, *, high_first: bool) -> Tensor:
+def unpack_nibbles(pairs: Tensor, *, high_first: bool) -> Tensor:
     """The two numbers of four bits in each byte: (..., N) uint8  ->  (..., 2 N) uint8."""
     low, high = pairs & 15, pairs >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
 
 
-def looked_up(codes: Tensor, table: Tensor) -> Tensor:
+def lookup(codes: Tensor, table: Tensor) -> Tensor:
     """What each code stands for: codes (...,) uint8, table (16 or 256,)  ->  (...,)."""
     return table.index_select(0, codes.flatten().int()).view(codes.shape)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from antiphon.layers.linear import ReplicatedLinear
-from antiphon.layers.norm import norm_of
+from antiphon.layers.norm import build_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from antiphon.kernels.activation import Activation
+    from antiphon.kernels.activation import ActivationKind
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.methods import LinearMethod
     from antiphon.layers.norm import NormSpec
-    from antiphon.layers.weights import Build, WeightSource
+    from antiphon.layers.weights import BuildContext, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class DenseSpec:
     """
 
     name: str
-    activation: Activation
+    activation: ActivationKind
     bias: bool = True
     norm: NormSpec | None = None
     norm_name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreSpec:
+class ClassificationHeadSpec:
     """Scores of what a text was pooled to.
 
     Attributes:
@@ -57,13 +57,13 @@ class ScoreSpec:
     dense: DenseSpec | None = None
 
 
-class Score:
+class ClassificationHead:
     """Scores of texts. It is small, and kept as it comes whatever the layers' linears are kept as.
 
     Every rank has all of it.
     """
 
-    def __init__(self, spec: ScoreSpec, hidden: int, build: Build, method: LinearMethod) -> None:
+    def __init__(self, spec: ClassificationHeadSpec, hidden: int, build: BuildContext, method: LinearMethod) -> None:
         build, method = replace(build, quantization=None), method.exact()
         self._dense = None if spec.dense is None else _Dense(spec.dense, hidden, build, method)
         self._linear = ReplicatedLinear(
@@ -97,14 +97,14 @@ class Score:
 class _Dense:
     """One layer between a text's vector and its scores."""
 
-    def __init__(self, spec: DenseSpec, hidden: int, build: Build, method: LinearMethod) -> None:
-        self._activation: Activation = spec.activation
+    def __init__(self, spec: DenseSpec, hidden: int, build: BuildContext, method: LinearMethod) -> None:
+        self._activation: ActivationKind = spec.activation
         self._linear = ReplicatedLinear(
             spec.name, hidden, hidden, bias=spec.bias, build=build, method=method
         )
         self._norm = None
         if spec.norm is not None:
-            self._norm = norm_of(spec.norm, spec.norm_name, hidden, build)
+            self._norm = build_norm(spec.norm, spec.norm_name, hidden, build)
 
     @property
     def operations(self) -> frozenset[str]:

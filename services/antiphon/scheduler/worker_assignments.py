@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldAttempt:
     """An attempt, and the worker that holds it."""
 
     attempt: Attempt
     worker: Process
 
 
-class Holdings:
+class WorkerAssignments:
     """What each live worker held when it last spoke. Leader and standbys keep it alike."""
 
     def __init__(self) -> None:
         self._held: dict[Process, Mapping[RequestId, Attempt]] = {}
         self._ended: dict[Process, set[RequestId]] = {}
-        self._heard_at: dict[Process, float] = {}
+        self._reported_at: dict[Process, float] = {}
         self._beats: dict[Process, Heartbeat] = {}
 
     def apply(self, beat: Heartbeat, load: WorkerLoad, now: float) -> bool:
@@ -36,7 +36,7 @@ class Holdings:
         if self._beats.get(worker) is beat:
             return False
         self._beats[worker] = beat
-        self._heard_at[worker] = now
+        self._reported_at[worker] = now
         # What it gives back it does not hold: nobody is to be told that it runs there.
         self._held[worker] = {
             held.request_id: held.attempt for held in load.running if not held.returned
@@ -52,22 +52,22 @@ class Holdings:
         """Return what of it has said its last token, and waits for its owner to have read it."""
         return self._ended.get(worker, set())
 
-    def find(self, request_id: RequestId, attempt: Attempt | None = None) -> Held | None:
+    def find(self, request_id: RequestId, attempt: Attempt | None = None) -> HeldAttempt | None:
         """Return who holds a request: this attempt of it, or else the highest one."""
         found = [
-            Held(held[request_id], worker)
+            HeldAttempt(held[request_id], worker)
             for worker, held in self._held.items()
             if request_id in held and attempt in (None, held[request_id])
         ]
         return max(found, key=lambda holding: holding.attempt, default=None)
 
-    def spoke_since(self, worker: Process, since: float) -> bool:
+    def reported_since(self, worker: Process, since: float) -> bool:
         """Whether a worker has reported since then."""
-        return self._heard_at.get(worker, since) > since
+        return self._reported_at.get(worker, since) > since
 
     def forget(self, worker: Process) -> None:
         """The worker is dead, and so is what it held."""
         self._held.pop(worker, None)
         self._ended.pop(worker, None)
-        self._heard_at.pop(worker, None)
+        self._reported_at.pop(worker, None)
         self._beats.pop(worker, None)

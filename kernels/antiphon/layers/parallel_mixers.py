@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from antiphon.layers.block import Block, Site
+    from antiphon.layers.sublayer import Sublayer, LayerBuildContext
     from antiphon.layers.context import ForwardContext
     from antiphon.layers.weights import WeightSource
 
@@ -23,7 +23,7 @@ BranchSpec = AttentionSpec | Mamba2Spec | GatedDeltaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class MixerBranch:
     """A mixer, what the stream is multiplied by before it, and what its result is."""
 
     mixer: BranchSpec
@@ -32,17 +32,17 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySideSpec:
+class ParallelMixersSpec:
     """Mixers that each keep another kind of thing."""
 
-    branches: tuple[Branch, ...]
+    branches: tuple[MixerBranch, ...]
 
 
-class SideBySide:
+class ParallelMixers:
     """The sum of branches, each built by `build`."""
 
     def __init__(
-        self, site: Site, spec: SideBySideSpec, build: Callable[[Site, BranchSpec], Block]
+        self, site: LayerBuildContext, spec: ParallelMixersSpec, build: Callable[[LayerBuildContext, BranchSpec], Sublayer]
     ) -> None:
         self._branches = [(branch, build(site, branch.mixer)) for branch in spec.branches]
 
